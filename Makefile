@@ -5,7 +5,7 @@
 keep := $(filter-out 0,$(KEEP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test demo bench kernels dist skew roots cluster fmt lint deny descriptor docs behaviours clean-namespaces
+.PHONY: help setup build test demo bench kernels dist skew roots cluster fmt lint deny descriptor docs behaviours budgets path clean-namespaces
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,11 +66,8 @@ lint: ## Check format and lints only
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
-deny: ## Check licences, sources and advisories of dependencies with cargo-deny
-	@command -v cargo-deny >/dev/null || { \
-	  echo "cargo-deny is missing: cargo install --locked cargo-deny" >&2; \
-	  echo "(make test checks licences and bans against deny.toml without it; advisories need it)" >&2; exit 1; }
-	cargo deny --workspace check
+deny: setup ## Check advisories of dependencies, with the network, and what make test checks with cargo-deny
+	PATH="$$PATH:$(CURDIR)/target/tools" cargo deny --workspace check
 
 descriptor: ## Write the protocol's descriptor set again, after a change of the protocol
 	HEADGATE_WRITE_DESCRIPTOR=1 cargo nextest run --locked -p headgate-tests --test pure protocol_is_compatible --no-capture
@@ -80,6 +77,12 @@ docs: ## Write the generated pages under docs/ again (configuration, metrics)
 
 behaviours: ## Write docs/behaviours.md again, from the last `make test` (all tests must pass)
 	cargo run --locked -p headgate-tests --bin behaviours
+
+budgets: ## Lower the budgets in ARCHITECTURE.md to what the mechanisms need
+	HEADGATE_WRITE_DOCS=1 cargo nextest run --locked -p headgate-tests --test pure keeps_its_budget
+
+path: setup ## List the files through which the change of one endpoint passes, mode nftables
+	@.ci/path
 
 clean-namespaces: ## Remove network namespaces that tests or demos left behind when they were killed
 	@for name in $$(ip netns list | awk '$$1 ~ /^hg[0-9]+-/ { print $$1 }'); do \

@@ -30,7 +30,7 @@ pub struct Args {
         env = "HEADGATE_SERVER",
         value_name = "URL",
         value_delimiter = ',',
-        default_value = "http://127.0.0.1:7443"
+        default_value = "http://127.0.0.1:7444"
     )]
     pub server: Vec<String>,
     /// The TLS options.

@@ -327,7 +327,7 @@ impl Made {
         }
         for reader in &self.readers {
             line(&format!(
-                "  headgatectl --server https://{server}:7443 --tls-cert {out}/readers/{reader}.crt --tls-key {out}/readers/{reader}.key --tls-ca \
+                "  headgatectl --server https://{server}:7444 --tls-cert {out}/readers/{reader}.crt --tls-key {out}/readers/{reader}.key --tls-ca \
                  {out}/ca.crt status"
             ));
         }

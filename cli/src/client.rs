@@ -6,8 +6,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use headgate_proto::errors;
 use headgate_proto::v1::{GetStatusRequest, inspect_client::InspectClient};
+use headgate_proto::{AGENTS_ONLY, errors};
 use tonic::Code;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 
@@ -147,7 +147,7 @@ async fn addresses_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArg
 fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
     let usage = |text: String| ConnectError::Usage(text);
     let endpoint = Endpoint::from_shared(server.to_owned())
-        .map_err(|error| usage(format!("--server {server} is not a valid URL ({error}): write https://HOST:7443")))?
+        .map_err(|error| usage(format!("--server {server} is not a valid URL ({error}): write https://HOST:7444")))?
         .connect_timeout(CONNECT_TIMEOUT)
         .timeout(ANSWER_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
@@ -176,7 +176,7 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
         None if uri.port_u16().is_some() => {
             Err(usage(format!("--server {server} has no scheme: write https://{server}")))
         }
-        _ => Err(usage(format!("--server {server} has an unknown scheme: write https://HOST:7443"))),
+        _ => Err(usage(format!("--server {server} has an unknown scheme: write https://HOST:7444"))),
     }
 }
 
@@ -266,7 +266,13 @@ fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     if status.message().starts_with("grpc-status header missing") {
         return unreachable(
             "the server speaks HTTP, but is not a control plane",
-            "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --listen address, and serves metrics at another address.",
+            "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --inspect-listen address, and serves metrics at another address.",
+        );
+    }
+    if status.message().contains(AGENTS_ONLY) {
+        return unreachable(
+            status.message(),
+            "Check the port of --server (or HEADGATE_SERVER): it must be the port of --inspect-listen.",
         );
     }
     // tonic reports a TLS alert as one of these codes. A replica rarely sends these codes itself.
@@ -332,18 +338,18 @@ mod tests {
     #[test]
     fn errors_about_unusable_urls_say_what_to_write() {
         let refusal = |server: &str| endpoint(server, &NO_TLS).map(drop).unwrap_err().to_string();
-        assert!(refusal("http://10.0.0.1:7443").contains("write https:// and give --tls-ca"));
-        assert!(refusal("https://10.0.0.1:7443").contains("--tls-ca"));
-        assert!(refusal("ftp://10.0.0.1").contains("write https://HOST:7443"));
+        assert!(refusal("http://10.0.0.1:7444").contains("write https:// and give --tls-ca"));
+        assert!(refusal("https://10.0.0.1:7444").contains("--tls-ca"));
+        assert!(refusal("ftp://10.0.0.1").contains("write https://HOST:7444"));
         assert!(refusal("not a url").contains("is not a valid URL"));
-        endpoint("http://[::1]:7443", &NO_TLS).unwrap();
+        endpoint("http://[::1]:7444", &NO_TLS).unwrap();
     }
 
     #[test]
     fn the_error_for_a_missing_tls_file_names_its_option() {
         let folder = std::env::temp_dir();
         let tls = TlsArgs { tls_ca: Some(folder.join("headgatectl-no-such-file")), ..NO_TLS };
-        let error = endpoint("https://10.0.0.1:7443", &tls).map(drop).unwrap_err();
+        let error = endpoint("https://10.0.0.1:7444", &tls).map(drop).unwrap_err();
         assert!(matches!(error, ConnectError::File { option: "tls-ca", .. }), "{error}");
     }
 

@@ -9,8 +9,8 @@ use std::{borrow::Cow, fmt::Write as _};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, presets};
 use headgate_proto::v1::{
-    Connections, Drift, EndpointInfo, GetStatusResponse, NodeStatus, Problem, Rejection, ReplicaInfo, ServiceCounters,
-    ServiceInfo, ServicePortInfo, WatchEvent,
+    Connections, Drift, EndpointInfo, GetStatusResponse, NodeStatus, OpenConnection, Problem, Rejection, ReplicaInfo,
+    ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
 };
 
 use headgate_settings::migration::{Line, Outcome};
@@ -74,22 +74,28 @@ fn toned(text: impl AsRef<str>, tone: Tone) -> Cell {
     cell(text).fg(tone.colour().0)
 }
 
-/// Formats a table. Columns whose header starts with `>` hold numbers and are aligned to the right.
-fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: Style) -> String {
-    lay_out(headers, rows, style).trim_fmt() + "\n"
+/// A column of a table: its header, whether it is shown, and its cell for an item. Columns whose
+/// header starts with `>` hold numbers and are aligned to the right.
+type Column<'a, T> = (&'a str, bool, &'a dyn Fn(&T) -> Cell);
+
+/// Formats a table with a row for each item.
+fn table<T>(columns: &[Column<'_, T>], items: &[T], style: Style) -> String {
+    lay_out(columns, items, style).trim_fmt() + "\n"
 }
 
-fn lay_out(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: Style) -> Table {
+fn lay_out<T>(columns: &[Column<'_, T>], items: &[T], style: Style) -> Table {
+    let shown: Vec<_> = columns.iter().filter(|(_, is_shown, _)| *is_shown).collect();
     let mut table = Table::new();
     table.load_style(presets::NOTHING).force_no_tty();
     if style.colour {
         table.enforce_styling();
     }
-    table.set_header(headers.iter().map(|header| cell(header.trim_start_matches('>')).add_attribute(Attribute::Bold)));
-    for row in rows {
-        table.add_row(row);
+    let header = |header: &str| cell(header.trim_start_matches('>')).add_attribute(Attribute::Bold);
+    table.set_header(shown.iter().map(|(text, ..)| header(text)));
+    for item in items {
+        table.add_row(shown.iter().map(|(.., cell)| cell(item)));
     }
-    for (column, header) in table.column_iter_mut().zip(headers) {
+    for (column, (header, ..)) in table.column_iter_mut().zip(shown) {
         column.set_padding((0, 2));
         if header.starts_with('>') {
             column.set_cell_alignment(CellAlignment::Right);
@@ -101,19 +107,26 @@ fn lay_out(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: S
 /// Formats the settings of a kube-proxy, at most 100 columns wide. Settings that carry over have an
 /// explanation only if `is_wide`. Long texts lose their middle.
 pub fn migration(lines: &[Line], is_wide: bool, style: Style) -> String {
-    let rows = lines.iter().map(|line| {
+    let outcome = |line: &Line| {
         let tone = match line.outcome {
             Outcome::CarriesOver => Tone::Good,
             Outcome::OtherDefault | Outcome::NoEffect => Tone::Attention,
             Outcome::Invalid => Tone::Bad,
         };
-        let outcome = toned(line.outcome.as_str(), tone);
-        let is_explained = is_wide || line.outcome != Outcome::CarriesOver;
-        // An explanation may contain the value, and the remedy at its end.
-        let explanation = cell(if is_explained { shortened(&line.explanation, 1000) } else { "".into() });
-        vec![cell(shortened(&line.setting, 200)), cell(shortened(&line.value, 200)), outcome, explanation]
-    });
-    let mut table = lay_out(&["SETTING", "VALUE", "OUTCOME", "EXPLANATION"], rows, style);
+        toned(line.outcome.as_str(), tone)
+    };
+    // An explanation may contain the value, and the remedy at its end.
+    let explanation = |line: &Line| match is_wide || line.outcome != Outcome::CarriesOver {
+        true => cell(shortened(&line.explanation, 1000)),
+        false => cell(""),
+    };
+    let columns: &[Column<'_, Line>] = &[
+        ("SETTING", true, &|line| cell(shortened(&line.setting, 200))),
+        ("VALUE", true, &|line| cell(shortened(&line.value, 200))),
+        ("OUTCOME", true, &outcome),
+        ("EXPLANATION", true, &explanation),
+    ];
+    let mut table = lay_out(columns, lines, style);
     table.set_content_arrangement(ContentArrangement::Dynamic).set_width(100);
     table.trim_fmt() + "\n"
 }
@@ -140,39 +153,28 @@ fn paint(text: &str, tone: Tone, style: Style) -> String {
 /// Formats Services, one per row, with conflicts and problems below the table. Settings made by
 /// annotation have a column if at least one Service uses them.
 pub fn services(services: &[ServiceInfo], style: Style) -> String {
-    let mut headers =
-        vec!["NAMESPACE", "NAME", "CLUSTER-IP", "EXTERNAL-IP", "PORTS", ">READY", "POLICY", "AFFINITY", ">VERSION"];
-    let some_load_balancing = services.iter().any(|service| !service.load_balancing.is_empty());
-    let some_scheduler = services.iter().any(|service| !service.scheduler.is_empty());
-    let some_health_check = services.iter().any(|service| !service.health_check.is_empty());
-    headers.extend(some_load_balancing.then_some("LOAD-BALANCING"));
-    let some_proxy_protocol = services.iter().any(|service| !service.proxy_protocol.is_empty());
-    let some_limit = services.iter().any(|service| service.max_connections != 0);
-    headers.extend(some_scheduler.then_some("SCHEDULER"));
-    headers.extend(some_health_check.then_some("HEALTH-CHECK"));
-    headers.extend(some_proxy_protocol.then_some("PROXY-PROTOCOL"));
-    headers.extend(some_limit.then_some(">MAX-CONNECTIONS"));
-    let rows = services.iter().map(|service| {
-        let mut row = vec![
-            cell(&service.namespace),
-            cell(&service.name),
-            cell(service.cluster_ips.join(",")),
-            cell(external(service).join(",")),
-            cell(ports(&service.ports)),
-            readiness(service),
-            cell(policy(service)),
-            cell(affinity(service)),
-            cell(service.version.to_string()),
-        ];
-        row.extend(some_load_balancing.then(|| cell(&service.load_balancing)));
-        row.extend(some_scheduler.then(|| cell(&service.scheduler)));
-        row.extend(some_health_check.then(|| cell(health_check(service))));
-        row.extend(some_proxy_protocol.then(|| cell(&service.proxy_protocol)));
-        let limit = || if service.max_connections == 0 { String::new() } else { service.max_connections.to_string() };
-        row.extend(some_limit.then(|| cell(limit())));
-        row
-    });
-    let mut output = table(&headers, rows, style);
+    let some = |has: fn(&ServiceInfo) -> bool| services.iter().any(has);
+    let limit = |of: &ServiceInfo| match of.max_connections {
+        0 => cell(""),
+        limit => cell(limit.to_string()),
+    };
+    let columns: &[Column<'_, ServiceInfo>] = &[
+        ("NAMESPACE", true, &|of| cell(&of.namespace)),
+        ("NAME", true, &|of| cell(&of.name)),
+        ("CLUSTER-IP", true, &|of| cell(of.cluster_ips.join(","))),
+        ("EXTERNAL-IP", true, &|of| cell(external(of).join(","))),
+        ("PORTS", true, &|of| cell(ports(&of.ports))),
+        (">READY", true, &readiness),
+        ("POLICY", true, &|of| cell(policy(of))),
+        ("AFFINITY", true, &|of| cell(affinity(of))),
+        (">VERSION", true, &|of| cell(of.version.to_string())),
+        ("LOAD-BALANCING", some(|of| !of.load_balancing.is_empty()), &|of| cell(&of.load_balancing)),
+        ("SCHEDULER", some(|of| !of.scheduler.is_empty()), &|of| cell(&of.scheduler)),
+        ("HEALTH-CHECK", some(|of| !of.health_check.is_empty()), &|of| cell(health_check(of))),
+        ("PROXY-PROTOCOL", some(|of| !of.proxy_protocol.is_empty()), &|of| cell(&of.proxy_protocol)),
+        (">MAX-CONNECTIONS", some(|of| of.max_connections != 0), &limit),
+    ];
+    let mut output = table(columns, services, style);
     for service in services {
         for problem in &service.problems {
             note(&mut output, &sentence(problem), Tone::Attention, style);
@@ -233,30 +235,22 @@ fn affinity(service: &ServiceInfo) -> String {
 pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
     let first = endpoints.first().map(|endpoint| (&endpoint.namespace, &endpoint.name));
     let several = endpoints.iter().any(|endpoint| Some((&endpoint.namespace, &endpoint.name)) != first);
-    let mut headers = vec!["ADDRESS", "PORTS", "STATE", "NODE", "ZONE", "HINTS", ">VERSION"];
-    if several {
-        headers.insert(0, "SERVICE");
-    }
-    let some_weight = endpoints.iter().any(|endpoint| endpoint.weight != 1);
-    headers.extend(some_weight.then_some(">WEIGHT"));
-    let rows = endpoints.iter().map(|endpoint| {
-        let (state, tone) = endpoint_state(endpoint);
-        let mut row = vec![
-            cell(&endpoint.address),
-            cell(endpoint.ports.join(", ")),
-            toned(state, tone),
-            cell(&endpoint.node),
-            cell(&endpoint.zone),
-            cell(hints(endpoint)),
-            cell(endpoint.version.to_string()),
-        ];
-        row.extend(some_weight.then(|| cell(endpoint.weight.to_string())));
-        if several {
-            row.insert(0, cell(format!("{}/{}", endpoint.namespace, endpoint.name)));
-        }
-        row
-    });
-    table(&headers, rows, style)
+    let state = |of: &EndpointInfo| {
+        let (state, tone) = endpoint_state(of);
+        toned(state, tone)
+    };
+    let columns: &[Column<'_, EndpointInfo>] = &[
+        ("SERVICE", several, &|of| cell(format!("{}/{}", of.namespace, of.name))),
+        ("ADDRESS", true, &|of| cell(&of.address)),
+        ("PORTS", true, &|of| cell(of.ports.join(", "))),
+        ("STATE", true, &state),
+        ("NODE", true, &|of| cell(&of.node)),
+        ("ZONE", true, &|of| cell(&of.zone)),
+        ("HINTS", true, &|of| cell(hints(of))),
+        (">VERSION", true, &|of| cell(of.version.to_string())),
+        (">WEIGHT", endpoints.iter().any(|of| of.weight != 1), &|of| cell(of.weight.to_string())),
+    ];
+    table(columns, endpoints, style)
 }
 
 fn endpoint_state(endpoint: &EndpointInfo) -> (&'static str, Tone) {
@@ -357,17 +351,15 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
 
 /// Formats the other replicas, one per row, with the reasons of those that cannot be reached below.
 fn replicas(replicas: &[ReplicaInfo], style: Style) -> String {
-    let rows = replicas.iter().map(|replica| {
-        let tone = if replica.state == "joined" { Tone::Good } else { Tone::Bad };
-        vec![
-            cell(&replica.replica),
-            toned(&replica.state, tone),
-            cell(units::duration(replica.for_ms)),
-            cell(thousands(replica.agents)),
-            cell(&replica.epoch),
-        ]
-    });
-    let mut output = table(&["OTHER REPLICA", "STATE", ">FOR", ">AGENTS", "EPOCH"], rows, style);
+    let state = |of: &ReplicaInfo| toned(&of.state, if of.state == "joined" { Tone::Good } else { Tone::Bad });
+    let columns: &[Column<'_, ReplicaInfo>] = &[
+        ("OTHER REPLICA", true, &|of| cell(&of.replica)),
+        ("STATE", true, &state),
+        (">FOR", true, &|of| cell(units::duration(of.for_ms))),
+        (">AGENTS", true, &|of| cell(thousands(of.agents))),
+        ("EPOCH", true, &|of| cell(&of.epoch)),
+    ];
+    let mut output = table(columns, replicas, style);
     for ReplicaInfo { replica, problem, .. } in replicas.iter().filter(|replica| !replica.problem.is_empty()) {
         note(&mut output, &format!("{replica}: {problem}"), Tone::Bad, style);
     }
@@ -376,52 +368,47 @@ fn replicas(replicas: &[ReplicaInfo], style: Style) -> String {
 
 /// Formats counters, one Service or frontend per row.
 pub fn counters(rows: &[ServiceCounters], style: Style) -> String {
-    let has_frontends = rows.iter().any(|row| !row.frontend.is_empty());
-    let mut headers = vec!["NAMESPACE", "NAME", ">CONNECTIONS", ">PACKETS", ">BYTES"];
-    headers.extend(has_frontends.then_some("FRONTEND"));
-    let rows = rows.iter().map(|row| {
-        let mut cells = vec![cell(&row.namespace), cell(&row.name)];
-        cells.extend([row.connections, row.packets, row.bytes].map(|count| cell(count.to_string())));
-        cells.extend(has_frontends.then(|| cell(&row.frontend)));
-        cells
-    });
-    table(&headers, rows, style)
+    let columns: &[Column<'_, ServiceCounters>] = &[
+        ("NAMESPACE", true, &|of| cell(&of.namespace)),
+        ("NAME", true, &|of| cell(&of.name)),
+        (">CONNECTIONS", true, &|of| cell(of.connections.to_string())),
+        (">PACKETS", true, &|of| cell(of.packets.to_string())),
+        (">BYTES", true, &|of| cell(of.bytes.to_string())),
+        ("FRONTEND", rows.iter().any(|of| !of.frontend.is_empty()), &|of| cell(&of.frontend)),
+    ];
+    table(columns, rows, style)
 }
 
 /// Formats open connections, with a remark below about those that are left out.
 pub fn connections(list: &Connections, style: Style) -> String {
-    let has_datagrams = list.connections.iter().any(|connection| connection.protocol == "UDP");
-    let mut headers =
-        vec!["SERVICE", "PROTOCOL", "CLIENT", "ADDRESS", "ENDPOINT", "STATE", ">AGE", ">IDLE", ">SENT", ">RECEIVED"];
-    headers.extend(has_datagrams.then_some(">DATAGRAMS"));
-    let rows = list.connections.iter().map(|connection| {
-        let tone = match connection.state.as_str() {
+    let state = |of: &OpenConnection| {
+        let tone = match of.state.as_str() {
             "open" | "answered" => Tone::Good,
             "connecting" | "awaits reply" => Tone::Attention,
             _ => Tone::Faint,
         };
+        toned(&of.state, tone)
+    };
+    let is_udp = |of: &OpenConnection| of.protocol == "UDP";
+    let datagrams = |of: &OpenConnection| match is_udp(of) {
+        true => cell(format!("{}/{}", of.datagrams_to_endpoint, of.datagrams_to_client)),
+        false => cell(""),
+    };
+    let columns: &[Column<'_, OpenConnection>] = &[
+        ("SERVICE", true, &|of| cell(&of.service)),
         // Agents before 0.2 do not name the protocol.
-        let protocol = if connection.protocol.is_empty() { "TCP" } else { &connection.protocol };
-        let datagrams = || match protocol {
-            "UDP" => format!("{}/{}", connection.datagrams_to_endpoint, connection.datagrams_to_client),
-            _ => String::new(),
-        };
-        let mut cells = vec![
-            cell(&connection.service),
-            cell(protocol),
-            cell(&connection.client),
-            cell(&connection.address),
-            cell(&connection.endpoint),
-            toned(&connection.state, tone),
-            cell(units::duration(connection.age_ms)),
-            cell(units::duration(connection.idle_ms)),
-            cell(units::bytes(connection.bytes_to_endpoint)),
-            cell(units::bytes(connection.bytes_to_client)),
-        ];
-        cells.extend(has_datagrams.then(|| cell(datagrams())));
-        cells
-    });
-    let mut output = table(&headers, rows, style);
+        ("PROTOCOL", true, &|of| cell(if of.protocol.is_empty() { "TCP" } else { &of.protocol })),
+        ("CLIENT", true, &|of| cell(&of.client)),
+        ("ADDRESS", true, &|of| cell(&of.address)),
+        ("ENDPOINT", true, &|of| cell(&of.endpoint)),
+        ("STATE", true, &state),
+        (">AGE", true, &|of| cell(units::duration(of.age_ms))),
+        (">IDLE", true, &|of| cell(units::duration(of.idle_ms))),
+        (">SENT", true, &|of| cell(units::bytes(of.bytes_to_endpoint))),
+        (">RECEIVED", true, &|of| cell(units::bytes(of.bytes_to_client))),
+        (">DATAGRAMS", list.connections.iter().any(is_udp), &datagrams),
+    ];
+    let mut output = table(columns, &list.connections, style);
     if list.left_out > 0 {
         let text = format!("{} more connections with fewer bytes: name a Service, or raise --limit", list.left_out);
         note(&mut output, &text, Tone::Faint, style);

@@ -3,8 +3,6 @@
 //! [`source`] reads objects. [`model`] turns the objects into a [`transaction`], [`store`] holds
 //! the state, and [`serve`] streams the state to the agents.
 
-#[doc(hidden)]
-pub mod fuzz;
 pub mod identity;
 pub mod metrics;
 pub mod model;

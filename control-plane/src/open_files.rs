@@ -4,9 +4,9 @@
 //! the soft limit up to the hard limit. Container runtimes often set the soft limit to 1,024, and
 //! the hard limit to half a million or more.
 
-use nix::{
-    errno::Errno,
-    sys::resource::{Resource, getrlimit, setrlimit},
+use rustix::{
+    io::Errno,
+    process::{Resource, Rlimit, getrlimit, setrlimit},
 };
 
 /// Raises the soft limit to the hard limit, and returns the hard limit.
@@ -15,16 +15,16 @@ use nix::{
 ///
 /// The error of the system call. A retry does not help.
 pub fn raise() -> Result<u64, Errno> {
-    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    if soft < hard {
-        setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
+    let limit = getrlimit(Resource::Nofile);
+    if limit.current != limit.maximum {
+        setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
     }
-    Ok(hard)
+    Ok(limit.maximum.unwrap_or(u64::MAX))
 }
 
-/// The soft limit; `u64::MAX` if the system does not report it.
+/// The soft limit; `u64::MAX` if there is none.
 pub(crate) fn limit() -> u64 {
-    getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft)
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -34,8 +34,9 @@ mod tests {
 
     #[test]
     fn the_soft_limit_is_raised_to_the_hard_limit() {
-        let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-        setrlimit(Resource::RLIMIT_NOFILE, hard.min(500), hard).unwrap();
+        let maximum = getrlimit(Resource::Nofile).maximum;
+        let hard = maximum.unwrap_or(u64::MAX);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(hard.min(500)), maximum }).unwrap();
         assert_eq!(limit(), hard.min(500));
         assert_eq!(raise(), Ok(hard));
         assert_eq!(limit(), hard);

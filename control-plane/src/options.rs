@@ -12,7 +12,7 @@ use headgate_tls::FileError;
 
 use crate::{
     model::NodeSelector,
-    serve::{EnrolmentSettings, PeerSettings, PeerTls, ReadinessSettings, Security, Settings, tls::ServerTls},
+    serve::{EnrolmentSettings, Listen, PeerSettings, PeerTls, ReadinessSettings, Security, Settings, tls::ServerTls},
     source::{SourceSettings, SourceSpec},
 };
 
@@ -44,10 +44,14 @@ pub struct Options {
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub watch_silence_seconds: u32,
 
-    /// Where agents, grpcurl and headgatectl connect (gRPC: Discovery, Inspect, health, reflection)
-    /// [default: [::]:7443]
+    /// Where agents connect (gRPC: Discovery) [default: [::]:7443]
     #[arg(long, value_name = "ADDR:PORT", value_parser = address)]
     pub listen: Option<SocketAddr>,
+
+    /// Where headgatectl, grpcurl and other replicas connect (gRPC: Inspect, Peers, health,
+    /// reflection) [default: the address of --listen with the next port, such as [::]:7444]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = address)]
+    pub inspect_listen: Option<SocketAddr>,
 
     /// Serve without TLS, and accept the name that each agent gives. Needs an explicit --listen on
     /// a loopback address, or on one of the ranges reserved for tests (192.0.2.0/24,
@@ -106,11 +110,12 @@ pub struct Options {
     pub balance_service: Option<ServiceKey>,
 
     /// The control plane's replicas, which together say what all nodes have programmed: HOST:PORT
-    /// of a headless Service with publishNotReadyAddresses, or of each replica. Repeat the option,
-    /// or separate values by commas. The list may include this replica. Write "none" if there is
-    /// only one replica. Without this option, pods that stop get no answer (docs/drain.md), and
-    /// nobody knows which Nodes never had an agent. Over TLS, replicas use --tls-cert and --tls-key
-    /// as clients, and --tls-client-ca checks their certificates, which need the URI
+    /// of a headless Service with publishNotReadyAddresses, or of each replica, with the port of
+    /// --inspect-listen. Repeat the option, or separate values by commas. The list may include this
+    /// replica. Write "none" if there is only one replica. Without this option, pods that stop get
+    /// no answer (docs/drain.md), and nobody knows which Nodes never had an agent. Over TLS,
+    /// replicas use --tls-cert and --tls-key as clients, and --tls-client-ca checks their
+    /// certificates, which need the URI
     /// headgate://replica/NAME and the names in this option
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = peer)]
     pub peers: Vec<Peer>,
@@ -230,10 +235,15 @@ pub enum OptionsError {
     ListenNotExplicit,
     /// `--insecure-loopback` is given with an address that other machines may reach.
     #[error(
-        "--insecure-loopback: --listen {0} is neither a loopback address nor in a range reserved for tests ({ranges}); choose such an address, or \
-         use TLS (--tls-cert, --tls-key, --tls-client-ca)", ranges = plaintext::TEST_RANGES.join(", ")
+        "--insecure-loopback: {option} {address} is neither a loopback address nor in a range reserved for tests ({ranges}); choose such an address, \
+         or use TLS (--tls-cert, --tls-key, --tls-client-ca)", ranges = plaintext::TEST_RANGES.join(", ")
     )]
-    ListenNotLocal(SocketAddr),
+    ListenNotLocal {
+        /// The option that holds the address.
+        option: &'static str,
+        /// The address.
+        address: SocketAddr,
+    },
     /// `--ready-everywhere` is given, and the source has no pods.
     #[error("--ready-everywhere has no effect with --source {0}: remove it, or use --source kubernetes")]
     NoPods(SourceSpec),
@@ -243,10 +253,11 @@ pub enum OptionsError {
 }
 
 impl Options {
-    /// The address at which gRPC is served.
+    /// The addresses to listen on.
     #[must_use]
-    pub fn listen(&self) -> SocketAddr {
-        self.listen.unwrap_or(DEFAULT_LISTEN)
+    pub fn listen(&self) -> Listen {
+        let Listen { agents, inspect, .. } = Listen::at(self.listen.unwrap_or(DEFAULT_LISTEN));
+        Listen { agents, inspect: self.inspect_listen.unwrap_or(inspect), metrics: Some(self.metrics_listen) }
     }
 
     /// Reads the TLS files, and returns how connections are secured.
@@ -256,12 +267,14 @@ impl Options {
     /// [`OptionsError`]. A retry does not help.
     pub fn security(&self) -> Result<Security, OptionsError> {
         if self.insecure_loopback {
-            let listen = self.listen.ok_or(OptionsError::ListenNotExplicit)?;
-            return if may_be_plaintext(listen.ip()) {
-                Ok(Security::Plaintext)
-            } else {
-                Err(OptionsError::ListenNotLocal(listen))
-            };
+            self.listen.ok_or(OptionsError::ListenNotExplicit)?;
+            let Listen { agents, inspect, .. } = self.listen();
+            for (option, address) in [("--listen", agents), ("--inspect-listen", inspect)] {
+                if !may_be_plaintext(address.ip()) {
+                    return Err(OptionsError::ListenNotLocal { option, address });
+                }
+            }
+            return Ok(Security::Plaintext);
         }
         let required = |file: &Option<PathBuf>, missing| file.clone().ok_or(OptionsError::NoTls { missing });
         let tls = ServerTls::load(
@@ -388,7 +401,9 @@ mod tests {
     fn the_options_are_well_formed_and_have_defaults() {
         Options::command().debug_assert();
         let options = options(&[]);
-        assert_eq!(options.listen().to_string(), "[::]:7443");
+        let Listen { agents, inspect, metrics } = options.listen();
+        let addresses = [agents, inspect, metrics.unwrap()].map(|address| address.to_string());
+        assert_eq!(addresses, ["[::]:7443", "[::]:7444", "[::]:7480"]);
         assert!(!options.settings().replica_name.is_empty());
     }
 
@@ -402,7 +417,9 @@ mod tests {
         }
         for listen in ["0.0.0.0:7443", "[::]:7443", "10.0.0.1:7443", "[::ffff:10.0.0.1]:7443", "198.20.0.1:1"] {
             let text = refusal(&["--insecure-loopback", "--listen", listen]);
-            assert!(text.contains("--listen") && text.contains("use TLS"), "{text}");
+            assert!(text.contains(": --listen") && text.contains("use TLS"), "{text}");
+            let text = refusal(&["--insecure-loopback", "--listen", "127.0.0.1:1", "--inspect-listen", listen]);
+            assert!(text.contains(&format!(": --inspect-listen {listen} is")), "{text}");
         }
         assert!(refusal(&["--insecure-loopback"]).contains("explicit --listen"));
     }
@@ -439,6 +456,15 @@ mod tests {
         assert_eq!(service_key("web").unwrap_err(), "write NAMESPACE/NAME");
         assert!(service_key("Prod/web").unwrap_err().starts_with("the namespace "));
         assert!(service_key("prod/").unwrap_err().starts_with("the name "));
+    }
+
+    #[test]
+    fn the_inspect_port_is_beside_the_port_for_agents() {
+        let inspect = |arguments: &[&str]| options(arguments).listen().inspect.to_string();
+        assert_eq!(inspect(&["--listen", "192.0.2.1:9000"]), "192.0.2.1:9001");
+        assert_eq!(inspect(&["--listen", "[::1]:0"]), "[::1]:0");
+        assert_eq!(inspect(&["--listen", "[::1]:65535"]), "[::1]:0");
+        assert_eq!(inspect(&["--inspect-listen", "192.0.2.1:1"]), "192.0.2.1:1");
     }
 
     #[test]

@@ -54,18 +54,11 @@ impl ControlPlane {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let shutdown = shutdown.child_token();
-        let running = serve::start(
-            options.listen(),
-            Some(options.metrics_listen),
-            security,
-            options.settings(),
-            Arc::clone(&store),
-            metrics,
-            shutdown.clone(),
-        )
-        .await?;
+        let running =
+            serve::start(options.listen(), security, options.settings(), Arc::clone(&store), metrics, shutdown.clone())
+                .await?;
         let metrics = running.metrics_addr.map(tracing::field::display);
-        tracing::info!(listen = %running.local_addr, metrics, source = %options.source, epoch = format!("{:016x}", store.epoch()), "control plane runs");
+        tracing::info!(listen = %running.local_addr, inspect = %running.inspect_addr, metrics, source = %options.source, epoch = format!("{:016x}", store.epoch()), "control plane runs");
         let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);
         let run = source::run(options.source.clone(), options.source_settings(), sink, shutdown.clone());
         Ok(Self { running, store, source: tokio::spawn(run), shutdown })

@@ -11,5 +11,5 @@ FROM debian:bookworm-slim
 COPY --from=build /src/target/release/headgate-control-plane /src/target/release/headgatectl /usr/local/bin/
 COPY LICENSE /usr/share/doc/headgate/LICENSE
 USER 65532:65532
-EXPOSE 7443 7444 7480
+EXPOSE 7443 7444 7445 7480
 ENTRYPOINT ["/usr/local/bin/headgate-control-plane"]

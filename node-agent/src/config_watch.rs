@@ -8,15 +8,16 @@ use tracing::warn;
 /// takes up to a minute to reach a node's disk.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Returns when the content of the file differs from `text`. While the file cannot be read, waits:
-/// somebody may be replacing the file, and an agent that ends now could not start again without the
-/// file.
-pub(crate) async fn edited(path: PathBuf, text: String) {
+/// Returns the path of the file once its content differs from the given text. Waits for ever
+/// without a file. Waits also while the file cannot be read: somebody may be replacing the file,
+/// and an agent that ends now could not start again without the file.
+pub(crate) async fn edited(file: Option<(PathBuf, String)>) -> String {
+    let Some((path, text)) = file else { return std::future::pending().await };
     let mut is_missing = false;
     loop {
         tokio::time::sleep(PERIOD).await;
         match tokio::fs::read_to_string(&path).await {
-            Ok(found) if found != text => return,
+            Ok(found) if found != text => return path.display().to_string(),
             Ok(_) => is_missing = false,
             Err(error) => {
                 if !std::mem::replace(&mut is_missing, true) {

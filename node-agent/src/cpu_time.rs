@@ -1,14 +1,12 @@
 //! Processor time that the agent has used.
+#![allow(unsafe_code)]
 
 use std::time::Duration;
-
-use nix::sys::resource::{Usage, UsageWho, getrusage};
-use tracing::debug;
 
 /// The processor time of the process, without its child processes. `None` if the operating system
 /// does not tell it.
 pub(crate) fn of_process() -> Option<Duration> {
-    usage(UsageWho::RUSAGE_SELF)
+    usage(libc::RUSAGE_SELF)
 }
 
 /// The processor time of the calling thread, plus the time of all child processes that have ended.
@@ -16,24 +14,18 @@ pub(crate) fn of_process() -> Option<Duration> {
 /// waits for a child process meanwhile. On a busy machine, this is less than the time that passed.
 /// `None` if the operating system does not tell it.
 pub(crate) fn of_thread_and_children() -> Option<Duration> {
-    Some(usage(UsageWho::RUSAGE_THREAD)? + usage(UsageWho::RUSAGE_CHILDREN)?)
+    Some(usage(libc::RUSAGE_THREAD)? + usage(libc::RUSAGE_CHILDREN)?)
 }
 
-fn usage(of: UsageWho) -> Option<Duration> {
-    getrusage(of)
-        .inspect_err(|error| debug!(%error, "the processor time cannot be read"))
-        .ok()
-        .map(|usage| spent(&usage))
-}
-
-fn spent(usage: &Usage) -> Duration {
-    [usage.user_time(), usage.system_time()]
-        .iter()
-        .map(|time| {
-            let whole_seconds = Duration::from_secs(u64::try_from(time.tv_sec()).unwrap_or(0));
-            whole_seconds + Duration::from_micros(u64::try_from(time.tv_usec()).unwrap_or(0))
-        })
-        .sum()
+/// The time in user mode and in the kernel (getrusage(2)).
+fn usage(of: libc::c_int) -> Option<Duration> {
+    // SAFETY: all bytes of this struct may be 0.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes one struct.
+    let result = unsafe { libc::getrusage(of, &raw mut usage) };
+    let seconds = u64::try_from(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec).ok()?;
+    let micros = u64::try_from(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec).ok()?;
+    (result == 0).then(|| Duration::from_secs(seconds) + Duration::from_micros(micros))
 }
 
 #[cfg(test)]
@@ -44,8 +36,8 @@ mod tests {
 
     /// Uses a quarter of a second of processor time.
     fn work() {
-        let before = usage(UsageWho::RUSAGE_THREAD).unwrap();
-        while usage(UsageWho::RUSAGE_THREAD).unwrap() - before < Duration::from_millis(250) {
+        let before = usage(libc::RUSAGE_THREAD).unwrap();
+        while usage(libc::RUSAGE_THREAD).unwrap() - before < Duration::from_millis(250) {
             black_box((0..10_000_u64).sum::<u64>());
         }
     }

@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use rustix::{net::sockopt::socket_peercred, process::geteuid};
 use tokio::{io::AsyncReadExt as _, net::UnixStream};
 use tracing::{info, warn};
 
@@ -80,8 +80,8 @@ pub(crate) async fn claim() -> io::Result<Claim> {
 pub(crate) fn running() -> io::Result<Option<i32>> {
     match StdUnixStream::connect_addr(&SocketAddr::from_abstract_name(NAME)?) {
         Ok(stream) => {
-            let owner = getsockopt(&stream, PeerCredentials)?;
-            Ok(Some(owner.pid()).filter(|_| !is_foreign(owner.uid())))
+            let owner = socket_peercred(&stream)?;
+            Ok(Some(owner.pid.as_raw_nonzero().get()).filter(|_| !is_foreign(owner.uid.as_raw())))
         }
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(None),
         Err(error) => Err(error),
@@ -90,7 +90,7 @@ pub(crate) fn running() -> io::Result<Option<i32>> {
 
 /// True for a user who is neither root nor the user of this process.
 fn is_foreign(user: u32) -> bool {
-    user != 0 && user != nix::unistd::geteuid().as_raw()
+    user != 0 && user != geteuid().as_raw()
 }
 
 fn connect(address: &SocketAddr) -> io::Result<UnixStream> {

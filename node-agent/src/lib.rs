@@ -35,7 +35,7 @@
 //!    - [`options`]: the command line.
 //!    - [`dataplane_choice`]: chooses, configures and cleans up dataplanes.
 //!    - `run` starts, connects and stops the parts. [`program`] has the log, signals and tasks of
-//!      programs. [`fuzz`] lets fuzzers call every parser.
+//!      programs.
 
 pub mod backoff;
 mod bisect;
@@ -46,8 +46,6 @@ pub mod dataplane;
 pub mod dataplane_choice;
 #[doc(hidden)]
 pub mod decoders;
-#[doc(hidden)]
-pub mod fuzz;
 pub mod http;
 mod instance;
 pub mod interfaces;
@@ -71,7 +69,10 @@ pub mod sysctl;
 
 pub use run::{AgentError, prepare, run, run_with};
 
+// The dataplane in memory, which the crate of tests also uses, knows this crate by its name.
 #[cfg(test)]
-mod testing;
+extern crate self as headgate_node_agent;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+use tests::testing;

@@ -60,9 +60,7 @@ impl Knowledge {
         v1::NodeStatus {
             node: self.node.to_string(),
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
-            kernel_release: nix::sys::utsname::uname()
-                .map(|system| system.release().to_string_lossy().into_owned())
-                .unwrap_or_default(),
+            kernel_release: rustix::system::uname().release().to_string_lossy().into_owned(),
             backend: progress.status.backend,
             degraded,
             received_version: metrics.session.version_received.get(),

@@ -4,7 +4,7 @@
 
 use std::{
     sync::Arc,
-    time::{Duration, SystemTime},
+    time::{Duration, Instant},
 };
 
 use headgate_core::{NodeFacts, digest::Digests, forwarding::Comparison};
@@ -46,7 +46,7 @@ pub struct Progress {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verification {
     /// When the dump was read.
-    pub at: SystemTime,
+    pub at: Instant,
     /// The last request of [`crate::state::AgentState::request_verification`] that this
     /// verification answers. 0 if no verification was requested before.
     pub request: u64,

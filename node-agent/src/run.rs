@@ -6,14 +6,19 @@ use std::{
     time::{Duration, Instant},
 };
 
+use futures::{FutureExt as _, future::BoxFuture};
 use headgate_core::Demand;
 use headgate_settings::Settings;
-use tokio::{sync::oneshot, task};
+use tokio::{
+    sync::{oneshot, watch},
+    task,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
     backoff::Backoff,
+    config_watch,
     dataplane::{ConnectionProxy, DataplaneError, NodeDataplane, nftables::ServiceCounters, proxy_mode},
     dataplane_choice,
     http::{
@@ -25,21 +30,17 @@ use crate::{
     metrics::Metrics,
     node_inputs::NodeSettings,
     node_queries::{Explainer, Knowledge},
-    observers::{
-        NodePorts, Observer,
-        conntrack::ConntrackCleaner,
-        endpoint_checks,
-        health_check_ports::{self, IsHealthy},
-    },
+    observers::{Observer, conntrack::ConntrackCleaner, endpoint_checks, health_check_ports},
     options::{Configured, Options, OptionsError},
-    persist::{self, SaverInputs},
+    persist::{self, Saver, StateFile},
+    progress::Progress,
     reconcile::{Reconciler, Timing},
     session::{
         client::{Session, SessionConfig},
         enrolment::Enrolment,
         tls::AgentTls,
     },
-    state::{AgentState, NodePolicy},
+    state::{AgentState, NodePolicy, Wake},
     sysctl::{SysctlError, Sysctls},
 };
 
@@ -101,7 +102,7 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
         Some(proxy) => after_draining(proxy, options.userspace_drain_limit, shutdown),
         None => shutdown,
     };
-    run_configured(options, configured, dataplane, Conntrack::Cleaned, shutdown).await
+    run_configured(options, configured, dataplane, true, shutdown).await
 }
 
 /// Returns a token that is cancelled after `shutdown`, when the connections of the proxy have ended
@@ -144,155 +145,85 @@ pub async fn run_with(
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
     let configured = options.configured()?;
-    run_configured(options, configured, dataplane, Conntrack::Untouched, shutdown).await
-}
-
-/// Whether stale UDP flows are deleted from the kernel's connection tracking table.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Conntrack {
-    Cleaned,
-    Untouched,
+    run_configured(options, configured, dataplane, false, shutdown).await
 }
 
 async fn run_configured(
     options: Options,
     configured: Configured,
     dataplane: Box<dyn NodeDataplane>,
-    conntrack: Conntrack,
+    cleans_conntrack: bool,
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
     let Configured { settings, file, .. } = configured;
     let node_name = options.node_name(&settings)?;
-    let (control_planes, tls) = options.control_planes()?;
+    let (control_planes, files) = options.control_planes()?;
     for sentence in &dataplane.degraded(&Demand::default()) {
         warn!("{sentence}");
     }
     info!(node = %node_name, backend = dataplane.name(), version = env!("CARGO_PKG_VERSION"), "starting");
 
+    // Connect the parts.
     let metrics = Arc::new(Metrics::default());
-    let opened =
-        options.state_folder().map(|folder| persist::open(folder, Arc::clone(&node_name), options.state_save_period));
-    let (restored, saver) = opened.unzip();
-    let restored = restored.flatten();
-    metrics.saves.restored.set(restored.is_some().into());
-    let knows_rules = restored.as_ref().is_some_and(|restored| !restored.may_be_behind);
-    let state = Arc::new(AgentState::restored(&node_name, restored.unwrap_or_default()));
-    let Settings { bind_address, allow_external_ips, min_sync_period, sync_period, .. } = settings;
-    let Settings { masquerade_all, localhost_node_ports, .. } = settings;
-    state.set_policy(NodePolicy { bind_address, ignores_external_ips: !allow_external_ips });
-    if settings.node_ports.names_ipv6_loopback() {
-        warn!("NodePorts do not answer on ::1, which nodePortAddresses names: clients on this node can use 127.0.0.1");
-    }
-    let node_settings = NodeSettings::of(&settings);
-    if node_settings.needs_node() {
-        state.await_node(Instant::now() + NODE_TIMEOUT);
-    }
+    let (state, state_file, knows_rules) = restore(&options, &settings, &node_name, &metrics);
     let counts_services = options.nftables_service_counters && proxy_mode(dataplane.name()) == "nftables";
     let service_counters = counts_services.then(|| Arc::new(ServiceCounters::new(Arc::clone(&state))));
     let proxy = dataplane.proxy();
-    let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
-    let (reconciler, progress) = Reconciler::new(dataplane, Arc::clone(&state), metrics.sync.clone(), timing);
-    let mut reconciler = reconciler.with_node_settings(node_settings);
-    let needs_interfaces = conntrack == Conntrack::Cleaned || reconciler.needs_interfaces();
-    let follow = || interfaces::follow(metrics.interfaces.clone(), interfaces::RECEIVE_BUFFER_BYTES);
-    let interfaces = needs_interfaces.then(follow).transpose()?;
-    let node_ports = NodePorts::of_inputs(reconciler.inputs());
-    let explained_inputs = reconciler.inputs();
-    let is_alive = is_alive(&state, sync_period);
-    let (health_check_ports, health_check_server) =
-        health_check_ports::new(metrics.health_check_ports.clone(), node_ports.clone(), is_alive);
-    let (checked_endpoints, checker) =
-        endpoint_checks::new(options.check_timing(), Arc::clone(&state), metrics.endpoint_checks.clone());
-    let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
-    if let Some(interfaces) = &interfaces {
-        reconciler = reconciler.with_interfaces(interfaces.clone());
-        if conntrack == Conntrack::Cleaned {
-            let cleaner = state.with_state(|earlier| {
-                ConntrackCleaner::start(metrics.conntrack.clone(), node_ports, interfaces.clone(), earlier)
-            });
-            observers.push(Box::new(cleaner?));
-            reconciler = reconciler.with_unknown_rules(!knows_rules);
-        }
-    }
-    let reconciler = reconciler.with_observers(observers);
-    let token = options.enrolment_token.clone();
-    let enrolment = tls
-        .as_ref()
-        .filter(|_| !options.enrolment_address.is_empty())
-        .map(|files| Enrolment::new(files.clone(), token, options.enrolment_address.clone(), metrics.session.clone()));
-    let tls = tls.map(|files| AgentTls::new(files, metrics.session.tls.clone()));
-    let config = SessionConfig {
-        node_name: Arc::clone(&node_name),
-        control_planes,
-        tls: tls.clone(),
-        backoff: Backoff::default(),
-    };
+    // The guard stops all parts of the agent when this function returns, even with an error.
+    let running = shutdown.child_token();
+    let _stops = running.clone().drop_guard();
+    let with_conntrack = cleans_conntrack.then_some(knows_rules);
+    let (reconciler, progress, mut tasks) =
+        workers(&options, &settings, dataplane, &state, &metrics, with_conntrack, &running)?;
+    let saver = state_file.map(|(file, is_restored)| {
+        let (state, metrics) = (Arc::clone(&state), metrics.saves.clone());
+        Saver::new(file, is_restored, options.state_save_period, state, metrics, progress.clone())
+    });
+    let enrolment = files.clone().filter(|_| !options.enrolment_address.is_empty()).map(|files| {
+        let (token, address) = (options.enrolment_token.clone(), options.enrolment_address.clone());
+        Enrolment::new(files, token, address, metrics.session.clone())
+    });
+    let tls = files.map(|files| AgentTls::new(files, metrics.session.tls.clone()));
+    let (backoff, node) = (Backoff::default(), Arc::clone(&node_name));
+    let config = SessionConfig { node_name: node, control_planes, tls: tls.clone(), backoff };
     let session = Session::new(config, Arc::clone(&state), metrics.session.clone(), progress.clone());
-    let saver_inputs =
-        SaverInputs { state: Arc::clone(&state), metrics: metrics.saves.clone(), progress: progress.clone() };
-    let configz = Arc::new(settings.document.clone());
-    let flags = Arc::new(options.flags.clone());
-    let userspace_service_counters = options.userspace_service_counters;
-    let backlog = Arc::clone(state.backlog());
-    let pages =
-        Pages { metrics, progress, backlog, configz, flags, service_counters, proxy, userspace_service_counters };
+    let pages = Pages {
+        metrics,
+        progress,
+        backlog: Arc::clone(state.backlog()),
+        configz: Arc::new(settings.document.clone()),
+        flags: Arc::new(options.flags.clone()),
+        service_counters,
+        proxy,
+        userspace_service_counters: options.userspace_service_counters,
+    };
     let mut servers = http::servers(&settings, &pages);
     if let Some(address) = options.drain_address {
         let app = http::drain::router(session.barriers(), pages.metrics.drain.clone());
         servers.push(Server::new("/v1/drain", "--drain-address", address, app));
     }
-    let explainer =
-        Explainer { state: Arc::clone(&state), inputs: explained_inputs, masquerade_all, localhost_node_ports };
-    let session = session.with_knowledge(Arc::new(Knowledge::new(node_name, pages, explainer)));
     if settings.bind_address_hard_fail {
         for server in &mut servers {
             server.bind_now()?;
         }
     }
-
-    let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;
-    // The guards `_stops` and `stop_reconciler` stop all parts of the agent when this function
-    // returns, even if it returns an error.
-    let running = shutdown.child_token();
-    let _stops = running.clone().drop_guard();
-    if let Some(interfaces) = interfaces {
-        tokio::spawn(running.clone().run_until_cancelled_owned(report_interfaces(interfaces, Arc::clone(&state))));
-    }
-    let stop_reconciler = StopOnDrop(state);
-    for server in servers {
-        tokio::spawn(server.run(running.clone()));
-    }
-    tokio::spawn(health_check_server.run(running.clone()));
-    tokio::spawn(checker.run(running.clone()));
+    tasks.extend(servers.into_iter().map(|server| server.run(running.clone()).boxed()));
     let has_certificate = CancellationToken::new();
-    match (enrolment, &tls) {
-        (Some(enrolment), Some(tls)) => {
-            let enrolment = enrolment.run(Arc::clone(tls), has_certificate.clone());
-            tokio::spawn(running.clone().run_until_cancelled_owned(enrolment));
-        }
-        _ => has_certificate.cancel(),
+    tasks.push(until(&running, certificates(enrolment, tls, has_certificate.clone())));
+    let Settings { masquerade_all, localhost_node_ports, .. } = settings;
+    let inputs = reconciler.inputs();
+    let explainer = Explainer { state: Arc::clone(&state), inputs, masquerade_all, localhost_node_ports };
+    let session = session.with_knowledge(Arc::new(Knowledge::new(node_name, pages, explainer)));
+
+    // Start them.
+    let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;
+    let stop_reconciler = StopOnDrop(state);
+    for task in tasks {
+        tokio::spawn(task);
     }
-    if let Some(tls) = tls {
-        let has_certificate = has_certificate.clone();
-        let running = running.clone();
-        let follow = async move {
-            has_certificate.cancelled().await;
-            tls.follow().await;
-        };
-        tokio::spawn(running.run_until_cancelled_owned(follow));
-    }
-    let edited = async {
-        match file {
-            Some((path, text)) => {
-                crate::config_watch::edited(path.clone(), text).await;
-                path.display().to_string()
-            }
-            None => std::future::pending().await,
-        }
-    };
     let saving = saver.map(|saver| {
-        let (inputs, running) = (saver_inputs.clone(), running.clone());
-        task::spawn_blocking(move || saver.run(&inputs, &running))
+        let running = running.clone();
+        task::spawn_blocking(move || saver.run(&running))
     });
     let following = async {
         if running.run_until_cancelled(has_certificate.cancelled()).await.is_some() {
@@ -302,8 +233,10 @@ async fn run_configured(
     let ended_by = tokio::select! {
         () = following => None,
         _ = reconcile_ended => Some(AgentError::ReconcileEnded),
-        path = edited => Some(AgentError::ConfigEdited(path)),
+        path = config_watch::edited(file) => Some(AgentError::ConfigEdited(path)),
     };
+
+    // Stop them.
     running.cancel();
     drop(stop_reconciler);
     // The thread finishes the current sync, so rules are not left half written.
@@ -315,10 +248,97 @@ async fn run_configured(
         && let Ok(saver) = saving.await
     {
         // The task cannot fail: it does not panic, and nobody stops it.
-        let _ = task::spawn_blocking(move || saver.save_last(&saver_inputs)).await;
+        let _ = task::spawn_blocking(move || saver.save_last()).await;
     }
     info!("stopped; the rules stay in the kernel");
     ended_by.map_or(Ok(()), Err)
+}
+
+/// Returns the state with which the agent begins, its file, and whether the state is that of the
+/// rules of the last run. The file comes with whether it held a state; `None` if the state is not
+/// saved.
+fn restore(
+    options: &Options,
+    settings: &Settings,
+    node_name: &Arc<str>,
+    metrics: &Metrics,
+) -> (Arc<AgentState>, Option<(StateFile, bool)>, bool) {
+    let opened = options.state_folder().map(|folder| persist::open(folder, Arc::clone(node_name)));
+    let (restored, file) = opened.unzip();
+    let restored = restored.flatten();
+    let is_restored = restored.is_some();
+    metrics.saves.restored.set(is_restored.into());
+    let knows_rules = restored.as_ref().is_some_and(|restored| !restored.may_be_behind);
+    let state = Arc::new(AgentState::restored(node_name, restored.unwrap_or_default()));
+    let Settings { bind_address, allow_external_ips, .. } = *settings;
+    let node_awaited_until = NodeSettings::of(settings).needs_node().then(|| Instant::now() + NODE_TIMEOUT);
+    state.set_policy(NodePolicy { bind_address, ignores_external_ips: !allow_external_ips, node_awaited_until });
+    if settings.node_ports.names_ipv6_loopback() {
+        warn!("NodePorts do not answer on ::1, which nodePortAddresses names: clients on this node can use 127.0.0.1");
+    }
+    (state, file.map(|file| (file, is_restored)), knows_rules)
+}
+
+/// Returns the reconcile loop with its observers, its progress, and the tasks of the observers.
+/// `with_conntrack` is `None` if connection tracking entries stay, and otherwise says whether the
+/// rules of the last run are known.
+fn workers(
+    options: &Options,
+    settings: &Settings,
+    dataplane: Box<dyn NodeDataplane>,
+    state: &Arc<AgentState>,
+    metrics: &Metrics,
+    with_conntrack: Option<bool>,
+    running: &CancellationToken,
+) -> std::io::Result<(Reconciler, watch::Receiver<Progress>, Vec<BoxFuture<'static, ()>>)> {
+    let Settings { min_sync_period, sync_period, .. } = *settings;
+    let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
+    let (reconciler, progress) = Reconciler::new(dataplane, Arc::clone(state), metrics.sync.clone(), timing);
+    let mut reconciler = reconciler.with_node_settings(NodeSettings::of(settings));
+    let needs_interfaces = with_conntrack.is_some() || reconciler.needs_interfaces();
+    let follow = || interfaces::follow(metrics.interfaces.clone(), interfaces::RECEIVE_BUFFER_BYTES);
+    let interfaces = needs_interfaces.then(follow).transpose()?;
+    let inputs = reconciler.inputs();
+    let (backlog, patience) = (Arc::clone(state.backlog()), sync_period.saturating_mul(2));
+    let (health_check_ports, health_check_server) =
+        health_check_ports::new(metrics.health_check_ports.clone(), inputs.clone(), backlog, patience);
+    let (checked_endpoints, checker) =
+        endpoint_checks::new(options.check_timing(), Arc::clone(state), metrics.endpoint_checks.clone());
+    let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
+    let mut tasks = vec![health_check_server.run(running.clone()).boxed(), checker.run(running.clone()).boxed()];
+    if let Some(interfaces) = interfaces {
+        tasks.push(until(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
+        reconciler = reconciler.with_interfaces(interfaces.clone());
+        if let Some(knows_rules) = with_conntrack {
+            let cleaner = state
+                .with_state(|earlier| ConntrackCleaner::start(metrics.conntrack.clone(), inputs, interfaces, earlier));
+            observers.push(Box::new(cleaner?));
+            reconciler = reconciler.with_unknown_rules(!knows_rules);
+        }
+    }
+    Ok((reconciler.with_observers(observers), progress, tasks))
+}
+
+/// A task that ends when the agent stops.
+fn until(running: &CancellationToken, task: impl Future<Output = ()> + Send + 'static) -> BoxFuture<'static, ()> {
+    running.clone().run_until_cancelled_owned(task).map(drop).boxed()
+}
+
+/// Gets certificates for a token, and reads new TLS files. Cancels `has_certificate` once the
+/// session can connect.
+async fn certificates(enrolment: Option<Enrolment>, tls: Option<Arc<AgentTls>>, has_certificate: CancellationToken) {
+    let Some(tls) = tls else { return has_certificate.cancel() };
+    let enrol = async {
+        match enrolment {
+            Some(enrolment) => enrolment.run(Arc::clone(&tls), has_certificate.clone()).await,
+            None => has_certificate.cancel(),
+        }
+    };
+    let follow = async {
+        has_certificate.cancelled().await;
+        Arc::clone(&tls).follow().await;
+    };
+    tokio::join!(enrol, follow);
 }
 
 /// Wakes the reconcile loop after each change of the interfaces' addresses.
@@ -326,15 +346,8 @@ async fn report_interfaces(mut interfaces: Interfaces, state: Arc<AgentState>) {
     while interfaces.changed().await.is_ok() {
         let state = Arc::clone(&state);
         // The call may wait long for the lock of the state.
-        let _ = task::spawn_blocking(move || state.interfaces_changed()).await;
+        let _ = task::spawn_blocking(move || state.signal(Wake::Interfaces)).await;
     }
-}
-
-/// Returns a check that `/livez` uses too: the agent is alive unless a change has waited for longer
-/// than two sync periods.
-fn is_alive(state: &AgentState, sync_period: Duration) -> IsHealthy {
-    let (backlog, patience) = (Arc::clone(state.backlog()), sync_period.saturating_mul(2));
-    IsHealthy::new(move || backlog.health(patience).is_alive())
 }
 
 /// Starts the thread of the reconcile loop. The receiver completes when the loop ends or panics.

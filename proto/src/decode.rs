@@ -8,12 +8,12 @@ use headgate_core::{
     Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight, address_from_bytes,
     digest::{BUCKETS, BucketDigest, Digests},
     pool::Pool,
-    reference::{NumberedPort, Referable, Referrer},
+    reference::Referable,
 };
 use ipnet::IpNet;
 
 use crate::{
-    known::{Known, PortList, UnknownReference, UnusablePorts},
+    known::{Known, UnknownReference},
     v1,
 };
 
@@ -37,7 +37,7 @@ impl Fault {
 type Checked<T> = Result<T, Fault>;
 
 /// Converts messages to changes. Equal strings, port lists and placements share memory, even if
-/// they come from different messages. The decoder remembers the targets of references
+/// they come from different messages. The decoder remembers the values that references stand for
 /// (discovery.proto, section 13).
 #[derive(Debug, Default)]
 pub struct Decoder {
@@ -50,24 +50,18 @@ pub struct Decoder {
 /// The shared tables of one message. `Err` holds the reason why an entry is unusable.
 struct Tables {
     strings: Vec<Arc<str>>,
-    port_lists: Vec<PortList>,
+    port_lists: Vec<Result<Arc<[EndpointPort]>, String>>,
     placements: Vec<Result<Arc<Placement>, String>>,
+    known_placements: Vec<Arc<Placement>>,
 }
 
 impl Decoder {
-    /// Enables references, which belong to the epoch of `referrer` and refer to the contents of
-    /// `referable`. Before this call, messages must not contain references.
-    pub fn refer_to(&mut self, referrer: Referrer, referable: Referable) {
-        self.known.replace(referrer, referable);
+    /// Adds the contents of a state to the values that messages may refer to.
+    pub fn refer_to(&mut self, referable: Referable) {
+        self.known.add(referable);
     }
 
-    /// Forgets the targets of references until the next [`Decoder::refer_to`]. Call this when a
-    /// stream begins.
-    pub fn forget_references(&mut self) {
-        self.known.clear();
-    }
-
-    /// Returns true if the decoder has learned so many targets from messages that the caller should
+    /// Returns true if the decoder has learned so many values from messages that the caller should
     /// call [`Decoder::refer_to`] with the present contents of its state.
     #[must_use]
     pub fn has_learned_much(&self) -> bool {
@@ -80,8 +74,8 @@ impl Decoder {
     /// cannot be used; the first list omits them.
     ///
     /// # Errors
-    /// [`UnknownReference`]: the message contains a reference whose target this side does not hold,
-    /// or that has several targets. No part of the message may be used.
+    /// [`UnknownReference`]: the message contains a reference to a value that this side does not
+    /// hold. No part of the message may be used.
     pub fn changes(&mut self, wire: v1::Changes) -> Result<(Vec<Change>, Vec<v1::Rejection>), UnknownReference> {
         let (mut changes, mut rejections) = (Vec::new(), Vec::new());
         let tables = self.tables(&wire)?;
@@ -95,7 +89,6 @@ impl Decoder {
                 Err(fault) => {
                     if let Ok(key) = key_from_wire(&wire_key) {
                         self.known.learn_service(&key);
-                        self.known.note_unusable_service(&key);
                     }
                     rejections.push(fault.rejection(format!("Service {}/{}", wire_key.namespace, wire_key.name)));
                 }
@@ -103,7 +96,7 @@ impl Decoder {
         }
         for group in wire.endpoints {
             match self.group_key(&group, &tables)? {
-                Ok(key) => self.endpoints(&key, group, &tables, &mut changes, &mut rejections),
+                Ok(key) => endpoints_from_wire(&key, group, &tables, &mut changes, &mut rejections),
                 Err(fault) => rejections.push(fault.rejection(format!("endpoints of service {}", group.name))),
             }
         }
@@ -127,65 +120,30 @@ impl Decoder {
         Ok((changes, rejections))
     }
 
-    fn endpoints(
-        &mut self,
-        key: &ServiceKey,
-        group: v1::ServiceEndpoints,
-        tables: &Tables,
-        changes: &mut Vec<Change>,
-        rejections: &mut Vec<v1::Rejection>,
-    ) {
-        for endpoint in group.changed {
-            match endpoint_from_wire(&endpoint, tables) {
-                Ok(endpoint) => changes.push(Change::Endpoint(key.clone(), endpoint)),
-                Err(fault) => {
-                    let shown = show_address(&endpoint.address);
-                    rejections.push(fault.rejection(format!("Endpoint {key} {shown}")));
-                    let placement = tables.placement(endpoint.placement).unwrap_or_default();
-                    let ports = usize::try_from(endpoint.port_list).ok().and_then(|i| tables.port_lists.get(i));
-                    self.known.note_unusable_endpoint(placement, ports.cloned().unwrap_or_else(|| Ok(Arc::from([]))));
-                }
-            }
-        }
-        for address in group.removed {
-            match address_from_wire(&address, "removed") {
-                Ok(address) => changes.push(Change::RemoveEndpoint(key.clone(), address)),
-                Err(fault) => rejections.push(fault.rejection(format!("Endpoint {key}"))),
-            }
-        }
-    }
-
     fn group_key(
         &self,
         group: &v1::ServiceEndpoints,
         tables: &Tables,
     ) -> Result<Checked<ServiceKey>, UnknownReference> {
-        if group.service != 0 {
-            return Ok(Ok(self.known.service(group.service)?));
+        if !group.service.is_empty() {
+            return Ok(Ok(self.known.service(&group.service)?));
         }
         let namespace = tables.string(group.namespace, "namespace");
         Ok(namespace.and_then(|namespace| checked_key(&namespace.unwrap_or_default(), &group.name)))
     }
 
     fn tables(&mut self, wire: &v1::Changes) -> Result<Tables, UnknownReference> {
-        // Table entries that are references come first. They refer to targets known before this
-        // message.
-        let mut port_lists = Vec::with_capacity(wire.known_port_lists.len() + wire.port_lists.len());
-        for reference in &wire.known_port_lists {
-            port_lists.push(self.known.ports(*reference)?);
-        }
-        let mut placements = Vec::with_capacity(wire.known_placements.len() + wire.placements.len());
-        for reference in &wire.known_placements {
-            placements.push(Ok(self.known.placement(*reference)?));
-        }
+        let known_placements = wire.known_placements.iter().map(|reference| self.known.placement(reference));
+        let known_placements = known_placements.collect::<Result<_, _>>()?;
         let strings = wire.strings.iter().map(|text| self.shared_string(text)).collect();
-        let mut tables = Tables { strings, port_lists, placements };
+        let (port_lists, placements) = (Vec::new(), Vec::new());
+        let mut tables = Tables { strings, port_lists, placements, known_placements };
         for placement in &wire.placements {
             let placement = self.shared_placement(placement, &tables);
             tables.placements.push(placement);
         }
         for list in &wire.port_lists {
-            let list = self.shared_port_list(list, &tables);
+            let list = self.shared_port_list(list, &tables).map_err(|fault| fault.reason);
             tables.port_lists.push(list);
         }
         Ok(tables)
@@ -201,12 +159,11 @@ impl Decoder {
             node: (!wire.node.is_empty()).then(|| self.shared_string(&wire.node)),
             zone: tables.string(wire.zone, "zone").map_err(reason)?,
             hints: (hints != Hints::default()).then(|| Arc::new(hints)),
-            weight: match (wire.weight_hundredths, wire.weight) {
-                (Some(hundredths), _) => u16::try_from(hundredths).ok().map(Weight::from_hundredths),
-                (None, 0) => Some(Weight::default()),
-                (None, weight) => Weight::new(weight),
-            }
-            .ok_or("weight: it is not between 0 and 100, and weight_hundredths not between 0 and 65535")?,
+            weight: match wire.weight_hundredths.map(u16::try_from) {
+                None => Weight::default(),
+                Some(Ok(hundredths)) => Weight::from_hundredths(hundredths),
+                Some(Err(_)) => return Err("weight_hundredths: it is above 65535".to_owned()),
+            },
         };
         let shared = self.placements.get(&placement, || Arc::new(placement.clone()));
         self.known.learn_placement(&shared);
@@ -217,16 +174,7 @@ impl Decoder {
         self.strings.get(text, || text.into())
     }
 
-    fn shared_port_list(&mut self, wire: &v1::PortList, tables: &Tables) -> PortList {
-        let list = self.usable_port_list(wire, tables).map_err(|fault| {
-            let ports = wire.ports.iter().map(|port| numbered_port_from_wire(port, tables)).collect();
-            Arc::new(UnusablePorts { ports, reason: fault.reason })
-        });
-        self.known.learn_ports(&list);
-        list
-    }
-
-    fn usable_port_list(&mut self, wire: &v1::PortList, tables: &Tables) -> Checked<Arc<[EndpointPort]>> {
+    fn shared_port_list(&mut self, wire: &v1::PortList, tables: &Tables) -> Checked<Arc<[EndpointPort]>> {
         let mut ports = Vec::with_capacity(wire.ports.len());
         for port in &wire.ports {
             ports.push(endpoint_port_from_wire(port, tables)?);
@@ -259,7 +207,7 @@ impl Tables {
         let found = usize::try_from(index).ok().and_then(|index| self.port_lists.get(index));
         match found {
             Some(Ok(ports)) => Ok(Arc::clone(ports)),
-            Some(Err(unusable)) => Err(Fault::new("ports", unusable.reason.clone())),
+            Some(Err(reason)) => Err(Fault::new("ports", reason.clone())),
             None => {
                 Err(Fault::new("port_list", format!("refers to list {index}, but there are {}", self.port_lists.len())))
             }
@@ -277,6 +225,41 @@ impl Tables {
             )),
         }
     }
+
+    /// The placement of an endpoint: even numbers stand for known placements.
+    fn endpoint_placement(&self, number: u32) -> Checked<Arc<Placement>> {
+        let index = number / 2;
+        if number % 2 == 1 {
+            return self.placement(index);
+        }
+        let found = usize::try_from(index).ok().and_then(|index| self.known_placements.get(index));
+        let fault = || format!("refers to known placement {index}, but there are {}", self.known_placements.len());
+        found.cloned().ok_or_else(|| Fault::new("placement", fault()))
+    }
+}
+
+fn endpoints_from_wire(
+    key: &ServiceKey,
+    group: v1::ServiceEndpoints,
+    tables: &Tables,
+    changes: &mut Vec<Change>,
+    rejections: &mut Vec<v1::Rejection>,
+) {
+    for endpoint in group.changed {
+        match endpoint_from_wire(&endpoint, tables) {
+            Ok(endpoint) => changes.push(Change::Endpoint(key.clone(), endpoint)),
+            Err(fault) => {
+                let shown = show_address(&endpoint.address);
+                rejections.push(fault.rejection(format!("Endpoint {key} {shown}")));
+            }
+        }
+    }
+    for address in group.removed {
+        match address_from_wire(&address, "removed") {
+            Ok(address) => changes.push(Change::RemoveEndpoint(key.clone(), address)),
+            Err(fault) => rejections.push(fault.rejection(format!("Endpoint {key}"))),
+        }
+    }
 }
 
 fn endpoint_from_wire(wire: &v1::Endpoint, tables: &Tables) -> Checked<Endpoint> {
@@ -284,7 +267,7 @@ fn endpoint_from_wire(wire: &v1::Endpoint, tables: &Tables) -> Checked<Endpoint>
         address: address_from_wire(&wire.address, "address")?,
         ports: tables.port_list(wire.port_list)?,
         conditions: conditions_from_wire(wire.conditions)?,
-        placement: tables.placement(wire.placement)?,
+        placement: tables.endpoint_placement(wire.placement)?,
     })
 }
 
@@ -296,16 +279,6 @@ fn endpoint_port_from_wire(wire: &v1::EndpointPort, tables: &Tables) -> Checked<
         conditions: wire.conditions.map(conditions_from_wire).transpose()?,
         placement: wire.placement.checked_sub(1).map(|index| tables.placement(index)).transpose()?,
     })
-}
-
-fn numbered_port_from_wire(wire: &v1::EndpointPort, tables: &Tables) -> NumberedPort {
-    NumberedPort {
-        name: wire.name.clone(),
-        protocol: wire.protocol,
-        port: wire.port,
-        conditions: wire.conditions,
-        placement: wire.placement.checked_sub(1).and_then(|index| tables.placement(index).ok()),
-    }
 }
 
 fn conditions_from_wire(bits: u32) -> Checked<Conditions> {

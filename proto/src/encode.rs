@@ -5,26 +5,20 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 use bytes::Bytes;
 use headgate_core::{
     Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, ProxyProtocol, Service, ServiceCidr,
-    ServiceKey, digest::Digests,
+    ServiceKey, Weight, digest::Digests, reference::Reference,
 };
 use ipnet::IpNet;
 
 use crate::v1;
-
-/// Marks the index of a reference until [`ChangesBuilder::finish`]. In the finished tables,
-/// references precede complete values.
-const IS_REFERENCE: u32 = 1 << 31;
 
 /// The parts of an endpoint's change that can be sent as references (discovery.proto, section 13).
 /// Parts with `None` are sent in full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct References {
     /// A reference to the service's key.
-    pub service: Option<u32>,
+    pub service: Option<Reference>,
     /// A reference to the endpoint's placement.
-    pub placement: Option<u32>,
-    /// A reference to the endpoint's ports.
-    pub ports: Option<u32>,
+    pub placement: Option<Reference>,
 }
 
 /// Collects changes into one [`v1::Changes`]. Values that several endpoints have in common are
@@ -40,22 +34,16 @@ pub struct ChangesBuilder {
     strings: HashMap<Arc<str>, u32>,
     port_lists: HashMap<Arc<[EndpointPort]>, u32>,
     placements: HashMap<Arc<Placement>, u32>,
-    known_port_lists: HashMap<u32, u32>,
-    known_placements: HashMap<u32, u32>,
+    known_placements: HashMap<Reference, u32>,
     triggers: HashMap<u64, u32>,
     resources: usize,
     estimated_bytes: usize,
 }
 
 impl ChangesBuilder {
-    /// Adds one change without references. For an endpoint's change, `trigger_unix_ms` is its
-    /// oldest trigger time in milliseconds since the Unix epoch, or 0 if unknown.
-    pub fn push(&mut self, change: &Change, trigger_unix_ms: u64) {
-        self.push_with(change, trigger_unix_ms, References::default());
-    }
-
-    /// Adds one change like [`Self::push`], but with the given references.
-    pub fn push_with(&mut self, change: &Change, trigger_unix_ms: u64, references: References) {
+    /// Adds one change with the given references. For an endpoint's change, `trigger_unix_ms` is
+    /// its oldest trigger time in milliseconds since the Unix epoch, or 0 if unknown.
+    pub fn push(&mut self, change: &Change, trigger_unix_ms: u64, references: References) {
         match change {
             Change::Service(service) => self.service(service),
             Change::RemoveService(key) => {
@@ -91,8 +79,11 @@ impl ChangesBuilder {
     fn put_endpoint(&mut self, key: &ServiceKey, endpoint: &Endpoint, trigger_unix_ms: u64, references: References) {
         let wire = v1::Endpoint {
             address: address_to_wire(endpoint.address),
-            port_list: self.port_list(&endpoint.ports, references.ports),
-            placement: self.placement(&endpoint.placement, references.placement),
+            port_list: self.port_list(&endpoint.ports),
+            placement: match references.placement {
+                Some(reference) => self.known_placement(reference).saturating_mul(2),
+                None => self.placement(&endpoint.placement).saturating_mul(2).saturating_add(1),
+            },
             conditions: conditions_to_wire(endpoint.conditions),
         };
         self.count(prost::Message::encoded_len(&wire) + 6);
@@ -124,23 +115,7 @@ impl ChangesBuilder {
 
     /// Finishes the message.
     #[must_use]
-    pub fn finish(mut self) -> v1::Changes {
-        // In the finished tables, complete values follow the references. The number of references
-        // is known only when the message is complete.
-        let count = |known: usize| u32::try_from(known).unwrap_or(u32::MAX);
-        let port_lists = count(self.changes.known_port_lists.len());
-        let placements = count(self.changes.known_placements.len());
-        let final_index = |index: u32, known: u32| {
-            if index & IS_REFERENCE == 0 { index.saturating_add(known) } else { index & !IS_REFERENCE }
-        };
-        for endpoint in self.changes.endpoints.iter_mut().flat_map(|group| &mut group.changed) {
-            endpoint.port_list = final_index(endpoint.port_list, port_lists);
-            endpoint.placement = final_index(endpoint.placement, placements);
-        }
-        let ports = self.changes.port_lists.iter_mut().flat_map(|list| &mut list.ports);
-        for port in ports.filter(|port| port.placement != 0) {
-            port.placement = port.placement.saturating_add(placements);
-        }
+    pub fn finish(self) -> v1::Changes {
         self.changes
     }
 
@@ -154,14 +129,14 @@ impl ChangesBuilder {
     fn group(&mut self, key: &ServiceKey, trigger_unix_ms: u64, references: References) -> &mut v1::ServiceEndpoints {
         if self.last_group.as_ref() != Some(key) {
             let group = match references.service {
-                Some(service) => v1::ServiceEndpoints { service, ..Default::default() },
+                Some(reference) => v1::ServiceEndpoints { service: wire_reference(&reference), ..Default::default() },
                 None => v1::ServiceEndpoints {
                     namespace: self.reference(&Arc::from(key.namespace.as_str())),
                     name: key.name.to_string(),
                     ..Default::default()
                 },
             };
-            self.estimated_bytes += group.name.len() + 20;
+            self.estimated_bytes += group.name.len() + group.service.len() + 20;
             let trigger = self.trigger(trigger_unix_ms);
             self.changes.endpoints.push(v1::ServiceEndpoints { trigger, ..group });
             self.last_group = Some(key.clone());
@@ -218,11 +193,7 @@ impl ChangesBuilder {
         reference
     }
 
-    fn port_list(&mut self, list: &Arc<[EndpointPort]>, reference: Option<u32>) -> u32 {
-        if let Some(reference) = reference {
-            self.estimated_bytes += 5;
-            return known_index(&mut self.known_port_lists, &mut self.changes.known_port_lists, reference);
-        }
+    fn port_list(&mut self, list: &Arc<[EndpointPort]>) -> u32 {
         if let Some(index) = self.port_lists.get(list) {
             return *index;
         }
@@ -231,7 +202,7 @@ impl ChangesBuilder {
             protocol: protocol_to_wire(port.protocol),
             port: u32::from(port.port),
             conditions: port.conditions.map(conditions_to_wire),
-            placement: port.placement.as_ref().map_or(0, |placement| self.placement(placement, None).saturating_add(1)),
+            placement: port.placement.as_ref().map_or(0, |placement| self.placement(placement).saturating_add(1)),
         });
         let wire = v1::PortList { ports: ports.collect() };
         self.estimated_bytes += prost::Message::encoded_len(&wire) + 4;
@@ -241,11 +212,17 @@ impl ChangesBuilder {
         index
     }
 
-    fn placement(&mut self, placement: &Arc<Placement>, reference: Option<u32>) -> u32 {
-        if let Some(reference) = reference {
-            self.estimated_bytes += 5;
-            return known_index(&mut self.known_placements, &mut self.changes.known_placements, reference);
+    fn known_placement(&mut self, reference: Reference) -> u32 {
+        let next = u32::try_from(self.changes.known_placements.len()).unwrap_or(u32::MAX);
+        let index = *self.known_placements.entry(reference).or_insert(next);
+        if index == next {
+            self.estimated_bytes += reference.len() + 2;
+            self.changes.known_placements.push(wire_reference(&reference));
         }
+        index
+    }
+
+    fn placement(&mut self, placement: &Arc<Placement>) -> u32 {
         if let Some(index) = self.placements.get(placement) {
             return *index;
         }
@@ -258,8 +235,7 @@ impl ChangesBuilder {
             zone: placement.zone.as_ref().map_or(0, |name| self.reference(name)),
             hint_zones,
             hint_nodes,
-            weight: placement.weight.whole().filter(|number| *number != 1).unwrap_or_default(),
-            weight_hundredths: placement.weight.whole().is_none().then_some(placement.weight.hundredths().into()),
+            weight_hundredths: (placement.weight != Weight::default()).then(|| placement.weight.hundredths().into()),
         };
         self.estimated_bytes += prost::Message::encoded_len(&wire) + 4;
         let index = u32::try_from(self.changes.placements.len()).unwrap_or(u32::MAX);
@@ -269,13 +245,8 @@ impl ChangesBuilder {
     }
 }
 
-fn known_index(indexes: &mut HashMap<u32, u32>, table: &mut Vec<u32>, reference: u32) -> u32 {
-    let next = u32::try_from(table.len()).unwrap_or(u32::MAX);
-    let index = *indexes.entry(reference).or_insert(next);
-    if index == next {
-        table.push(reference);
-    }
-    index | IS_REFERENCE
+fn wire_reference(reference: &Reference) -> Bytes {
+    Bytes::copy_from_slice(reference)
 }
 
 fn conditions_to_wire(conditions: Conditions) -> u32 {

@@ -89,5 +89,8 @@ pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "
 /// The maximum size of a message from a replica, in bytes.
 pub const MAX_SERVER_MESSAGE_BYTES: usize = 1 << 20;
 
+/// A part of the error for a client that is no agent, on the port for agents.
+pub const AGENTS_ONLY: &str = "this port serves only agents";
+
 /// The maximum size of a message from an agent, in bytes.
 pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;

@@ -6,13 +6,11 @@ use std::{net::IpAddr, sync::Arc};
 use headgate_core::{
     Change, Conditions, Dirty, Endpoint, EndpointPort, Hints, Placement, Protocol, ServiceKey, State, Weight,
     digest::endpoint_hash,
-    reference::{Referable, Referrer},
+    reference::{self, Referable},
 };
 use headgate_proto::{ChangesBuilder, Decoder, References, v1};
 use proptest::prelude::*;
 use prost::Message as _;
-
-const EPOCH: u64 = 7;
 
 fn key() -> ServiceKey {
     ServiceKey::new("prod", "web")
@@ -81,21 +79,18 @@ proptest! {
         for endpoint in held {
             state.apply(Change::Endpoint(key(), endpoint), &mut Dirty::default());
         }
-        let referrer = Referrer::new(EPOCH);
-        decoder.refer_to(referrer, Referable::of(&state));
+        decoder.refer_to(Referable::of(&state));
         let held: Vec<&Endpoint> =
             state.entry(&key()).into_iter().flat_map(|entry| entry.endpoints().values()).collect();
         let (mut builder, mut wanted) = (ChangesBuilder::default(), Vec::new());
         for (mut endpoint, known) in sent {
             let mut references = References::default();
-            // The endpoint has the port list and the placement of an endpoint that the receiver
-            // holds.
+            // The endpoint has the placement of an endpoint that the receiver holds.
             if let Some(known) = known.filter(|_| !held.is_empty()).map(|index| held[index.index(held.len())]) {
-                (endpoint.ports, endpoint.placement) = (Arc::clone(&known.ports), Arc::clone(&known.placement));
-                references.ports = Some(referrer.ports(&known.ports));
-                references.placement = Some(referrer.placement(&known.placement));
+                endpoint.placement = Arc::clone(&known.placement);
+                references.placement = Some(reference::placement(&known.placement));
             }
-            builder.push_with(&Change::Endpoint(key(), endpoint.clone()), 0, references);
+            builder.push(&Change::Endpoint(key(), endpoint.clone()), 0, references);
             wanted.push(endpoint);
         }
         let estimated = builder.estimated_bytes();
@@ -107,13 +102,11 @@ proptest! {
         prop_assert_eq!(got.iter().map(hash).collect::<Vec<_>>(), wanted.iter().map(hash).collect::<Vec<_>>());
     }
 
-    /// Digests and references depend on the properties of ports.
+    /// Digests depend on the properties of ports.
     #[test]
     fn endpoints_that_differ_have_different_hashes(one in any_endpoint(), ports in any_ports()) {
         let other = Endpoint { ports, ..one.clone() };
         prop_assert_eq!(one == other, endpoint_hash(&key(), &one) == endpoint_hash(&key(), &other));
-        let referrer = Referrer::new(EPOCH);
-        prop_assert_eq!(one.ports == other.ports, referrer.ports(&one.ports) == referrer.ports(&other.ports));
     }
 }
 

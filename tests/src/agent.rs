@@ -11,7 +11,6 @@ use headgate_core::digest::Digests;
 use headgate_node_agent::{
     backoff::Backoff,
     control_planes::ControlPlane,
-    dataplane::in_memory::{Call, Control, InMemoryDataplane},
     reconcile::{Reconciler, SyncMetrics, Timing},
     session::{
         client::{Session, SessionConfig},
@@ -22,6 +21,8 @@ use headgate_node_agent::{
 };
 use headgate_tls::Files;
 use tokio_util::sync::CancellationToken;
+
+use crate::in_memory::{self, Call, Control};
 
 /// An agent inside the test's process. Dropping this value stops the agent.
 pub struct Agent {
@@ -52,7 +53,7 @@ impl Agent {
     /// # Errors
     /// A URL is invalid, or the reconcile thread cannot be started.
     pub fn start(node: &str, replicas: &[String], tls: Option<Files>, backoff: fn() -> Backoff) -> Result<Self> {
-        let (backend, kernel) = InMemoryDataplane::new();
+        let (backend, kernel) = in_memory::dataplane();
         let (shared, metrics) = (Arc::new(AgentState::new(node)), SessionMetrics::default());
         let timing = Timing { backoff: backoff(), ..Timing::default() };
         let (reconciler, progress) =

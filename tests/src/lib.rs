@@ -8,5 +8,7 @@ pub mod bench;
 pub mod cases;
 pub mod failover;
 pub mod fleet;
+#[path = "../../node-agent/tests/in_memory/mod.rs"]
+pub mod in_memory;
 pub mod testbed;
 pub mod uml;

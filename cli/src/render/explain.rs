@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use headgate_proto::v1::{ExplainedEndpoint, Explanation};
 
-use super::{Style, Tone, cell, note, paint, plain, table, toned};
+use super::{Column, Style, Tone, cell, note, paint, plain, table, toned};
 
 /// The width at which steps are wrapped, in characters.
 const WIDTH: usize = 100;
@@ -25,21 +25,23 @@ pub fn explanation(explanation: &Explanation, style: Style) -> String {
         return output;
     }
     output.push('\n');
-    let weighted = endpoints.iter().any(|endpoint| endpoint.weight != 1);
-    let mut headers = vec!["ENDPOINT", "STATE", "NODE", "ZONE"];
-    headers.extend(weighted.then_some(">WEIGHT"));
-    headers.push("CHOSEN");
-    let rows = endpoints.iter().map(|endpoint| {
-        let (state, tone) = super::state(endpoint.ready, endpoint.serving, endpoint.terminating);
-        let mut row = vec![cell(address(endpoint)), toned(state, tone), cell(&endpoint.node), cell(&endpoint.zone)];
-        row.extend(weighted.then(|| cell(endpoint.weight.to_string())));
-        row.push(match endpoint.is_chosen {
-            true => toned("yes", Tone::Good),
-            false => toned(format!("no: {}", endpoint.reason), Tone::Attention),
-        });
-        row
-    });
-    output += &table(&headers, rows, style);
+    let state = |of: &ExplainedEndpoint| {
+        let (state, tone) = super::state(of.ready, of.serving, of.terminating);
+        toned(state, tone)
+    };
+    let chosen = |of: &ExplainedEndpoint| match of.is_chosen {
+        true => toned("yes", Tone::Good),
+        false => toned(format!("no: {}", of.reason), Tone::Attention),
+    };
+    let columns: &[Column<'_, ExplainedEndpoint>] = &[
+        ("ENDPOINT", true, &|of| cell(address(of))),
+        ("STATE", true, &state),
+        ("NODE", true, &|of| cell(&of.node)),
+        ("ZONE", true, &|of| cell(&of.zone)),
+        (">WEIGHT", endpoints.iter().any(|of| of.weight != 1), &|of| cell(of.weight.to_string())),
+        ("CHOSEN", true, &chosen),
+    ];
+    output += &table(columns, endpoints, style);
     if *endpoints_left_out > 0 {
         note(&mut output, &format!("{endpoints_left_out} more endpoints are not shown"), Tone::Faint, style);
     }

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use comfy_table::Cell;
 use headgate_proto::v1::{AgentInfo, FleetInfo};
 
-use super::{Style, Tone, cell, difference, note, sentence, table, thousands, toned};
+use super::{Column, Style, Tone, cell, difference, note, sentence, table, thousands, toned};
 use crate::units;
 
 /// The lag in milliseconds at which an agent counts as behind, if its state does not show whether
@@ -15,48 +15,40 @@ const SETTLED_MS: u64 = 1000;
 /// Formats nodes, one per row, in the given order. The table has a column SEEN if some nodes have
 /// no agent. Lines below explain why a node lags, is degraded or has no agent.
 pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Style) -> String {
-    let mut headers = vec!["NODE", "STATE", ">PROGRAMMED", ">SENT", ">LAG", "BACKEND"];
-    let some_absent = agents.iter().any(is_absent);
-    headers.extend(some_absent.then_some(">SEEN"));
+    // A node without an agent has only a programmed version, and only if it had an agent.
+    let number = |of: &AgentInfo, value: u64| match is_absent(of) && value == 0 {
+        true => cell(""),
+        false => cell(value.to_string()),
+    };
+    let state = |of: &AgentInfo| {
+        let (state, tone) = agent_state(of);
+        toned(state, tone)
+    };
+    let connected = |of: &AgentInfo| match of.connected_unix_ms {
+        0 => cell(""),
+        at => cell(units::duration(now_unix_ms.saturating_sub(at))),
+    };
     // Agents before 0.2 report no verification.
-    let some_verified = agents.iter().any(|agent| agent.verified_unix_ms != 0);
-    headers.extend(some_verified.then_some(">VERIFIED"));
-    if is_wide {
-        headers.extend([">APPLY", ">PLANNED", ">WRITTEN", "RESUMED", ">CONNECTED", "ADDRESS", "AGENT", "REPLICA"]);
-    }
-    let rows = agents.iter().map(|agent| {
-        let (state, tone) = agent_state(agent);
-        // A node without an agent has only a programmed version, and only if it had an agent.
-        let is_known = |value: u64| !is_absent(agent) || value > 0;
-        let number = |value: u64| cell(if is_known(value) { value.to_string() } else { String::new() });
-        let mut row = vec![
-            cell(&agent.node),
-            toned(state, tone),
-            number(agent.programmed_version),
-            number(agent.sent_version),
-            cell(if is_absent(agent) { String::new() } else { lag(agent) }),
-            cell(&agent.backend),
-        ];
-        row.extend(some_absent.then(|| cell(seen(agent))));
-        row.extend(some_verified.then(|| verified(agent, now_unix_ms)));
-        if is_wide {
-            row.extend([
-                cell(units::microseconds(agent.apply_microseconds)),
-                number(agent.services_planned.into()),
-                number(agent.objects_written.into()),
-                cell(resume(agent)),
-                cell(match agent.connected_unix_ms {
-                    0 => String::new(),
-                    at => units::duration(now_unix_ms.saturating_sub(at)),
-                }),
-                cell(&agent.address),
-                cell(&agent.agent_version),
-                cell(&agent.replica),
-            ]);
-        }
-        row
-    });
-    let mut output = table(&headers, rows, style);
+    let some_verified = agents.iter().any(|of| of.verified_unix_ms != 0);
+    let columns: &[Column<'_, AgentInfo>] = &[
+        ("NODE", true, &|of| cell(&of.node)),
+        ("STATE", true, &state),
+        (">PROGRAMMED", true, &|of| number(of, of.programmed_version)),
+        (">SENT", true, &|of| number(of, of.sent_version)),
+        (">LAG", true, &|of| cell(if is_absent(of) { String::new() } else { lag(of) })),
+        ("BACKEND", true, &|of| cell(&of.backend)),
+        (">SEEN", agents.iter().any(is_absent), &|of| cell(seen(of))),
+        (">VERIFIED", some_verified, &|of| verified(of, now_unix_ms)),
+        (">APPLY", is_wide, &|of| cell(units::microseconds(of.apply_microseconds))),
+        (">PLANNED", is_wide, &|of| number(of, of.services_planned.into())),
+        (">WRITTEN", is_wide, &|of| number(of, of.objects_written.into())),
+        ("RESUMED", is_wide, &|of| cell(resume(of))),
+        (">CONNECTED", is_wide, &connected),
+        ("ADDRESS", is_wide, &|of| cell(&of.address)),
+        ("AGENT", is_wide, &|of| cell(&of.agent_version)),
+        ("REPLICA", is_wide, &|of| cell(&of.replica)),
+    ];
+    let mut output = table(columns, agents, style);
     for agent in agents {
         let node = &agent.node;
         if !agent.last_error.is_empty() {

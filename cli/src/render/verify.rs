@@ -2,29 +2,29 @@
 
 use headgate_proto::v1::NodeVerification;
 
-use super::{Style, Tone, cell, difference, no_agent, note, table, thousands, toned};
+use super::{Column, Style, Tone, cell, difference, no_agent, note, table, thousands, toned};
 
 /// Formats verifications, one node per row, with the differences below.
 pub fn verifications(nodes: &[NodeVerification], style: Style) -> String {
-    let headers = ["NODE", "RESULT", ">VERSION", ">SERVICES", ">FRONTENDS", ">DIFFERENCES", "BACKEND"];
-    let rows = nodes.iter().map(|node| {
-        let tone = match node.result.as_str() {
+    let result = |of: &NodeVerification| {
+        let tone = match of.result.as_str() {
             "verified" => Tone::Good,
             "drift" => Tone::Bad,
             _ => Tone::Attention,
         };
-        let number = |text: String| cell(if node.result == "absent" { String::new() } else { text });
-        vec![
-            cell(&node.node),
-            toned(&node.result, tone),
-            number(node.version.to_string()),
-            number(thousands(node.services)),
-            number(thousands(node.frontends)),
-            number(thousands(node.drift_count)),
-            cell(&node.backend),
-        ]
-    });
-    let mut output = table(&headers, rows, style);
+        toned(&of.result, tone)
+    };
+    let number = |of: &NodeVerification, text: String| cell(if of.result == "absent" { String::new() } else { text });
+    let columns: &[Column<'_, NodeVerification>] = &[
+        ("NODE", true, &|of| cell(&of.node)),
+        ("RESULT", true, &result),
+        (">VERSION", true, &|of| number(of, of.version.to_string())),
+        (">SERVICES", true, &|of| number(of, thousands(of.services))),
+        (">FRONTENDS", true, &|of| number(of, thousands(of.frontends))),
+        (">DIFFERENCES", true, &|of| number(of, thousands(of.drift_count))),
+        ("BACKEND", true, &|of| cell(&of.backend)),
+    ];
+    let mut output = table(columns, nodes, style);
     for NodeVerification { node, result, drift, drift_count, unverified, is_repaired, .. } in nodes {
         for drift in drift {
             note(&mut output, &format!("{node}: {}", difference(drift)), Tone::Bad, style);

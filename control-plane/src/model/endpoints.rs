@@ -167,12 +167,9 @@ impl Endpoints {
         let shared =
             self.slices.get_key_value(key).map_or_else(|| Arc::new(key.clone()), |(shared, _)| Arc::clone(shared));
         let old = self.slices.get(key).map(|(old, _)| old);
-        let trigger_unix_ms = match (old, &slice) {
-            (_, None) => 0,
-            (Some(old), Some(new)) if old.trigger_unix_ms == new.trigger_unix_ms => 0,
-            (_, Some(new)) => new.trigger_unix_ms,
-        };
-        let trigger_unix_ms = if trigger_is_new { trigger_unix_ms } else { 0 };
+        let trigger_of = |slice: &Slice| slice.trigger_unix_ms;
+        let trigger_unix_ms = slice.as_ref().filter(|_| trigger_is_new).map(trigger_of);
+        let trigger_unix_ms = trigger_unix_ms.filter(|new| old.map(trigger_of) != Some(*new)).unwrap_or(0);
         let touched = touched(old, slice.as_ref());
         self.touched_pods.extend(touched_pods(old, slice.as_ref()));
         let old_service = old.map(|old| old.service.clone());
@@ -336,13 +333,9 @@ impl Endpoints {
         let is_shared = self.carriers(service, address).len() > 1;
         let (endpoint, conflict) = self.merge(service, address, interner);
         if before != endpoint {
-            if !self.before.contains_key(service) {
-                self.before.insert(service.clone(), BTreeMap::new());
-            }
-            if let Some(of_service) = self.before.get_mut(service) {
-                let before = of_service.entry(address).or_insert(Before { endpoint: before, trigger_unix_ms });
-                before.trigger_unix_ms = older(before.trigger_unix_ms, trigger_unix_ms);
-            }
+            let of_service = self.before.entry(service.clone()).or_default();
+            let before = of_service.entry(address).or_insert(Before { endpoint: before, trigger_unix_ms });
+            before.trigger_unix_ms = older(before.trigger_unix_ms, trigger_unix_ms);
         }
         if is_shared {
             // Conditions decide which slice names the pod.

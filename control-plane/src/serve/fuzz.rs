@@ -1,4 +1,4 @@
-//! Runs streams of agents without connections, for [`crate::fuzz`].
+//! Runs streams of agents without connections, for fuzzing.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ const OWN_EPOCH: u64 = 1;
 
 /// Passes `messages` to a stream of a replica that serves `store`. After each message, reads
 /// everything that the replica sends. Returns how many messages were accepted.
-pub(crate) fn stream<'a>(store: Arc<Store>, messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
+pub fn stream<'a>(store: Arc<Store>, messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let streams = Streams::new(store, Arc::new(Metrics::default()), Settings::default());
     let peer = Peer { address: ([127, 0, 0, 1], 7443).into(), identity: Identity::Unchecked, not_after: None };
     let signal = Arc::new(Signal::new());
@@ -34,15 +34,16 @@ pub(crate) fn stream<'a>(store: Arc<Store>, messages: impl IntoIterator<Item = &
         {
             resume.epoch = streams.context.store.epoch();
         }
+        let now = Instant::now();
         let taken = match &mut session {
-            Some(session) => session.take(message),
-            None => Session::open(&streams, &peer, &message, &signal).map(|opened| session = Some(opened)),
+            Some(session) => session.take(message, now),
+            None => Session::open(&streams, &peer, &message, &signal, now).map(|opened| session = Some(opened)),
         };
         if taken.is_err() {
             break;
         }
         accepted += 1;
-        let sends = |session: &mut Session| matches!(session.next(Instant::now()), Ok(Some(_)));
+        let sends = |session: &mut Session| matches!(session.next(now), Ok(Some(_)));
         while session.as_mut().is_some_and(sends) {}
     }
     accepted

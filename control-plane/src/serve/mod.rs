@@ -1,4 +1,5 @@
-//! The servers of a replica: gRPC for agents and for people, HTTP for probes and Prometheus.
+//! The servers of a replica: a gRPC port for agents, a gRPC port for people and other replicas, and
+//! HTTP for probes and Prometheus.
 
 mod api;
 mod barrier;
@@ -6,7 +7,8 @@ mod context;
 mod enrolment;
 mod everywhere;
 mod fleet;
-pub(crate) mod fuzz;
+#[doc(hidden)]
+pub mod fuzz;
 mod readiness;
 mod stream;
 mod transport;
@@ -22,7 +24,7 @@ use tokio::{net::TcpListener, task::JoinHandle};
 pub use tokio_util::sync::CancellationToken;
 
 pub use self::{
-    context::{EnrolmentSettings, PeerSettings, PeerTls, ReadinessSettings, Settings},
+    context::{EnrolmentSettings, PeerSettings, PeerTls, Ports, ReadinessSettings, Settings},
     enrolment::EnrolmentError,
     everywhere::{Absence, Round, Verdict},
     fleet::Departed,
@@ -65,10 +67,37 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
+/// The addresses that a replica listens on. Port 0 means any free port.
+#[derive(Debug, Clone, Copy)]
+pub struct Listen {
+    /// The address for agents (`--listen`).
+    pub agents: SocketAddr,
+    /// The address for Inspect, Peers, health and reflection (`--inspect-listen`).
+    pub inspect: SocketAddr,
+    /// The address for metrics and probes (`--metrics-listen`).
+    pub metrics: Option<SocketAddr>,
+}
+
+impl Listen {
+    /// Returns the addresses of a replica without metrics and probes whose address for agents is
+    /// `agents`: the other gRPC port is the next one.
+    #[must_use]
+    pub fn at(agents: SocketAddr) -> Self {
+        let port = match agents.port() {
+            // Beside any free port is any free port, and no port follows the highest one.
+            0 | u16::MAX => 0,
+            port => port + 1,
+        };
+        Self { agents, inspect: SocketAddr::new(agents.ip(), port), metrics: None }
+    }
+}
+
 /// A replica whose servers run.
 pub struct Running {
-    /// The address of the gRPC server.
+    /// The address for agents.
     pub local_addr: SocketAddr,
+    /// The address for Inspect, Peers, health and reflection.
+    pub inspect_addr: SocketAddr,
     /// The address of the server for metrics and probes, if there is one.
     pub metrics_addr: Option<SocketAddr>,
     shutdown: CancellationToken,
@@ -94,22 +123,23 @@ impl Running {
 }
 
 /// Starts the servers of a replica that serves `store`. The servers run until `shutdown` is
-/// cancelled. Port 0 means any free port.
+/// cancelled.
 ///
 /// # Errors
 ///
 /// [`ServeError`]. A retry helps only if the address becomes free.
 pub async fn start(
-    listen: SocketAddr,
-    metrics_listen: Option<SocketAddr>,
+    listen: Listen,
     security: Security,
-    settings: Settings,
+    mut settings: Settings,
     store: Arc<Store>,
     metrics: Arc<Metrics>,
     shutdown: CancellationToken,
 ) -> Result<Running, ServeError> {
-    let (listener, local_addr) = bind("--listen", listen).await?;
-    let metrics_listener = match metrics_listen {
+    let (agents, local_addr) = bind("--listen", listen.agents).await?;
+    let (inspect, inspect_addr) = bind("--inspect-listen", listen.inspect).await?;
+    settings.ports = Ports { agents: local_addr.port(), inspect: inspect_addr.port() };
+    let metrics_listener = match listen.metrics {
         Some(address) => Some(bind("--metrics-listen", address).await?),
         None => None,
     };
@@ -143,10 +173,10 @@ pub async fn start(
         tokio::spawn(stopped.clone().run_until_cancelled_owned(balance));
     }
     let everywhere = Arc::clone(&streams.everywhere);
-    let serve = transport::serve(listener, security, routes, streams, shutdown.clone(), stopped.clone());
+    let serve = transport::serve([agents, inspect], security, routes, streams, shutdown.clone(), stopped.clone());
     let task = tokio::spawn(serve);
     everywhere.start(stopped).await;
-    Ok(Running { local_addr, metrics_addr, shutdown, task })
+    Ok(Running { local_addr, inspect_addr, metrics_addr, shutdown, task })
 }
 
 async fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {

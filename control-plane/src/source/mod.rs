@@ -12,11 +12,14 @@ use crate::{
     transaction::{Problem, Sink},
 };
 
-// `crate::fuzz` and `crate::serve` use these items.
-pub(crate) use self::{
+// Fuzzing reads events from bytes.
+#[doc(hidden)]
+pub use self::{
     files::manifest_events,
-    kubernetes::{BackOff, client as kubernetes_client, list_events, watch_events},
+    kubernetes::{list_events, watch_events},
 };
+// `crate::serve` uses these items.
+pub(crate) use self::kubernetes::{BackOff, client as kubernetes_client};
 
 /// Which source to read.
 #[derive(Debug, Clone, PartialEq, Eq)]

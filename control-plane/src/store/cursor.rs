@@ -22,8 +22,7 @@ use super::{
 };
 use crate::transaction::SourceKind;
 
-/// A cursor at most this many versions behind the head receives the batch of each version. A cursor
-/// further behind receives a compacted step, with only the current values.
+/// A cached step is used until its end is more than this number of versions behind the head.
 const FOLLOW_VERSIONS: u64 = 16;
 
 /// The state that an agent holds (`Hello.resume`).
@@ -274,13 +273,9 @@ impl Store {
         if cursor.version >= inner.version {
             return None;
         }
-        let is_spelt_out = cursor.version < cursor.spelt_out_to;
-        let is_near = inner.version - cursor.version <= FOLLOW_VERSIONS && !is_spelt_out;
-        let batch = inner.ring.after(cursor.version).filter(|_| is_near).map(Arc::clone);
         let (head, must_walk) = (inner.version, cursor.version < inner.log.floor());
         drop(inner);
-        let compacted = || self.compacted(cursor.version, cursor.spelt_out_to, head);
-        if let Some(delta) = batch.or_else(|| if must_walk { None } else { compacted() }) {
+        if !must_walk && let Some(delta) = self.step(cursor.version, cursor.spelt_out_to, head) {
             return cursor.take_part(&delta, 0);
         }
         let inner = self.read();
@@ -293,22 +288,22 @@ impl Store {
         self.next_frame(cursor)
     }
 
-    /// Returns the compacted step from `start`: the current values of everything that has changed
-    /// since `start`. All streams at `start` share the step. A cached step is reused if it ends at
-    /// most [`FOLLOW_VERSIONS`] versions before `head`. If `spelt_out_to` is after `start`, the
-    /// step contains no references and ends at `spelt_out_to` or later. The receiver may already
-    /// hold values of `spelt_out_to`, and must not return to older values.
+    /// Returns the step from `start`: the current values of everything that has changed since
+    /// `start`. All streams at `start` share the step. A cached step is reused if it ends at most
+    /// [`FOLLOW_VERSIONS`] versions before `head`. If `spelt_out_to` is after `start`, the step
+    /// contains no references and ends at `spelt_out_to` or later. The receiver may already hold
+    /// values of `spelt_out_to`, and must not return to older values.
     ///
     /// Returns `None` if the step is so large that buckets are cheaper, or if the memory for split
     /// steps has no room for the step.
-    fn compacted(&self, start: u64, spelt_out_to: u64, head: u64) -> Option<Arc<Delta>> {
+    fn step(&self, start: u64, spelt_out_to: u64, head: u64) -> Option<Arc<Delta>> {
         let is_spelt_out = start < spelt_out_to;
         let from = head.saturating_sub(FOLLOW_VERSIONS).max(spelt_out_to.min(head));
         let is_usable = |delta: &Delta| delta.span.version >= from;
-        self.deltas.get((start, is_spelt_out), is_usable, || self.compact(start, is_spelt_out))
+        self.deltas.get((start, is_spelt_out), is_usable, || self.encode_step(start, is_spelt_out))
     }
 
-    fn compact(&self, start: u64, is_spelt_out: bool) -> Option<Delta> {
+    fn encode_step(&self, start: u64, is_spelt_out: bool) -> Option<Delta> {
         let inner = self.read();
         if start < inner.log.floor() {
             return None;
@@ -320,10 +315,10 @@ impl Store {
         }
         let references = |change: &Change| match is_spelt_out {
             true => References::default(),
-            false => inner.names.references(start, change),
+            false => inner.references(start, change),
         };
         let changes = present_all(&inner.state, entries, references);
-        let positions = positions_to_wire(inner.shared_positions());
+        let positions = inner.moved_positions(start);
         let span = Span { previous_version: start, version: inner.version, is_urgent: self.is_in_hurry() };
         // The lock is released before the copied values are encoded, so that commits do not wait
         // for the encoding.

@@ -1,12 +1,11 @@
-//! Encoded steps that streams share: the newest batches, and compacted steps for streams that are
-//! further behind.
+//! Encoded steps that streams at the same version share.
 //!
 //! A step larger than one message is sent in parts. A stream keeps such a step in memory until it
 //! has sent the last part, and its agent may read slowly. [`SplitBudget`] bounds the memory of all
 //! these steps.
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, HashMap},
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -97,47 +96,6 @@ impl Delta {
     }
 }
 
-/// The newest batches, one for each version, without a gap.
-#[derive(Debug)]
-pub(super) struct Ring {
-    deltas: VecDeque<Arc<Delta>>,
-    bytes: usize,
-    max_bytes: usize,
-}
-
-impl Ring {
-    pub(super) fn new(max_bytes: usize) -> Self {
-        Self { deltas: VecDeque::new(), bytes: 0, max_bytes }
-    }
-
-    /// Adds the newest batch, and drops the oldest batches beyond the bound.
-    pub(super) fn push(&mut self, delta: Delta) {
-        if self.deltas.back().is_some_and(|last| last.span.version != delta.span.previous_version) {
-            self.clear();
-        }
-        self.bytes += delta.bytes();
-        self.deltas.push_back(Arc::new(delta));
-        while self.bytes > self.max_bytes
-            && let Some(oldest) = self.deltas.pop_front()
-        {
-            self.bytes -= oldest.bytes();
-        }
-    }
-
-    /// Drops all batches, because the newest version is not encoded.
-    pub(super) fn clear(&mut self) {
-        self.deltas.clear();
-        self.bytes = 0;
-    }
-
-    /// The batch that follows `version`.
-    pub(super) fn after(&self, version: u64) -> Option<&Arc<Delta>> {
-        // Each batch raises the version by 1, so the distance from the oldest version is the index.
-        let distance = version.checked_sub(self.deltas.front()?.span.previous_version)?;
-        self.deltas.get(usize::try_from(distance).ok()?)
-    }
-}
-
 /// The version at which a step starts, and whether the step is spelt out. A step that is spelt out
 /// contains no references.
 pub(super) type Start = (u64, bool);
@@ -145,8 +103,7 @@ pub(super) type Start = (u64, bool);
 /// A step that the first caller encodes; `None` if the first caller could not encode the step.
 type Slot = Arc<OnceLock<Option<Arc<Delta>>>>;
 
-/// Compacted steps by their start, shared by streams at the same version. While one stream encodes
-/// a step, only streams that need this step wait.
+/// Steps by their start. While one stream encodes a step, only streams that need this step wait.
 #[derive(Debug)]
 pub(super) struct DeltaCache(Mutex<Kept>);
 

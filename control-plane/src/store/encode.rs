@@ -164,6 +164,6 @@ impl Parts {
             self.full_bytes += self.last.estimated_bytes();
             self.full.push(std::mem::take(&mut self.last));
         }
-        self.last.push_with(&change, trigger_unix_ms, references);
+        self.last.push(&change, trigger_unix_ms, references);
     }
 }

@@ -3,10 +3,9 @@
 //! [`headgate_core::State`] holds the values and their digests. The log holds each recently changed
 //! key once, at the version of its last change. A cursor holds the version of a stream. The log
 //! brings a cursor to the head, at a cost proportional to the number of changed keys. A cursor that
-//! is too far behind receives in full the buckets that have changed since its version. A compacted
-//! step contains the current values of all keys that have changed since a version. Messages that
-//! streams share are encoded once: the newest batches, the compacted steps, and the resources of
-//! each bucket.
+//! is too far behind receives in full the buckets that have changed since its version. A step
+//! contains the current values of all keys that have changed since a version. Messages that streams
+//! share are encoded once: the steps, and the resources of each bucket.
 //!
 //! The cost of a commit is proportional to its changes, and a commit never waits for a stream. A
 //! watch channel announces each new version. A reader holds the lock only while it encodes one
@@ -21,8 +20,8 @@ mod gates;
 mod inspect;
 mod interests;
 mod log;
-mod names;
 mod nodes;
+mod placements;
 mod pods;
 mod resume;
 #[cfg(test)]
@@ -39,7 +38,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Change, Dirty, Endpoint, ServiceKey, State, digest::Digests, node_state::SourceState};
+use headgate_core::{Change, Dirty, Placement, ServiceKey, State, digest::Digests, node_state::SourceState, reference};
+use headgate_proto::{References, v1};
 use tokio::sync::watch;
 
 pub use cursor::{Cursor, Resume, ResumeMode};
@@ -52,25 +52,20 @@ use crate::{
     transaction::{Problem, Sink, SourceKind, Transaction, TriggeredChange},
 };
 use buckets::Buckets;
-use deltas::{Delta, DeltaCache, Ring, SplitBudget};
-use encode::Span;
+use deltas::{DeltaCache, SplitBudget};
 use freshness::Freshness;
 use gates::Gates;
 pub(crate) use gates::WaitingPod;
 use interests::Interests;
 pub(crate) use interests::Topic;
 use log::{Log, LogKey};
-use names::Names;
 use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
+use placements::Placements;
 use pods::Pods;
 pub(crate) use pods::{NoPod, PodEndpoints, PodName};
 use usage::Witnesses;
 pub use usage::{Last, Usage};
-
-/// If a commit has more changes than this number, the commit does not encode its batch. Streams
-/// receive a compacted step instead, which the first stream encodes.
-const EAGER_CHANGES: usize = 1024;
 
 /// For this time after a pod has begun to wait for its readiness gate, agents acknowledge new
 /// batches at once.
@@ -87,14 +82,12 @@ pub(crate) const TIMED_COMMITS: usize = 4096;
 pub struct Limits {
     /// Maximum number of removals in the log. A cursor that needs a removal which the log no longer
     /// holds receives whole buckets. The log holds at most `max_tombstones` + `max_delta_changes`
-    /// keys, because no compacted step needs more keys.
+    /// keys, because no step needs more keys.
     pub max_tombstones: usize,
-    /// Maximum size of the encoded newest batches, in bytes.
-    pub ring_bytes: usize,
-    /// Maximum size of the cached compacted steps, in bytes.
+    /// Maximum size of the cached steps, in bytes.
     pub delta_cache_bytes: usize,
-    /// Maximum number of changes in one compacted step. A cursor that needs more changes receives
-    /// whole buckets instead.
+    /// Maximum number of changes in one step. A cursor that needs more changes receives whole
+    /// buckets instead.
     pub max_delta_changes: usize,
     /// A message is complete when it has reached this size, in bytes. The last resource of a
     /// message may exceed this size, so the size is well below
@@ -110,8 +103,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             max_tombstones: 65_536,
-            ring_bytes: 8 << 20,
-            delta_cache_bytes: 16 << 20,
+            delta_cache_bytes: 8 << 20,
             max_delta_changes: 32_768,
             part_bytes: 256 << 10,
             split_bytes: 64 << 20,
@@ -149,9 +141,8 @@ pub struct Store {
 struct Inner {
     state: State,
     log: Log,
-    names: Names,
+    placements: Placements,
     buckets: Buckets,
-    ring: Ring,
     nodes: Nodes,
     pods: Pods,
     gates: Gates,
@@ -163,20 +154,12 @@ struct Inner {
     /// The position of each kind at its last change. The state covers these positions, and agents
     /// receive them.
     changed_positions: BTreeMap<SourceKind, u64>,
-    /// The value of `changed_positions` at the newest version. The batch of the next version
-    /// contains only the positions that differ from this value.
-    sent_positions: BTreeMap<SourceKind, u64>,
+    /// The version at which the position of each kind moved last; the next version if it moved
+    /// after the newest version. A step contains only the positions that moved after its start.
+    moved_at: BTreeMap<SourceKind, u64>,
     /// When the changes of each of the newest versions arrived from the source. The last element
     /// belongs to the head, the element before it to the previous version, and so on.
     commit_times: VecDeque<Instant>,
-}
-
-/// The value that a change replaces.
-enum Before {
-    /// Whether the Service existed.
-    Service(bool),
-    Endpoint(Option<Endpoint>),
-    Nothing,
 }
 
 impl Store {
@@ -187,9 +170,8 @@ impl Store {
         let inner = Inner {
             state: State::default(),
             log: Log::new(limits.max_tombstones.saturating_add(limits.max_delta_changes), limits.max_tombstones),
-            names: Names::new(epoch),
+            placements: Placements::default(),
             buckets: Buckets::new(limits.part_bytes),
-            ring: Ring::new(limits.ring_bytes),
             nodes: Nodes::default(),
             pods: Pods::default(),
             gates: Gates::default(),
@@ -197,7 +179,7 @@ impl Store {
             version: 0,
             positions: BTreeMap::new(),
             changed_positions: BTreeMap::new(),
-            sent_positions: BTreeMap::new(),
+            moved_at: BTreeMap::new(),
             commit_times: VecDeque::new(),
         };
         Self {
@@ -413,40 +395,6 @@ impl Store {
         self.listed_version.load(Ordering::Acquire)
     }
 
-    /// Publishes the applied changes as the next version. `encode` says whether to encode the batch
-    /// of this version now.
-    fn publish(&self, inner: &mut Inner, received: Instant, encode: bool) {
-        let sent = &inner.sent_positions;
-        let moved = inner.shared_positions().filter(|(kind, position)| sent.get(kind) != Some(position));
-        let positions = encode::positions_to_wire(moved);
-        inner.sent_positions.clone_from(&inner.changed_positions);
-        let previous_version = inner.version;
-        let version = previous_version + 1;
-        inner.version = version;
-        // Events of several watches may arrive in another order.
-        let received = inner.commit_times.back().map_or(received, |last| received.max(*last));
-        inner.commit_times.push_back(received);
-        if inner.commit_times.len() > TIMED_COMMITS {
-            inner.commit_times.pop_front();
-        }
-        // If this version has more removals than the log can hold, the log does not contain all its
-        // changes, and streams receive whole buckets.
-        let is_whole = inner.log.floor() < version;
-        let delta = if encode && is_whole {
-            let entries = inner.log.since(log::after(previous_version)).map(|(_, entry)| entry);
-            let references = |change: &Change| inner.names.references(previous_version, change);
-            let changes = encode::present_all(&inner.state, entries, references);
-            let span = Span { previous_version, version, is_urgent: self.is_in_hurry() };
-            Delta::encode(span, &positions, changes, self.limits.part_bytes, &self.split_budget)
-        } else {
-            None
-        };
-        match delta {
-            Some(delta) => inner.ring.push(delta),
-            None => inner.ring.clear(),
-        }
-    }
-
     // The store continues to serve after a thread has panicked while holding the lock. After such a
     // panic, state and log may disagree about one key until its next change. A control plane that
     // stops serving would be worse.
@@ -460,6 +408,33 @@ impl Store {
 }
 
 impl Inner {
+    /// Publishes the applied changes, which arrived at `received`, as the next version.
+    fn publish(&mut self, received: Instant) {
+        self.version += 1;
+        // Events of several watches may arrive in another order.
+        let received = self.commit_times.back().map_or(received, |last| received.max(*last));
+        self.commit_times.push_back(received);
+        if self.commit_times.len() > TIMED_COMMITS {
+            self.commit_times.pop_front();
+        }
+    }
+
+    /// Records positions of the source at changes.
+    fn move_positions(&mut self, positions: &[(SourceKind, u64)]) {
+        for (kind, position) in positions {
+            if self.changed_positions.insert(*kind, *position) != Some(*position) {
+                self.moved_at.insert(*kind, self.version + 1);
+            }
+        }
+    }
+
+    /// The positions that have moved after `version`, for each kind with resources that every agent
+    /// receives.
+    fn moved_positions(&self, version: u64) -> Vec<v1::SourcePosition> {
+        let has_moved = |kind: &SourceKind| self.moved_at.get(kind).is_some_and(|at| *at > version);
+        positions_to_wire(self.shared_positions().filter(|(kind, _)| has_moved(kind)))
+    }
+
     /// Applies changes as the next version, and returns how many of them had an effect. If no
     /// change had an effect, there is no new version.
     fn apply(&mut self, changes: Vec<TriggeredChange>) -> usize {
@@ -468,9 +443,9 @@ impl Inner {
         let mut effective = 0_u32;
         for TriggeredChange { change, trigger_unix_ms } in changes {
             let (key, bucket) = self.log.intern(&change, &self.state);
-            let before = self.before(&key);
+            let before = self.placement(&key).cloned();
             if self.state.apply(change, &mut scratch) {
-                self.update_names(version, &key, before);
+                self.update_placements(version, &key, before);
                 self.buckets.record(bucket, version, &key, &self.state);
                 let removed = self.is_removed(&key);
                 self.log.record((version, effective), key, bucket, trigger_unix_ms, removed);
@@ -492,37 +467,37 @@ impl Inner {
         positions.find(|(kind, _)| kind.has_nodes())
     }
 
-    /// The parts of the present value of `key` that references can stand for (see [`names`]).
-    fn before(&self, key: &LogKey) -> Before {
-        match key {
-            LogKey::Service(key) => Before::Service(self.has_service(key)),
-            LogKey::Endpoint(key, address) => {
-                Before::Endpoint(self.state.entry(key).and_then(|entry| entry.endpoints().get(address)).cloned())
-            }
-            LogKey::Cidr(_) => Before::Nothing,
-        }
+    /// The placement of an endpoint.
+    fn placement(&self, key: &LogKey) -> Option<&Arc<Placement>> {
+        let LogKey::Endpoint(key, address) = key else { return None };
+        Some(&self.state.entry(key)?.endpoints().get(address)?.placement)
+    }
+
+    /// Records the placement of an endpoint that has changed. The new value is added before the old
+    /// value is released, so that an equal placement keeps its version.
+    fn update_placements(&mut self, version: u64, key: &LogKey, before: Option<Arc<Placement>>) {
+        let now = self.placement(key).cloned();
+        now.into_iter().for_each(|placement| self.placements.take(version, &placement));
+        before.into_iter().for_each(|placement| self.placements.release(&placement));
     }
 
     fn has_service(&self, key: &ServiceKey) -> bool {
         self.state.entry(key).is_some_and(|entry| entry.service().is_some())
     }
 
-    /// Updates the values that changes may refer to from `version` on. The new value is added
-    /// before the old value is released, so that a part which both values contain keeps its
-    /// version.
-    fn update_names(&mut self, version: u64, key: &LogKey, before: Before) {
-        match (key, before) {
-            (LogKey::Service(key), Before::Service(was_there)) => match (was_there, self.has_service(key)) {
-                (false, true) => self.names.take_service(version, key),
-                (true, false) => self.names.release_service(key),
-                _ => {}
-            },
-            (LogKey::Endpoint(key, address), Before::Endpoint(old)) => {
-                let new = self.state.entry(key).and_then(|entry| entry.endpoints().get(address));
-                new.into_iter().for_each(|endpoint| self.names.take_endpoint(version, endpoint));
-                old.into_iter().for_each(|endpoint| self.names.release_endpoint(&endpoint));
-            }
-            _ => {}
+    /// The references that can replace parts of a change for a receiver at `version`, which must
+    /// not be before the floor of the log.
+    fn references(&self, version: u64, change: &Change) -> References {
+        let (key, placement) = match change {
+            Change::Endpoint(key, endpoint) => (key, Some(&endpoint.placement)),
+            Change::RemoveEndpoint(key, _) => (key, None),
+            _ => return References::default(),
+        };
+        let has_service = self.has_service(key) && self.log.service_version(key) <= version;
+        let placement = placement.filter(|placement| self.placements.has_held_since(version, placement));
+        References {
+            service: has_service.then(|| reference::service(key)),
+            placement: placement.map(|placement| reference::placement(placement)),
         }
     }
 
@@ -546,10 +521,9 @@ impl Sink for Store {
         }
         let has_moved = !(positions.is_empty() && bookmarks.is_empty());
         let received = received.unwrap_or_else(Instant::now);
-        let is_synced = self.is_synced();
         let (effective, version, changed_nodes, observers, touched) = {
             let mut inner = self.write();
-            inner.changed_positions.extend(positions.iter().copied());
+            inner.move_positions(&positions);
             let changed_nodes_at = positions.iter().copied().find(|(kind, _)| kind.has_nodes());
             inner.positions.extend(positions);
             inner.positions.extend(bookmarks);
@@ -562,7 +536,7 @@ impl Sink for Store {
             touched.extend(self.interests.touched(of_pods.into_iter()));
             gates.into_iter().for_each(|change| inner.gates.apply(change));
             if effective > 0 {
-                self.publish(&mut inner, received, is_synced && effective <= EAGER_CHANGES);
+                inner.publish(received);
             }
             let changed_nodes: Vec<_> =
                 nodes.into_iter().filter_map(|change| inner.nodes.apply(change, nodes_position)).collect();

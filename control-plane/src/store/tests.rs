@@ -4,14 +4,10 @@
 mod arrival;
 mod reader;
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    net::Ipv4Addr,
-};
+use std::{collections::BTreeSet, net::Ipv4Addr};
 
 use headgate_core::{
     Change, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceKey, ServicePort, digest,
-    reference::Referrer,
 };
 use headgate_proto::{frame::PREFIX_BYTES, v1};
 use prost::Message as _;
@@ -57,12 +53,12 @@ fn remove_endpoint(service: u8, host: u16) -> Change {
 }
 
 #[test]
-fn a_new_reader_gets_everything_then_single_batches() {
+fn a_new_reader_gets_everything_then_only_changes() {
     let store = store(Limits::default());
     store.put((1..=20).flat_map(|number| [service(number, 80), endpoint(number, 1, 8080), endpoint(number, 2, 8080)]));
     let (mode, mut cursor) = store.cursor(None);
     assert_eq!(mode, ResumeMode::Full);
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     reader.read_all(&store, &mut cursor);
     assert_eq!((reader.resources, reader.ends.len(), cursor.snapshots()), (60, 1, 1));
     assert_eq!(cursor.resources(), 60);
@@ -71,14 +67,14 @@ fn a_new_reader_gets_everything_then_single_batches() {
     store.put([endpoint(3, 1, 9090)]);
     store.put([remove_endpoint(3, 2)]);
     reader.read_all(&store, &mut cursor);
-    assert_eq!((reader.batches, reader.resources, reader.removals), (2, 61, 1));
+    assert_eq!((reader.batches, reader.resources, reader.removals), (1, 61, 1));
     reader.assert_holds_all_of(&store);
 }
 
 #[test]
 fn an_empty_store_sends_an_end_marker() {
     let store = store(Limits::default());
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     let frames = reader.read_all(&store, &mut store.cursor(None).1);
     assert_eq!((frames.len(), reader.ends[0].resource_count), (1, 0));
 }
@@ -99,7 +95,7 @@ fn the_log_keeps_each_key_once() {
 fn a_slow_reader_skips_to_current_values() {
     let store = store(Limits::default());
     let (_, mut cursor) = store.cursor(None);
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     reader.read_all(&store, &mut cursor);
     for port in 1..=1000 {
         store.put([service(1, port), endpoint(1, port % 3, port)]);
@@ -128,12 +124,12 @@ fn streams_at_the_same_version_get_the_same_bytes() {
     assert_eq!(snapshots[0][..snapshots[0].len() - 1], snapshots[1][..snapshots[1].len() - 1]);
     store.put([endpoint(1, 1, 9090)]);
     let batches = read();
-    assert_eq!((batches[0].len(), &batches[0]), (1, &batches[1]), "both streams receive the batch of the ring");
+    assert_eq!((batches[0].len(), &batches[0]), (1, &batches[1]), "both streams receive the same batch");
     for port in 1..=100 {
         store.put([endpoint(1, 1, port)]);
     }
-    let compacted = read();
-    assert_eq!((compacted[0].len(), &compacted[0]), (1, &compacted[1]), "both streams receive the same compacted step");
+    let skipping = read();
+    assert_eq!((skipping[0].len(), &skipping[0]), (1, &skipping[1]), "both streams receive the same step");
 }
 
 #[test]
@@ -154,10 +150,10 @@ fn snapshots_encode_a_bucket_again_only_after_a_change_in_it() {
 
 #[test]
 fn tombstones_are_bounded_and_move_the_floor() {
-    let store = store(Limits { max_tombstones: 10, ring_bytes: 0, ..Limits::default() });
+    let store = store(Limits { max_tombstones: 10, ..Limits::default() });
     store.put((0..100).map(|host| endpoint(1, host, 80)));
     store.put([service(1, 80), service(2, 80)]);
-    let mut readers = [Reader::of(&store), Reader::of(&store)];
+    let mut readers = [Reader::default(), Reader::default()];
     let mut cursors: Vec<Cursor> = (0..2).map(|_| store.cursor(None).1).collect();
     for (reader, cursor) in readers.iter_mut().zip(&mut cursors) {
         reader.read_all(&store, cursor);
@@ -185,7 +181,7 @@ fn a_version_with_more_removals_than_the_log_holds_is_sent_by_buckets() {
     let store = store(Limits { max_tombstones: 3, ..Limits::default() });
     store.put((0..10).map(|host| endpoint(1, host, 80)));
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     reader.read_all(&store, &mut cursor);
     store.put((0..10).map(|host| remove_endpoint(1, host)));
     reader.read_all(&store, &mut cursor);
@@ -197,7 +193,7 @@ fn a_version_with_more_removals_than_the_log_holds_is_sent_by_buckets() {
 fn resume_by_the_log_sends_only_later_changes() {
     let store = store(Limits::default());
     store.put((1..=50).map(|number| service(number, 80)));
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     reader.read_all(&store, &mut store.cursor(None).1);
     let (mode, mut cursor) = reader.resume(&store, store.epoch());
     assert_eq!(mode, ResumeMode::Log);
@@ -214,7 +210,7 @@ fn resume_by_digests_sends_only_buckets_that_differ() {
     let everything = || (1..=200).flat_map(|number| [service(number, 80), endpoint(number, 1, 80)]);
     old.put(everything());
     new.put(everything());
-    let mut reader = Reader::of(&old);
+    let mut reader = Reader::default();
     reader.read_all(&old, &mut old.cursor(None).1);
 
     let (mode, mut cursor) = reader.resume(&new, old.epoch());
@@ -236,7 +232,7 @@ fn resume_by_digests_sends_only_buckets_that_differ() {
 fn a_large_step_is_split_and_applied_as_a_whole() {
     let store = store(Limits::default());
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     reader.read_all(&store, &mut cursor);
     store.put((0..30_000).map(|host| endpoint(1, host, 80)).chain([service(1, 80)]));
     let mut frames = Vec::new();
@@ -254,7 +250,7 @@ fn a_stream_in_the_middle_of_a_split_step_receives_the_rest_despite_other_stream
     let store = store(Limits { part_bytes: 1000, ..Limits::default() });
     (0..64).for_each(|port| store.put([service(2, port + 1)]));
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     reader.read_all(&store, &mut cursor);
     store.put((0..300).map(|host| endpoint(1, host, 80)));
     reader.read(&store.next_frame(&mut cursor).unwrap());
@@ -276,10 +272,10 @@ fn a_stream_in_the_middle_of_a_split_step_receives_the_rest_despite_other_stream
 
 #[test]
 fn streams_that_stop_in_split_steps_use_bounded_memory_and_others_receive_buckets() {
-    let limits = Limits { part_bytes: 1000, split_bytes: 8 * 30_000, ring_bytes: 0, ..Limits::default() };
+    let limits = Limits { part_bytes: 1000, split_bytes: 8 * 30_000, ..Limits::default() };
     let store = store(limits.clone());
     (0..64).for_each(|port| store.put([service(2, port + 1)]));
-    let mut readers: Vec<(Reader, Cursor)> = (0..64).map(|_| (Reader::of(&store), store.cursor(None).1)).collect();
+    let mut readers: Vec<(Reader, Cursor)> = (0..64).map(|_| (Reader::default(), store.cursor(None).1)).collect();
     for (count, (reader, cursor)) in readers.iter_mut().enumerate() {
         reader.read_all(&store, cursor);
         // Each reader begins its step at a different version.
@@ -309,10 +305,9 @@ fn a_cursor_far_behind_the_head_receives_buckets() {
     let store = store(Limits { max_delta_changes: 100, ..Limits::default() });
     store.put([service(1, 80), service(2, 80)]);
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     reader.read_all(&store, &mut cursor);
     store.put((0..101).map(|host| endpoint(1, host, 80)));
-    // The ring contains the large batch, but the cursor falls too far behind to use it.
     store.put([endpoint(1, 0, 81)]);
     (0..20).for_each(|port| store.put([service(2, port + 1)]));
     reader.read_all(&store, &mut cursor);
@@ -330,7 +325,7 @@ fn batches_carry_the_positions_of_their_versions() {
     };
     commit(5, vec![service(1, 80)]);
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     reader.read_all(&store, &mut cursor);
     assert_eq!(reader.positions.values().copied().collect::<Vec<_>>(), [5]);
     commit(6, vec![]);
@@ -347,7 +342,7 @@ fn bookmarks_move_the_positions_of_the_replica_and_are_not_sent() {
     let store = store(Limits::default());
     store.put([service(1, 80)]);
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     reader.read_all(&store, &mut cursor);
     store.commit(Transaction { bookmarks: vec![(SourceKind::Nodes, 900)], ..Transaction::default() });
     let changes = vec![TriggeredChange { change: service(2, 80), trigger_unix_ms: 0 }];
@@ -366,7 +361,7 @@ fn bookmarks_move_the_positions_of_the_replica_and_are_not_sent() {
 fn a_batch_carries_its_trigger_time() {
     let store = store(Limits::default());
     let mut cursor = store.cursor(None).1;
-    Reader::of(&store).read_all(&store, &mut cursor);
+    Reader::default().read_all(&store, &mut cursor);
     store.put([endpoint(1, 1, 80)]);
     let frame = store.next_frame(&mut cursor).unwrap();
     let Some(Body::Batch(batch)) = v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body else { panic!() };
@@ -379,7 +374,7 @@ fn a_reader_at_the_head_receives_references_to_values_that_it_holds() {
     let store = store(Limits::default());
     store.put([service(1, 80), endpoint(1, 1, 80), endpoint(1, 2, 80)]);
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::of(&store);
+    let mut reader = Reader::default();
     // A change arrives while the snapshot is read, so parts of the snapshot may contain it.
     while reader.ends.is_empty() {
         reader.read(&store.next_frame(&mut cursor).unwrap());
@@ -389,14 +384,10 @@ fn a_reader_at_the_head_receives_references_to_values_that_it_holds() {
     assert_eq!(reader.references, 0);
     store.put([endpoint(1, 3, 80)]);
     reader.read_all(&store, &mut cursor);
-    assert_eq!(reader.references, 2, "the service and its ports are known, the node is new");
+    assert_eq!(reader.references, 1, "the service is known, the node is new");
     (0..50).for_each(|round| store.put([endpoint(1, 3 + round % 2 * 4, 80), remove_endpoint(1, 6)]));
     reader.read_all(&store, &mut cursor);
-    assert_eq!(
-        (reader.batches, reader.references),
-        (3, 5),
-        "a compacted step refers only to values older than its start"
-    );
+    assert_eq!((reader.batches, reader.references), (3, 3), "a step refers only to values older than its start");
 
     // A service that was removed and added again is sent without references, even to readers that
     // have received the service before.
@@ -404,90 +395,10 @@ fn a_reader_at_the_head_receives_references_to_values_that_it_holds() {
     reader.read_all(&store, &mut cursor);
     store.put([service(1, 81), endpoint(1, 3, 80)]);
     reader.read_all(&store, &mut cursor);
-    assert_eq!(reader.references, 5, "the endpoint has not changed, so it is not sent");
+    assert_eq!(reader.references, 3, "the endpoint has not changed, so it is not sent");
     store.put([service(2, 80), endpoint(2, 9, 80)]);
     reader.read_all(&store, &mut cursor);
-    assert_eq!(reader.references, 7, "ports and node are known, the service is new");
-    reader.assert_holds_all_of(&store);
-}
-
-/// Finds two numbers whose values have the same reference, after about 100,000 tries.
-fn collision(reference: impl Fn(u32) -> u32) -> [u32; 2] {
-    let mut seen = HashMap::new();
-    (0..).find_map(|number| Some([seen.insert(reference(number), number)?, number])).unwrap()
-}
-
-#[test]
-fn services_whose_references_have_collided_are_never_referred_to_again() {
-    let store = store(Limits::default());
-    let referrer = Referrer::new(store.epoch());
-    let key = |number: u32| ServiceKey::new("default", &format!("s{number}"));
-    let [one, other] = collision(|number| referrer.service(&key(number))).map(key);
-    let service = |key: &ServiceKey| {
-        let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
-        Change::from(Service::new(key.clone(), vec![Ipv4Addr::new(10, 0, 0, 1).into()], vec![port]))
-    };
-    let endpoint_of = |key: &ServiceKey, host| match endpoint(1, host, 80) {
-        Change::Endpoint(_, endpoint) => Change::Endpoint(key.clone(), endpoint),
-        other => other,
-    };
-    let mut reader = Reader::of(&store);
-    let mut cursor = store.cursor(None).1;
-    reader.read_all(&store, &mut cursor);
-    for round in 0..3 {
-        store.put([service(&one), service(&other)]);
-        reader.read_all(&store, &mut cursor);
-        store.put([Change::RemoveService(other.clone())]);
-        reader.read_all(&store, &mut cursor);
-        store.put([endpoint_of(&one, round)]);
-        reader.read_all(&store, &mut cursor);
-        store.put([Change::RemoveService(one.clone())]);
-        store.put([service(&other), endpoint_of(&other, 10 + round)]);
-        reader.read_all(&store, &mut cursor);
-        store.put([endpoint_of(&other, 20 + round)]);
-        reader.read_all(&store, &mut cursor);
-    }
-    reader.assert_holds_all_of(&store);
-}
-
-#[test]
-fn equal_references_of_placements_collide_only_if_both_exist_at_the_same_time() {
-    let store = store(Limits::default());
-    let referrer = Referrer::new(store.epoch());
-    let on = |number: u32| Placement::on(&format!("n{number}"));
-    let [one, other] = collision(|number| referrer.placement(&on(number))).map(|number| Arc::new(on(number)));
-    let endpoint_on = |placement: &Arc<Placement>, host| match endpoint(1, host, 80) {
-        Change::Endpoint(key, endpoint) => {
-            Change::Endpoint(key, Endpoint { placement: Arc::clone(placement), ..endpoint })
-        }
-        other => other,
-    };
-    let mut reader = Reader::of(&store);
-    let mut cursor = store.cursor(None).1;
-    store.put([service(1, 80), endpoint_on(&one, 1)]);
-    reader.read_all(&store, &mut cursor);
-    // First, one placement replaces the other. The reader has learned both placements, and the
-    // reference can mean only the newer placement.
-    store.put([remove_endpoint(1, 1)]);
-    store.put([endpoint_on(&other, 1)]);
-    reader.read_all(&store, &mut cursor);
-    let before = reader.references;
-    store.put([endpoint_on(&other, 2)]);
-    reader.read_all(&store, &mut cursor);
-    assert_eq!(reader.references, before + 3, "service, ports and placement are sent as references");
-    // A reader that resumes knows only the values in the present state.
-    cursor = reader.resume(&store, store.epoch()).1;
-    store.put([endpoint_on(&other, 3)]);
-    reader.read_all(&store, &mut cursor);
-    // Next, both placements exist at the same time, and one placement is removed.
-    store.put([endpoint_on(&one, 4)]);
-    reader.read_all(&store, &mut cursor);
-    store.put([remove_endpoint(1, 4)]);
-    reader.read_all(&store, &mut cursor);
-    let before = reader.references;
-    store.put([endpoint_on(&other, 5)]);
-    reader.read_all(&store, &mut cursor);
-    assert_eq!(reader.references, before + 2, "only service and ports are sent as references");
+    assert_eq!(reader.references, 4, "the node is known, the service is new");
     reader.assert_holds_all_of(&store);
 }
 

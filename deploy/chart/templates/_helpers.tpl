@@ -27,12 +27,12 @@
 {{- if eq (len .Values.controlPlane.addresses) 1 -}}
 none
 {{- else -}}
-{{- include "headgate.replicas" (dict "root" . "scheme" "" "port" 7443) }}
+{{- include "headgate.replicas" (dict "root" . "scheme" "" "port" 7444) }}
 {{- end }}
 {{- end }}
 
 {{- define "headgate.enrolment" -}}
-{{- include "headgate.replicas" (dict "root" . "scheme" "" "port" 7444) }}
+{{- include "headgate.replicas" (dict "root" . "scheme" "" "port" 7445) }}
 {{- end }}
 
 {{- define "headgate.clusterCidr" -}}

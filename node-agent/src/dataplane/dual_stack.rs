@@ -206,7 +206,7 @@ impl<D: Dataplane> DualStack<D> {
 
     /// Creates a dataplane for each of `families` that this node supports. `own` lists the objects
     /// that the dataplane leaves in the kernel when the agent ends. Does not touch the kernel.
-    pub(crate) fn assemble(
+    pub fn assemble(
         name: &'static str,
         kernel: D::Kernel,
         own: Vec<Leftover>,

@@ -4,7 +4,7 @@
 //! table accepts a packet, a chain of another table can still drop this packet.
 
 use headgate_core::{Family, iptables::Table};
-use nftables_netlink::{Family as TableFamily, Hook, Kernel as _, Nftables, NftablesError, Policy};
+use nftables_netlink::{Family as TableFamily, Hook, Nftables, NftablesError, Policy};
 
 use super::{
     kernel_modules::NF_TABLES,

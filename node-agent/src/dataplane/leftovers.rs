@@ -41,7 +41,7 @@ pub(super) enum Busy {
 impl Leftover {
     /// Creates a leftover that `remove` removes. `remove` must succeed if the leftover does not
     /// exist, and must not make the kernel load a module.
-    pub(super) fn new(name: &'static str, remove: impl Fn() -> Result<(), DataplaneError> + Send + 'static) -> Self {
+    pub fn new(name: &'static str, remove: impl Fn() -> Result<(), DataplaneError> + Send + 'static) -> Self {
         Self::draining(name, move |_| remove().map(|()| 0))
     }
 

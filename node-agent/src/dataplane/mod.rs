@@ -10,8 +10,10 @@ mod dual_stack;
 mod error;
 pub(crate) mod firewalls;
 mod first_services;
-#[doc(hidden)]
-pub mod in_memory;
+#[cfg(test)]
+#[expect(unreachable_pub, reason = "the crate of tests also includes the files")]
+#[path = "../../tests/in_memory/mod.rs"]
+pub(crate) mod in_memory;
 mod ip_sets;
 pub mod iptables;
 pub mod ipvs;

@@ -6,9 +6,8 @@
 //! pod with `?pod=NAMESPACE/NAME`.
 
 use std::{
-    collections::HashMap,
     net::{IpAddr, SocketAddr},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::Duration,
 };
 
@@ -41,12 +40,11 @@ const MAX_DURATION: Duration = Duration::from_secs(3_600);
 struct Page {
     barriers: Arc<Barriers>,
     metrics: DrainMetrics,
-    by_address: Arc<Mutex<HashMap<IpAddr, usize>>>,
 }
 
 /// Returns the page.
 pub(crate) fn router(barriers: Arc<Barriers>, metrics: DrainMetrics) -> Router {
-    let page = Page { barriers, metrics, by_address: Arc::default() };
+    let page = Page { barriers, metrics };
     Router::new().route("/v1/drain", get(drain).post(drain)).with_state(page)
 }
 
@@ -103,39 +101,6 @@ fn duration(name: &str, value: &str) -> Result<Duration, String> {
     duration.ok_or_else(|| format!("{name}: write a duration up to 1h, such as 25s or 200ms"))
 }
 
-/// A waiting request. Dropping it makes room for another request of the address.
-struct Held {
-    page: Page,
-    address: IpAddr,
-}
-
-impl Page {
-    fn hold(&self, address: IpAddr) -> Option<Held> {
-        let mut counts = self.counts();
-        let count = counts.entry(address).or_default();
-        (*count < MAX_OF_ADDRESS).then(|| {
-            *count += 1;
-            Held { page: self.clone(), address }
-        })
-    }
-
-    fn counts(&self) -> MutexGuard<'_, HashMap<IpAddr, usize>> {
-        self.by_address.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        let mut counts = self.page.counts();
-        if let Some(count) = counts.get_mut(&self.address) {
-            *count -= 1;
-            if *count == 0 {
-                counts.remove(&self.address);
-            }
-        }
-    }
-}
-
 async fn drain(
     State(page): State<Page>,
     ConnectInfo(from): ConnectInfo<SocketAddr>,
@@ -170,8 +135,7 @@ async fn answer(page: &Page, from: IpAddr, query: &str) -> Result<v1::BarrierAns
         None => Pod::At(from),
     };
     // Pods in the host network share an address, so they share only the limit of the node.
-    let held = if is_node { None } else { Some(page.hold(from)) };
-    if matches!(held, Some(None)) {
+    if !is_node && page.barriers.waiting_of(from) >= MAX_OF_ADDRESS {
         let text = format!("{MAX_OF_ADDRESS} requests from {from} already wait: one request for each pod is enough");
         return Err((StatusCode::TOO_MANY_REQUESTS, text));
     }
@@ -223,6 +187,9 @@ fn shown(answer: &v1::BarrierAnswer) -> (&'static str, StatusCode, String) {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use futures::{FutureExt as _, future::join_all};
+    use tokio::time::timeout;
+
     use super::*;
 
     #[test]
@@ -260,17 +227,22 @@ mod tests {
 
     #[tokio::test]
     async fn the_source_address_decides_about_whom_a_client_may_ask() {
-        let page = Page { barriers: Arc::default(), metrics: DrainMetrics::default(), by_address: Arc::default() };
+        let page = Page { barriers: Arc::default(), metrics: DrainMetrics::default() };
         let (node, pod): (IpAddr, IpAddr) = ([127, 0, 0, 1].into(), [192, 0, 2, 77].into());
         let refused = |result: Result<v1::BarrierAnswer, (StatusCode, String)>| result.unwrap_err();
         let (_, text) = refused(answer(&page, node, "").await);
         assert!(text.contains("?pod=NAMESPACE/NAME"), "{text}");
         let (status, _) = refused(answer(&page, pod, "pod=prod/web-1").await);
         assert_eq!(status, StatusCode::FORBIDDEN);
-        let held: Vec<_> = (0..MAX_OF_ADDRESS).map(|_| page.hold(pod).unwrap()).collect();
+        let asking = || answer(&page, pod, "timeout=1h").boxed();
+        let waiting: Vec<_> = (0..MAX_OF_ADDRESS).map(|_| asking()).collect();
+        let mut waiting = join_all(waiting);
+        while page.barriers.waiting_of(pod) < MAX_OF_ADDRESS {
+            assert!(timeout(Duration::from_millis(1), &mut waiting).await.is_err());
+        }
         let (status, _) = refused(answer(&page, pod, "timeout=0").await);
         assert_eq!(status, StatusCode::TOO_MANY_REQUESTS);
-        drop(held);
-        assert!(page.counts().is_empty());
+        drop(waiting);
+        assert_eq!(page.barriers.waiting_of(pod), 0);
     }
 }

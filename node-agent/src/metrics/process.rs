@@ -8,11 +8,11 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use nix::sys::resource::{Resource, getrlimit};
 use prometheus_client::{
     metrics::{counter::Counter, gauge::Gauge},
     registry::Unit,
 };
+use rustix::process::{Resource, getrlimit};
 use tracing::debug;
 
 use crate::{cpu_time, metric_registry::MetricRegistry};
@@ -83,9 +83,7 @@ impl ProcessMetrics {
             }
             Err(error) => debug!(%error, "the file descriptors of the process cannot be listed"),
         }
-        if let Ok((max, _)) = getrlimit(Resource::RLIMIT_NOFILE) {
-            self.max_fds.set(max);
-        }
+        self.max_fds.set(getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX));
     }
 }
 

@@ -191,8 +191,6 @@ fn held_parts(held: BTreeMap<u16, Vec<v1::HeldService>>) -> Vec<v1::Verification
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::time::SystemTime;
-
     use headgate_core::{NodeFacts, digest::Digests, forwarding::Comparison};
     use headgate_proto::{ServiceDigests, digests_from_wire};
 
@@ -237,7 +235,7 @@ mod tests {
         fn verified(&self, total: u64) {
             let request = self.state.request_verification();
             let verification = Verification {
-                at: SystemTime::now(),
+                at: std::time::Instant::now(),
                 request,
                 target: Target { epoch: 1, version: 1, stream: 1, node_revision: 0 },
                 comparison: Arc::new(Comparison { frontends: 2, total, ..Comparison::default() }),

@@ -3,11 +3,11 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
 };
 
 use headgate_core::{NodeFacts, ServiceKey, State};
-use tokio::sync::Notify;
+use tokio::sync::watch;
 
 use super::{Observer, Scope};
 
@@ -18,58 +18,44 @@ pub type Changes<T> = BTreeMap<Arc<ServiceKey>, Option<T>>;
 /// Changes that the task has not received yet. Each service appears once, with its newest value.
 #[derive(Debug)]
 pub struct Mailbox<T> {
-    changes: Mutex<Changes<T>>,
-    arrived: Notify,
-}
-
-impl<T> Default for Mailbox<T> {
-    fn default() -> Self {
-        Self { changes: Mutex::new(Changes::new()), arrived: Notify::new() }
-    }
+    waiting: watch::Sender<Changes<T>>,
+    arrived: watch::Receiver<Changes<T>>,
 }
 
 impl<T> Mailbox<T> {
-    fn put(&self, changes: Changes<T>) {
-        self.lock().extend(changes);
-        self.arrived.notify_one();
-    }
-
-    /// Waits until the mailbox holds changes, and takes them out.
-    pub(crate) async fn take(&self) -> Changes<T> {
-        loop {
-            let changes = std::mem::take(&mut *self.lock());
-            if !changes.is_empty() {
-                return changes;
-            }
-            self.arrived.notified().await;
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Changes<T>> {
-        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Waits until changes have arrived, and takes them out.
+    pub(crate) async fn take(&mut self) -> Changes<T> {
+        // This cannot fail, because the mailbox also holds the sender.
+        let _ = self.arrived.changed().await;
+        let mut taken = Changes::new();
+        self.waiting.send_if_modified(|waiting| {
+            taken = std::mem::take(waiting);
+            false
+        });
+        taken
     }
 }
 
 /// Computes the value of one service. The cost must depend on the size of that service only.
 pub type Find<T> = fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T>;
 
-/// The observer that puts changes into the mailbox.
+/// The observer that sends the changes.
 #[derive(Debug)]
 pub struct Follower<T> {
     find: Find<T>,
-    /// The values that were put into the mailbox.
+    /// The values that were sent.
     pub(crate) sent: HashMap<Arc<ServiceKey>, T>,
     planned: Changes<T>,
-    mailbox: Arc<Mailbox<T>>,
+    mailbox: watch::Sender<Changes<T>>,
 }
 
 impl<T> Follower<T> {
     /// Returns a follower, and the mailbox from which the task takes the changes.
     #[must_use]
-    pub fn new(find: Find<T>) -> (Self, Arc<Mailbox<T>>) {
-        let mailbox = Arc::new(Mailbox::default());
-        let follower = Self { find, sent: HashMap::new(), planned: Changes::new(), mailbox: Arc::clone(&mailbox) };
-        (follower, mailbox)
+    pub fn new(find: Find<T>) -> (Self, Mailbox<T>) {
+        let (waiting, arrived) = watch::channel(Changes::new());
+        let follower = Self { find, sent: HashMap::new(), planned: Changes::new(), mailbox: waiting.clone() };
+        (follower, Mailbox { waiting, arrived })
     }
 }
 
@@ -82,7 +68,7 @@ impl<T: PartialEq> Follower<T> {
     }
 }
 
-impl<T: PartialEq + Clone + Send> Observer for Follower<T> {
+impl<T: PartialEq + Clone + Send + Sync> Observer for Follower<T> {
     fn plan(&mut self, state: &State, node: &NodeFacts, scope: Scope<'_>) {
         self.planned.clear();
         match scope {
@@ -105,7 +91,7 @@ impl<T: PartialEq + Clone + Send> Observer for Follower<T> {
                 None => drop(self.sent.remove(key)),
             }
         }
-        self.mailbox.put(changes);
+        self.mailbox.send_modify(|waiting| waiting.extend(changes));
     }
 
     /// Sends the values of the state from disk at once, so that the tasks also work on a node that

@@ -14,10 +14,7 @@ pub use follower::{Changes, Find, Follower, Mailbox};
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use headgate_core::{Family, NodeFacts, ServiceKey, State, forwarding::Table, iptables::NodePortAddresses};
-use tokio::sync::watch;
-
-use crate::node_inputs::NodeInputs;
+use headgate_core::{NodeFacts, ServiceKey, State, forwarding::Table};
 
 /// The services that a step programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,31 +44,6 @@ pub trait Observer: Send {
     /// kernel has the rules of an earlier run and no control plane has confirmed the state. `state`
     /// may be older than the rules.
     fn restored(&mut self, _state: &State, _node: &NodeFacts) {}
-}
-
-/// The addresses of the node that answer NodePorts, as the reconcile loop last resolved them.
-#[derive(Debug, Clone)]
-pub struct NodePorts(watch::Receiver<NodeInputs>);
-
-impl NodePorts {
-    /// Follows the inputs that the reconcile loop publishes.
-    #[must_use]
-    pub fn of_inputs(inputs: watch::Receiver<NodeInputs>) -> Self {
-        Self(inputs)
-    }
-
-    /// The addresses of one family that answer NodePorts.
-    #[must_use]
-    pub fn of(&self, family: Family) -> NodePortAddresses {
-        self.0.borrow().node_ports(family).clone()
-    }
-}
-
-/// By default, all addresses of the node answer NodePorts.
-impl Default for NodePorts {
-    fn default() -> Self {
-        Self(watch::channel(NodeInputs::default()).1)
-    }
 }
 
 #[cfg(test)]

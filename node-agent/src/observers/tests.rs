@@ -9,7 +9,7 @@ use crate::{
     backoff::{Backoff, Jitter},
     dataplane::{
         DataplaneError, ErrorKind,
-        in_memory::{Control, InMemoryDataplane},
+        in_memory::{self, Control},
     },
     reconcile::{Reconciler, SyncMetrics, Timing},
     state::AgentState,
@@ -44,7 +44,7 @@ impl Observer for Recorder {
 // rows: 85
 #[test]
 fn observers_act_after_the_rules_are_in_place_and_failed_steps_are_included_later() {
-    let (dataplane, control) = InMemoryDataplane::new();
+    let (dataplane, control) = in_memory::dataplane();
     let shared = Arc::new(AgentState::new("node-1"));
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
     let timing = Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() };

@@ -15,7 +15,7 @@ use sha2::{Digest as _, Sha256};
 use tracing::debug;
 
 use super::{
-    last_run,
+    last_run::{self, remove_file},
     load::{self, LoadError, MAGIC, Part},
 };
 use crate::state::{AgentState, SavePoint, held::Restored};
@@ -29,7 +29,7 @@ const PART_BYTES: usize = 64 << 10;
 
 /// The state file of one node.
 #[derive(Debug)]
-pub(super) struct StateFile {
+pub(crate) struct StateFile {
     folder: PathBuf,
     node_name: Arc<str>,
     /// The folder, which is open and locked while this agent may write. The lock excludes other
@@ -131,8 +131,8 @@ impl StateFile {
 
     /// Records that the kernel has rules of this agent; see [`last_run::record`]. Returns false if
     /// this failed.
-    pub(super) fn record_run(&mut self, is_saved: bool, positions: &[v1::SourcePosition]) -> bool {
-        let recorded = self.take_lock().and_then(|()| last_run::record(&self.folder, is_saved, positions));
+    pub(super) fn record_run(&mut self, positions: Option<&[v1::SourcePosition]>) -> bool {
+        let recorded = self.take_lock().and_then(|()| last_run::record(&self.folder, positions));
         if let Err(error) = &recorded {
             debug!(folder = %self.folder.display(), %error, "cannot record the run");
         }
@@ -155,11 +155,6 @@ impl StateFile {
         self.lock = Some(folder);
         Ok(())
     }
-}
-
-/// Removes a file, if it exists.
-pub(super) fn remove_file(path: &Path) -> io::Result<()> {
-    fs::remove_file(path).or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })
 }
 
 fn at(path: &Path, error: &io::Error) -> io::Error {

@@ -16,7 +16,7 @@ use sha2::{Digest as _, Sha256};
 use crate::state::held::{Held, Restored};
 
 /// The first bytes of the file. They change with each incompatible change of the format.
-pub const MAGIC: &[u8; 16] = b"Headgate state 1";
+pub const MAGIC: &[u8; 16] = b"Headgate state 2";
 
 /// The size of the checksum at the end of the file.
 const CHECKSUM_BYTES: usize = 32;

@@ -18,7 +18,7 @@ mod load;
 mod metrics;
 mod saver;
 
-use std::{io, path::Path, sync::Arc, time::Duration};
+use std::{io, path::Path, sync::Arc};
 
 use sha2::{Digest as _, Sha256};
 use tracing::{info, warn};
@@ -26,17 +26,17 @@ use tracing::{info, warn};
 #[doc(hidden)]
 pub use load::{MAGIC, Part};
 pub use metrics::SaveMetrics;
-pub(crate) use saver::{Saver, SaverInputs};
+pub(crate) use saver::Saver;
 
-use self::file::StateFile;
+pub(crate) use self::file::StateFile;
 use crate::state::held::Restored;
 
 /// Opens the folder's state file for a node. Returns the state in the file, if it is usable, and
-/// the saver that updates the file, at most once per `interval`.
+/// the file, for a [`Saver`].
 ///
 /// Problems of the file or the folder are not errors. Such problems are logged with their
 /// consequence.
-pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (Option<Restored>, Saver) {
+pub(crate) fn open(folder: &Path, node_name: Arc<str>) -> (Option<Restored>, StateFile) {
     let mut file = StateFile::new(folder, node_name);
     let path = file.path();
     let restored = match file.load() {
@@ -57,8 +57,7 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
             None
         }
     };
-    let is_restored = restored.is_some();
-    (restored, Saver::new(file, is_restored, interval))
+    (restored, file)
 }
 
 /// Removes the files of a folder, also those that a killed agent may have left. `--cleanup` calls
@@ -68,11 +67,14 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
 /// One of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
     let names = [file::FILE, file::TEMPORARY, last_run::FILE, last_run::TEMPORARY];
-    names.into_iter().try_for_each(|name| file::remove_file(&folder.join(name)))
+    names.into_iter().try_for_each(|name| last_run::remove_file(&folder.join(name)))
 }
 
-/// Reads a file with this content and the right checksum. For [`crate::fuzz`].
-pub(crate) fn state_of(content: &[u8], node_name: &str) -> Option<headgate_core::State> {
+/// Reads a file with this content and the right checksum, for fuzzing. `None` if the content is
+/// invalid.
+#[doc(hidden)]
+#[must_use]
+pub fn state_of(content: &[u8], node_name: &str) -> Option<headgate_core::State> {
     let bytes = [content, &Sha256::digest(content)[..]].concat();
     load::read_from(&bytes, node_name).ok().map(|restored| restored.held.into_state())
 }

@@ -27,84 +27,94 @@ const SHORTEST_STEP: Duration = Duration::from_millis(100);
 pub(crate) struct Saver {
     file: StateFile,
     interval: Duration,
+    state: Arc<AgentState>,
+    metrics: SaveMetrics,
+    progress: watch::Receiver<Progress>,
     /// The generation of the state on disk. `None` if no usable state is on disk.
     saved: Option<u64>,
+    /// The generation whose positions are recorded.
+    recorded: Option<u64>,
+    /// When the state may be written next.
+    save_at: Instant,
     has_failed: bool,
-}
-
-/// The inputs of a saver.
-#[derive(Debug, Clone)]
-pub(crate) struct SaverInputs {
-    pub(crate) state: Arc<AgentState>,
-    pub(crate) metrics: SaveMetrics,
-    pub(crate) progress: watch::Receiver<Progress>,
 }
 
 impl Saver {
     /// Creates a saver for `file`. If `is_restored` is true, the file holds generation 0 of
-    /// [`AgentState`]. Otherwise the file holds no usable state. The saver writes at most once per
+    /// `state`. Otherwise the file holds no usable state. The saver writes at most once per
     /// `interval`.
-    pub(super) fn new(file: StateFile, is_restored: bool, interval: Duration) -> Self {
-        Self { file, interval, saved: is_restored.then_some(0), has_failed: false }
+    pub(crate) fn new(
+        file: StateFile,
+        is_restored: bool,
+        interval: Duration,
+        state: Arc<AgentState>,
+        metrics: SaveMetrics,
+        progress: watch::Receiver<Progress>,
+    ) -> Self {
+        let (saved, save_at) = (is_restored.then_some(0), Instant::now() + pause(interval));
+        Self { file, interval, state, metrics, progress, saved, recorded: None, save_at, has_failed: false }
     }
 
     /// Saves newly programmed states, at most once per interval, until `shutdown`.
-    pub(crate) fn run(mut self, inputs: &SaverInputs, shutdown: &CancellationToken) -> Self {
-        let (runtime, mut progress) = (Handle::current(), inputs.progress.clone());
+    pub(crate) fn run(mut self, shutdown: &CancellationToken) -> Self {
+        let (runtime, mut progress) = (Handle::current(), self.progress.clone());
         // Waits until the kernel has this generation. Returns false if the agent stops.
         let mut has_programmed = |generation| {
             let is_programmed = |progress: &Progress| progress.generation() >= Some(generation);
             let programmed = shutdown.run_until_cancelled(progress.wait_for(is_programmed));
             runtime.block_on(programmed).is_some_and(|found| found.is_ok())
         };
-        let step = self.interval.clamp(SHORTEST_STEP, RECORD_PERIOD);
-        let (mut save_at, mut recorded) = (Instant::now() + step, None);
         let mut is_running = has_programmed(0);
         while is_running {
-            let programmed = inputs.progress.borrow().generation();
-            if programmed != recorded && self.file.record_run(false, &inputs.state.positions()) {
-                recorded = programmed;
-            }
-            if programmed > self.saved && Instant::now() >= save_at {
-                // The file has the state of the kernel, which may be older than the agent's.
-                let is_saved = self.save(inputs, &mut has_programmed);
-                save_at = Instant::now() + if is_saved { self.interval } else { RECORD_PERIOD.min(self.interval) };
-            }
-            is_running = runtime.block_on(shutdown.run_until_cancelled(sleep(step))).is_some();
+            self.step(Instant::now(), &mut has_programmed);
+            is_running = runtime.block_on(shutdown.run_until_cancelled(sleep(pause(self.interval)))).is_some();
         }
         self
     }
 
+    /// Records the run, and writes the state, if the kernel has a newer one and it is time.
+    fn step(&mut self, now: Instant, has_programmed: impl FnOnce(u64) -> bool) {
+        let programmed = self.progress.borrow().generation();
+        if programmed != self.recorded && self.file.record_run(Some(&self.state.positions())) {
+            self.recorded = programmed;
+        }
+        if programmed > self.saved && now >= self.save_at {
+            // The file has the state of the kernel, which may be older than the agent's.
+            let is_saved = self.save(has_programmed);
+            self.save_at = Instant::now() + if is_saved { self.interval } else { RECORD_PERIOD.min(self.interval) };
+        }
+    }
+
     /// Saves the last state after the reconcile loop has ended. Saves nothing if the last attempt
     /// to program the kernel failed.
-    pub(crate) fn save_last(mut self, inputs: &SaverInputs) {
+    pub(crate) fn save_last(mut self) {
         let can_save = {
-            let progress = inputs.progress.borrow();
+            let progress = self.progress.borrow();
             progress.failure.is_none() && progress.programmed.is_some()
         };
-        if can_save && (!inputs.state.has_moved_since(self.saved) || self.save(inputs, |_| true)) {
-            self.file.record_run(true, &[]);
+        if can_save && (!self.state.has_moved_since(self.saved) || self.save(|_| true)) {
+            self.file.record_run(None);
         }
     }
 
     /// Writes the state, and replaces the file if `may_replace` returns true for the state's
     /// generation. Returns true if the file was replaced.
-    fn save(&mut self, inputs: &SaverInputs, may_replace: impl FnOnce(u64) -> bool) -> bool {
-        let saved = self.file.write(&inputs.state).and_then(|written| {
+    fn save(&mut self, may_replace: impl FnOnce(u64) -> bool) -> bool {
+        let saved = self.file.write(&self.state).and_then(|written| {
             let is_replaced = may_replace(written.generation);
             if is_replaced { self.file.commit().map(|()| Some(written)) } else { Ok(None) }
         });
         match saved {
             Ok(Some(Written { generation, bytes })) => {
                 info!(bytes, "the state is saved");
-                inputs.metrics.saved(bytes);
+                self.metrics.saved(bytes);
                 self.saved = Some(generation);
                 self.has_failed = false;
                 true
             }
             Ok(None) => false,
             Err(error) => {
-                inputs.metrics.errors.inc();
+                self.metrics.errors.inc();
                 if !std::mem::replace(&mut self.has_failed, true) {
                     warn!(%error, "the state cannot be saved; forwarding continues, but a restart while no control plane answers would begin with an older state or without a state");
                 }
@@ -112,4 +122,9 @@ impl Saver {
             }
         }
     }
+}
+
+/// The time between two steps.
+fn pause(interval: Duration) -> Duration {
+    interval.clamp(SHORTEST_STEP, RECORD_PERIOD)
 }

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    SaveMetrics, Saver, SaverInputs,
+    SaveMetrics, Saver,
     file::StateFile,
     load::{self, MAGIC, Part},
     open, remove,
@@ -277,7 +277,7 @@ fn after_a_crash_the_positions_are_those_that_were_recorded_last() {
     agent.save();
     agent.batch(vec![endpoint("web", 201, 8080)]);
     agent.shared.set_node(&own_node(Some(node("a")), 30));
-    agent.file.record_run(false, &agent.shared.positions());
+    agent.file.record_run(Some(&agent.shared.positions()));
     let before = agent.shared.positions();
     let Agent { folder, file, .. } = agent;
     drop(file);
@@ -361,7 +361,7 @@ fn a_folder_that_cannot_be_created_is_named_in_the_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, "in the way").unwrap();
-    let (restored, _saver) = open(&path.join("state"), "node-1".into(), Duration::from_secs(1));
+    let (restored, _file) = open(&path.join("state"), "node-1".into());
     assert!(restored.is_none());
     let mut file = StateFile::new(&path.join("state"), "node-1".into());
     let error = file.write(&AgentState::new("node-1")).unwrap_err().to_string();
@@ -371,7 +371,7 @@ fn a_folder_that_cannot_be_created_is_named_in_the_error() {
 #[test]
 fn cleanup_removes_the_files_of_the_folder() {
     let mut agent = Agent::with_state();
-    agent.file.record_run(false, &[]);
+    agent.file.record_run(Some(&[]));
     // An agent that was killed during a write leaves such files behind.
     for half in ["state.new", "run.new"] {
         fs::write(agent.folder.path().join(half), "half").unwrap();
@@ -386,7 +386,6 @@ fn cleanup_removes_the_files_of_the_folder() {
 struct Saving {
     agent: Agent,
     saver: Option<Saver>,
-    inputs: SaverInputs,
     kernel: watch::Sender<Progress>,
 }
 
@@ -395,13 +394,14 @@ impl Saving {
     fn start(agent: Agent, interval: Duration) -> Self {
         let Agent { folder, file, version, has_rejections, .. } = agent;
         drop(file);
-        let (restored, saver) = open(folder.path(), "node-1".into(), interval);
+        let (restored, opened) = open(folder.path(), "node-1".into());
+        let is_restored = restored.is_some();
         let shared = Arc::new(AgentState::restored("node-1", restored.unwrap_or_default()));
         let file = StateFile::new(folder.path(), "node-1".into());
         let (kernel, progress) = watch::channel(Progress::default());
-        let inputs = SaverInputs { state: Arc::clone(&shared), metrics: SaveMetrics::default(), progress };
+        let saver = Saver::new(opened, is_restored, interval, Arc::clone(&shared), SaveMetrics::default(), progress);
         let agent = Agent { folder, file, shared, version, has_rejections };
-        Self { agent, saver: Some(saver), inputs, kernel }
+        Self { agent, saver: Some(saver), kernel }
     }
 
     /// The kernel has this generation.
@@ -436,13 +436,13 @@ async fn a_state_is_saved_only_after_the_kernel_has_it() {
     let mut saving = Saving::start(Agent::new(), Duration::from_millis(100));
     saving.agent.snapshot(vec![service("web", 80)]);
     let stop = CancellationToken::new();
-    let (saver, inputs, stopped) = (saving.saver.take().unwrap(), saving.inputs.clone(), stop.clone());
-    let running = tokio::task::spawn_blocking(move || saver.run(&inputs, &stopped));
+    let (saver, stopped) = (saving.saver.take().unwrap(), stop.clone());
+    let running = tokio::task::spawn_blocking(move || saver.run(&stopped));
     tokio::time::sleep(Duration::from_millis(400)).await;
     assert_eq!((saving.saved_version(), saving.run_record()), (None, None));
     saving.programmed(1);
     eventually(|| saving.saved_version() == Some(1)).await;
-    assert!(saving.run_record().unwrap().ends_with("running 5:1001\n"));
+    assert!(saving.run_record().unwrap().ends_with(" 5:1001\n"));
     // The file is written when the kernel has version 2, and the agent already has version 3.
     saving.agent.batch(vec![service("web", 81)]);
     saving.agent.batch(vec![service("web", 82)]);
@@ -455,10 +455,9 @@ async fn a_state_is_saved_only_after_the_kernel_has_it() {
     // At the end, the last state is saved.
     let saver = running.await.unwrap();
     saving.agent.batch(vec![service("web", 83)]);
-    let inputs = saving.inputs.clone();
-    tokio::task::spawn_blocking(move || saver.save_last(&inputs)).await.unwrap();
+    tokio::task::spawn_blocking(move || saver.save_last()).await.unwrap();
     assert_eq!(saving.saved_version(), Some(4));
-    assert!(saving.run_record().unwrap().ends_with(" saved\n"));
+    assert_eq!(saving.run_record(), None);
 }
 
 #[test]
@@ -469,7 +468,7 @@ fn nothing_is_saved_at_the_end_if_the_last_sync_failed() {
     let target = Target { epoch: 7, version: 2, stream: 1, node_revision: 0 };
     let failure = Failure { target, is_lost: false, error: "refused".into(), attempts: 1 };
     saving.kernel.send_modify(|progress| progress.failure = Some(failure));
-    saving.saver.take().unwrap().save_last(&saving.inputs);
+    saving.saver.take().unwrap().save_last();
     assert_eq!((saving.saved_version(), saving.run_record()), (Some(1), None));
 }
 

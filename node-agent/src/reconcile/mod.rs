@@ -186,8 +186,8 @@ impl Reconciler {
         self.node_settings.needs_interfaces() || self.dataplane.needs_interfaces()
     }
 
-    /// Sets the source of the addresses of the node's interfaces. The caller must call
-    /// [`AgentState::interfaces_changed`] after each change of the addresses.
+    /// Sets the source of the addresses of the node's interfaces. The caller must signal
+    /// [`Wake::Interfaces`] after each change of the addresses.
     #[must_use]
     pub fn with_interfaces(mut self, interfaces: Interfaces) -> Self {
         self.interfaces = interfaces;
@@ -218,10 +218,10 @@ impl Reconciler {
     /// Runs until [`AgentState::stop`]. The rules stay in the kernel.
     pub fn run(mut self) {
         let shared = Arc::clone(&self.shared);
-        self.dataplane.follow(Arc::new(move || shared.rules_changed()), self.metrics.dataplane.clone());
+        self.dataplane.follow(Arc::new(move || shared.signal(Wake::Rules)), self.metrics.dataplane.clone());
         if let Some(proxy) = self.dataplane.proxy() {
             let shared = Arc::clone(&self.shared);
-            proxy.follow_problems(Arc::new(move || shared.try_problems_changed()));
+            proxy.follow_problems(Arc::new(move || shared.try_signal(Wake::Problems)));
         }
         self.resolve_inputs();
         self.publish_status();

@@ -11,7 +11,7 @@ use super::*;
 use crate::{
     dataplane::{
         Dataplane, DualStack, KernelHandle, StateSource,
-        in_memory::{Call, Control, InMemoryDataplane},
+        in_memory::{self, Call, Control},
     },
     metric_registry::MetricRegistry,
     state::held::{Buckets, Held, OwnNode, Restored, Snapshot, StateUpdate},
@@ -45,7 +45,7 @@ impl Loop {
     }
 
     fn start_with(shared: AgentState, timing: Timing, has_rules: Option<bool>) -> Self {
-        let (dataplane, control) = InMemoryDataplane::new();
+        let (dataplane, control) = in_memory::dataplane();
         has_rules.into_iter().for_each(|has_rules| control.next_verdict(has_rules));
         // Maintenance waits until the state is confirmed.
         control.needs_maintenance();
@@ -319,7 +319,7 @@ fn a_failure_says_whether_programmed_rules_may_be_lost_until_a_sync_succeeds() {
         let has_failed = |failure: &Failure| failure.target.version == version;
         let is_reached = |progress: &Progress| {
             if version == 1 {
-                run.shared.rules_changed();
+                run.shared.signal(Wake::Rules);
             }
             progress.failure.as_ref().is_some_and(has_failed)
         };

@@ -7,7 +7,7 @@
 use std::{
     collections::BTreeSet,
     sync::Arc,
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use headgate_core::{
@@ -64,7 +64,7 @@ impl Reconciler {
             return;
         };
         let facts = Arc::new(self.shared.with_facts(|_, facts| facts.clone()));
-        let (at, started, before) = (SystemTime::now(), Instant::now(), cpu_time::of_thread_and_children());
+        let (at, before) = (Instant::now(), cpu_time::of_thread_and_children());
         let decoded = self.dataplane.decode().map_err(|error| error.to_string());
         let compared = decoded.and_then(|tables| {
             self.compare_tables(tables)
@@ -72,7 +72,7 @@ impl Reconciler {
         });
         let cpu_time = before.zip(cpu_time::of_thread_and_children());
         let cpu_time = cpu_time.map(|(before, after)| after.saturating_sub(before));
-        let pause = cpu_time.unwrap_or_else(|| started.elapsed()) * COMPARISON_PAUSE_FACTOR;
+        let pause = cpu_time.unwrap_or_else(|| at.elapsed()) * COMPARISON_PAUSE_FACTOR;
         self.pauses.next = Some(Instant::now() + pause);
         let (comparison, found, error) = match compared {
             Ok((comparison, found)) => {

@@ -3,19 +3,19 @@
 //! requests on its next stream.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     net::IpAddr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use headgate_proto::{
     address_to_wire,
-    v1::{self, agent_message::Body, barrier_answer::Result as Outcome},
+    v1::{self, barrier_answer::Result as Outcome},
 };
 use prometheus_client::metrics::{counter::Counter, family::Family};
 use tokio::{
-    sync::{Notify, oneshot},
+    sync::{mpsc, oneshot},
     time::{Instant, timeout_at},
 };
 
@@ -23,6 +23,8 @@ use crate::metric_registry::{AGENT, Labels, MetricRegistry};
 
 /// Maximum number of unanswered requests (`discovery.proto`, rule 18).
 const MAX_WAITING: usize = 1_024;
+/// Maximum number of requests that wait to be sent. Further ones wait for the next stream.
+const MAX_UNSENT: usize = 2 * MAX_WAITING;
 /// How long the replica's answer may take after the end of the wait.
 const ANSWER_GRACE: Duration = Duration::from_secs(1);
 
@@ -59,17 +61,23 @@ pub(crate) enum Pod {
 #[derive(Debug, Default)]
 pub(crate) struct Barriers {
     state: Mutex<State>,
-    /// Wakes the stream when a message can be sent.
-    has_unsent: Notify,
 }
 
 #[derive(Debug, Default)]
 struct State {
     last_id: u64,
     waiting: BTreeMap<u64, Waiting>,
-    unsent: VecDeque<v1::BarrierRequest>,
-    /// True while a stream is open.
-    has_stream: bool,
+    /// The last stream, which may have ended.
+    stream: Option<mpsc::Sender<v1::BarrierRequest>>,
+}
+
+impl State {
+    /// Sends a request. Without a stream, the next stream repeats it.
+    fn send(&self, request: v1::BarrierRequest) {
+        if let Some(stream) = &self.stream {
+            let _ = stream.try_send(request);
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -109,10 +117,8 @@ struct Asked<'a> {
 impl Drop for Asked<'_> {
     fn drop(&mut self) {
         let mut state = self.barriers.state();
-        if state.waiting.remove(&self.id).is_some() && state.has_stream {
-            let cancel = v1::BarrierRequest { id: self.id, is_cancelled: true, ..v1::BarrierRequest::default() };
-            state.unsent.push_back(cancel);
-            self.barriers.has_unsent.notify_one();
+        if state.waiting.remove(&self.id).is_some() {
+            state.send(v1::BarrierRequest { id: self.id, is_cancelled: true, ..v1::BarrierRequest::default() });
         }
     }
 }
@@ -131,10 +137,7 @@ impl Barriers {
             }
             state.last_id += 1;
             let (id, waiting) = (state.last_id, Waiting { pod, uid, deadline, silent, answer });
-            if state.has_stream {
-                state.unsent.push_back(waiting.request(id));
-                self.has_unsent.notify_one();
-            }
+            state.send(waiting.request(id));
             state.waiting.insert(id, waiting);
             Asked { barriers: self, id }
         };
@@ -148,31 +151,18 @@ impl Barriers {
         })
     }
 
-    /// Repeats all unanswered requests on a new stream.
-    pub(super) fn begin_stream(&self) {
+    /// The number of requests that wait for the pod with this address.
+    pub(crate) fn waiting_of(&self, address: IpAddr) -> usize {
+        self.state().waiting.values().filter(|waiting| waiting.pod == Pod::At(address)).count()
+    }
+
+    /// Begins a stream. Returns its requests: first all that are not answered.
+    pub(super) fn begin_stream(&self) -> mpsc::Receiver<v1::BarrierRequest> {
+        let (sender, requests) = mpsc::channel(MAX_UNSENT);
         let mut state = self.state();
-        state.has_stream = true;
-        state.unsent = state.waiting.iter().map(|(id, waiting)| waiting.request(*id)).collect();
-        self.has_unsent.notify_one();
-    }
-
-    /// Keeps the requests for the next stream.
-    pub(super) fn end_stream(&self) {
-        let mut state = self.state();
-        state.has_stream = false;
-        state.unsent.clear();
-    }
-
-    /// Waits until [`Self::pop`] returns a message. The wait can be abandoned and repeated.
-    pub(super) async fn ready(&self) {
-        while self.state().unsent.is_empty() {
-            self.has_unsent.notified().await;
-        }
-    }
-
-    /// Returns the next message to the replica, if any.
-    pub(super) fn pop(&self) -> Option<Body> {
-        self.state().unsent.pop_front().map(Body::Barrier)
+        state.stream = Some(sender);
+        state.waiting.iter().for_each(|(id, waiting)| state.send(waiting.request(*id)));
+        requests
     }
 
     /// Passes an answer of the replica to the client.
@@ -188,30 +178,15 @@ impl Barriers {
     }
 }
 
-/// Ends the use of the requests by a stream when it is dropped.
-#[derive(Debug)]
-pub(super) struct OfStream(pub(super) Arc<Barriers>);
-
-impl Drop for OfStream {
-    fn drop(&mut self) {
-        self.0.end_stream();
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::sync::Arc;
+
     use super::*;
 
     fn later() -> Instant {
         Instant::now() + Duration::from_secs(30)
-    }
-
-    fn request(barriers: &Barriers) -> v1::BarrierRequest {
-        match barriers.pop() {
-            Some(Body::Barrier(request)) => request,
-            other => panic!("not a request: {other:?}"),
-        }
     }
 
     #[tokio::test]
@@ -224,13 +199,10 @@ mod tests {
             tokio::task::yield_now().await;
         }
         for _ in 0..2 {
-            barriers.begin_stream();
-            barriers.ready().await;
-            let sent = request(&barriers);
+            let sent = barriers.begin_stream().recv().await.unwrap();
             assert_eq!((sent.id, &sent.address[..], sent.silent_ms), (1, &[10, 0, 0, 1][..], 20_000));
             assert_eq!(sent.pod_uid, "uid-1");
             assert!(sent.timeout_ms <= 30_000);
-            barriers.end_stream();
         }
         let answer = v1::BarrierAnswer { id: 1, result: Outcome::Drained.into(), ..v1::BarrierAnswer::default() };
         barriers.answered(answer.clone());
@@ -240,11 +212,11 @@ mod tests {
     #[tokio::test]
     async fn a_client_that_goes_cancels_its_request() {
         let barriers = Barriers::default();
-        barriers.begin_stream();
+        let mut requests = barriers.begin_stream();
         let gone = barriers.ask(Pod::Named("prod".into(), "web-1".into()), String::new(), later(), Duration::ZERO);
         assert!(tokio::time::timeout(Duration::from_millis(10), gone).await.is_err());
-        assert_eq!(request(&barriers).pod_name, "web-1");
-        assert!(request(&barriers).is_cancelled);
+        assert_eq!(requests.recv().await.unwrap().pod_name, "web-1");
+        assert!(requests.recv().await.unwrap().is_cancelled);
     }
 
     #[tokio::test]

@@ -13,6 +13,7 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
+use tonic::Streaming;
 use tracing::{info, warn};
 
 pub use super::context::SessionConfig;
@@ -27,7 +28,6 @@ use super::{
     outbox::Outbox,
     renewal::Renewal,
     replicas::{Replicas, Target},
-    reporter::Reporter,
     stream::{Stream, blocking, status},
     stream_end::{StreamEnd, WELCOME_TIMEOUT},
 };
@@ -147,7 +147,11 @@ impl Session {
         connection.refusal().map_or(end, |refusal| ConnectError::Refused(refusal).into())
     }
 
-    async fn open(&mut self, connection: &Connection, failover: Failover) -> Result<Stream, StreamEnd> {
+    async fn open(
+        &mut self,
+        connection: &Connection,
+        failover: Failover,
+    ) -> Result<Stream<Streaming<v1::ServerMessage>>, StreamEnd> {
         let (mut resume, position, number) = blocking(&self.context.state, AgentState::begin_stream).await?;
         let distrusts_version = self.context.distrusts_version || self.context.machine.has_forgotten_rejections();
         if let Some(resume) = resume.as_mut().filter(|_| distrusts_version) {
@@ -171,11 +175,10 @@ impl Session {
         let incoming = answer.map_err(|_| StreamEnd::NoWelcome)??.into_inner();
         let tls = self.context.config.tls.clone().zip(connection.not_after);
         let renewal = tls.map(|(tls, not_after)| Renewal::new(tls, not_after));
-        let outbox = Outbox::new(Arc::clone(&self.context.barriers), Answers::new(self.context.knowledge.clone()));
         Ok(Stream {
             incoming,
             outgoing,
-            reporter: Reporter::new(number, status, outbox),
+            outbox: Outbox::new(number, status, Answers::new(self.context.knowledge.clone())),
             failover,
             silent_after: WELCOME_TIMEOUT,
             drain: None,

@@ -9,17 +9,17 @@
 use std::{collections::HashSet, iter, mem, sync::Arc, time::Duration};
 
 use headgate_core::{
-    Change, Family,
+    Change, Family, Node,
     digest::{self, BUCKETS},
     node_state::SourceState,
-    reference::{Referable, Referrer},
+    reference::Referable,
 };
 use headgate_proto::{
     Decoder, UnknownReference, node_from_wire,
     v1::{self, server_message::Body, welcome::ResumeMode},
 };
 
-use super::rejected::Rejected;
+use super::rejections::Rejections;
 use crate::state::{
     backlog::Trigger,
     held::{Buckets, OwnNode, Snapshot, StateUpdate},
@@ -103,8 +103,8 @@ pub enum Effect {
     /// The agent has everything that the replica had when the stream began. This effect occurs once
     /// on a stream, after the step that completes the state.
     Resumed,
-    /// Report to the replica which resources cannot be used, and which can be used again.
-    Reject(v1::Nack),
+    /// Received resources cannot be used. [`Machine::rejections`] reports them to the replica.
+    Reject(Vec<v1::Rejection>),
     /// Record the contents of a heartbeat.
     Heartbeat {
         /// The newest version that the replica has.
@@ -161,19 +161,6 @@ enum Phase {
     },
 }
 
-/// When the agent has everything that the replica had when the stream began.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Resumed {
-    /// At the end of the first snapshot of the stream.
-    AtSnapshotEnd,
-    /// At the version that the next `Heartbeat` states.
-    AtNextHead,
-    /// At this version.
-    At(u64),
-    /// The agent already has everything.
-    Done,
-}
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Staging {
     #[default]
@@ -200,9 +187,11 @@ pub struct Machine {
     decoder: Decoder,
     position: Option<(u64, u64)>,
     phase: Phase,
-    resumed: Resumed,
+    /// The version at which the agent has everything that the replica had when the stream began.
+    /// `None` before this version is known, and after the agent has reached it.
+    resumed_at: Option<u64>,
     staged: Staged,
-    rejected: Rejected,
+    pub(super) rejections: Rejections,
     needs_referable: bool,
 }
 
@@ -215,31 +204,18 @@ impl Machine {
             decoder: Decoder::default(),
             position: None,
             phase: Phase::AwaitingWelcome,
-            resumed: Resumed::AtSnapshotEnd,
+            resumed_at: None,
             staged: Staged::default(),
-            rejected: Rejected::default(),
+            rejections: Rejections::default(),
             needs_referable: false,
         }
-    }
-
-    /// True if a rejection of a received resource is in force.
-    #[must_use]
-    pub fn has_rejected(&self, resource: &str) -> bool {
-        self.rejected.contains(resource)
-    }
-
-    /// The number of resources whose rejections are in force on this stream. If it is not exact, it
-    /// is too high.
-    #[must_use]
-    pub fn rejections_in_force(&self) -> u64 {
-        if self.is_following() { self.rejected.count() } else { 0 }
     }
 
     /// True if more resources were rejected than the machine remembers. In this case, the next
     /// stream has to resume by digests, so that the replica sends all rejected resources again.
     #[must_use]
     pub fn has_forgotten_rejections(&self) -> bool {
-        self.rejected.has_forgotten()
+        self.rejections.has_forgotten()
     }
 
     /// Starts a new stream. `Hello` states that the agent holds `position` (epoch and version).
@@ -248,7 +224,6 @@ impl Machine {
         self.phase = Phase::AwaitingWelcome;
         self.staged = Staged::default();
         self.needs_referable = false;
-        self.decoder.forget_references();
     }
 
     /// True once the agent holds a complete state on this stream, and only changes follow.
@@ -264,13 +239,11 @@ impl Machine {
         self.needs_referable
     }
 
-    /// Sets the resources to which later batches may refer: the contents of the agent's state
+    /// Adds the resources to which later batches may refer: the contents of the agent's state
     /// (discovery.proto, section 13).
     pub fn refer_to(&mut self, referable: Referable) {
-        if let Phase::Following { epoch } = self.phase {
-            self.needs_referable = false;
-            self.decoder.refer_to(Referrer::new(epoch), referable);
-        }
+        self.needs_referable = false;
+        self.decoder.refer_to(referable);
     }
 
     /// Processes the next message and returns its effects, in order. Ignores messages of an unknown
@@ -288,10 +261,17 @@ impl Machine {
             Body::Batch(batch) => self.on_batch(batch),
             Body::SnapshotChunk(chunk) => self.on_chunk(chunk),
             Body::SnapshotEnd(end) => self.on_end(end),
-            Body::OwnNode(own_node) => Ok(self.on_node(own_node)),
-            Body::Heartbeat(heartbeat) => Ok(self.on_heartbeat(heartbeat)),
+            Body::OwnNode(own_node) => Ok(vec![self.on_node(own_node)]),
+            Body::Heartbeat(heartbeat) => Ok(vec![Effect::Heartbeat {
+                head_version: heartbeat.head_version,
+                source_age: Duration::from_millis(heartbeat.source_age_ms),
+                source: heartbeat.source_state().into(),
+                snapshots_sent: heartbeat.snapshots_sent,
+            }]),
             Body::Query(query) => Ok(vec![Effect::Query(query)]),
             Body::Barrier(answer) => Ok(vec![Effect::Barrier(answer)]),
+            // Only a stream of its own has this answer.
+            Body::Standing(_) => Ok(Vec::new()),
             Body::Drain(drain) => Ok(vec![Effect::Drain {
                 within: Duration::from_millis(drain.reconnect_within_ms.into()),
                 reason: drain.reason,
@@ -318,42 +298,24 @@ impl Machine {
             (ResumeMode::Unspecified, _) => return fail("an unknown resume mode"),
         };
         self.needs_referable = mode == ResumeMode::Log;
-        self.resumed = match mode {
-            ResumeMode::Log => welcome.head_version.map_or(Resumed::AtNextHead, Resumed::At),
-            _ => Resumed::AtSnapshotEnd,
-        };
+        self.resumed_at = welcome.head_version.filter(|_| mode == ResumeMode::Log);
+        if mode == ResumeMode::Log && self.resumed_at.is_none() {
+            return fail("resume LOG without the version at the head of the log");
+        }
         let heartbeat_interval = match welcome.heartbeat_interval_ms {
             0 => DEFAULT_HEARTBEAT,
             interval_ms => Duration::from_millis(interval_ms.into()),
         };
         let source = welcome.source_state().into();
-        let mut effects =
-            vec![Effect::Welcomed(Welcomed { replica: welcome.replica, epoch, mode, heartbeat_interval, source })];
         let version = self.position.map_or(0, |(_, version)| version);
-        let rejections = self.rejected.begin(mode);
-        effects.extend(reject(v1::Nack { version, rejections, ..v1::Nack::default() }));
-        effects.extend(self.resumed_at(version));
-        Ok(effects)
-    }
-
-    fn on_heartbeat(&mut self, heartbeat: v1::Heartbeat) -> Vec<Effect> {
-        let (source, head_version) = (heartbeat.source_state().into(), heartbeat.head_version);
-        let v1::Heartbeat { source_age_ms, snapshots_sent, .. } = heartbeat;
-        if self.resumed == Resumed::AtNextHead {
-            self.resumed = Resumed::At(head_version);
-        }
-        let version = self.position.map_or(0, |(_, version)| version);
-        let source_age = Duration::from_millis(source_age_ms);
-        let effect = Effect::Heartbeat { head_version, source_age, source, snapshots_sent };
-        iter::once(effect).chain(self.resumed_at(version)).collect()
+        self.rejections.begin(mode, version);
+        let welcomed = Welcomed { replica: welcome.replica, epoch, mode, heartbeat_interval, source };
+        Ok(iter::once(Effect::Welcomed(welcomed)).chain(self.resumed(version)).collect())
     }
 
     /// Returns [`Effect::Resumed`], once, when `version` completes the resume.
-    fn resumed_at(&mut self, version: u64) -> Option<Effect> {
-        matches!(self.resumed, Resumed::At(head) if version >= head).then(|| {
-            self.resumed = Resumed::Done;
-            Effect::Resumed
-        })
+    fn resumed(&mut self, version: u64) -> Option<Effect> {
+        self.resumed_at.take_if(|head| version >= *head).map(|_| Effect::Resumed)
     }
 
     fn on_batch(&mut self, batch: v1::Batch) -> Result<Vec<Effect>, Violation> {
@@ -426,42 +388,30 @@ impl Machine {
         let rejected = staged.rejections.iter().map(|rejection| rejection.resource.clone()).collect();
         staged.positions = end.positions;
         if matches!(self.phase, Phase::Resuming { .. }) {
-            self.rejected.resumed();
+            self.rejections.resumed();
+            self.resumed_at = Some(end.version);
         }
         self.phase = Phase::Following { epoch };
         self.needs_referable = true;
-        if self.resumed == Resumed::AtSnapshotEnd {
-            self.resumed = Resumed::At(end.version);
-        }
         Ok(self.finish(epoch, end.version, staged, Some(Snapshot { buckets, rejected })))
     }
 
-    fn on_node(&mut self, own_node: v1::OwnNode) -> Vec<Effect> {
-        let version = self.position.map_or(0, |(_, version)| version);
-        let v1::OwnNode { revision, node, position } = own_node;
-        let Some(wire) = node else {
-            let withdrawn = self.rejected.node_is_usable();
-            let end = reject(v1::Nack { version, withdrawn, ..v1::Nack::default() });
-            let unknown = Effect::Node(OwnNode { revision, node: None, position });
-            return end.into_iter().chain([unknown]).collect();
-        };
-        let checked = node_from_wire(&wire).and_then(|node| {
-            let is_ours = node.name.eq_ignore_ascii_case(&self.node_name);
-            let rejection = || v1::Rejection {
-                resource: format!("Node {}", node.name),
-                field: "name".into(),
-                reason: format!("this is the agent of node {}", self.node_name),
-            };
-            if is_ours { Ok(node) } else { Err(rejection()) }
-        });
-        let mut withdrawn = self.rejected.node_is_usable();
-        let (rejections, node) = match checked {
-            Ok(node) => (Vec::new(), Some(Effect::Node(OwnNode { revision, node: Some(node), position }))),
-            Err(rejection) => (vec![rejection], None),
-        };
-        self.rejected.step(&rejections, &[], None);
-        withdrawn.retain(|resource| !self.rejected.contains(resource));
-        reject(v1::Nack { version, rejections, withdrawn, ..v1::Nack::default() }).into_iter().chain(node).collect()
+    fn on_node(&mut self, v1::OwnNode { revision, node, position }: v1::OwnNode) -> Effect {
+        let node = node.map(|wire| self.checked(&wire)).transpose();
+        self.rejections.node(node.as_ref().err());
+        match node {
+            Ok(node) => Effect::Node(OwnNode { revision, node, position }),
+            Err(rejection) => Effect::Reject(vec![rejection]),
+        }
+    }
+
+    fn checked(&self, wire: &v1::Node) -> Result<Node, v1::Rejection> {
+        let node = node_from_wire(wire)?;
+        if node.name.eq_ignore_ascii_case(&self.node_name) {
+            return Ok(node);
+        }
+        let (resource, field) = (format!("Node {}", node.name), "name".into());
+        Err(v1::Rejection { resource, field, reason: format!("this is the agent of node {}", self.node_name) })
     }
 
     fn stage(&mut self, what: Staging, wire: v1::Changes) -> Result<(), Violation> {
@@ -484,18 +434,13 @@ impl Machine {
     fn finish(&mut self, epoch: u64, version: u64, staged: Staged, snapshot: Option<Snapshot>) -> Vec<Effect> {
         self.position = Some((epoch, version));
         let Staged { changes, triggers, rejections, positions, .. } = staged;
-        let withdrawn = self.rejected.step(&rejections, &changes, snapshot.as_ref());
-        let nack = reject(v1::Nack { version, rejections, withdrawn, ..v1::Nack::default() });
-        let has_rejections = self.rejected.has_resources();
+        self.rejections.step(version, &rejections, &changes, snapshot.as_ref());
+        let rejected = (!rejections.is_empty()).then_some(Effect::Reject(rejections));
+        let has_rejections = self.rejections.has_resources();
         let step =
             Effect::Apply(StateUpdate { epoch, version, positions, changes, triggers, snapshot, has_rejections });
-        nack.into_iter().chain([step]).chain(self.resumed_at(version)).collect()
+        rejected.into_iter().chain([step]).chain(self.resumed(version)).collect()
     }
-}
-
-/// Returns [`Effect::Reject`] unless the `Nack` is empty.
-fn reject(nack: v1::Nack) -> Option<Effect> {
-    (!nack.rejections.is_empty() || !nack.withdrawn.is_empty()).then_some(Effect::Reject(nack))
 }
 
 /// The triggers of a service's endpoint changes: one for each family with changed endpoints. As in

@@ -1,7 +1,7 @@
 //! The agent's side of the delta stream.
 //!
 //! Three modules make decisions and do no I/O. [`machine`] decides what a message means.
-//! [`failover`] decides when to leave a replica. `reporter` decides what to report to the replica.
+//! [`failover`] decides when to leave a replica. `outbox` decides what to send to the replica.
 //! [`client`] connects and reconnects, [`enrolment`] gets certificates, `stream` reads and writes
 //! one stream, and [`tls`] loads certificates and keys.
 
@@ -15,10 +15,9 @@ pub mod failover;
 pub mod machine;
 pub mod metrics;
 mod outbox;
-mod rejected;
+mod rejections;
 mod renewal;
 pub mod replicas;
-mod reporter;
 mod standings;
 mod stream;
 mod stream_end;

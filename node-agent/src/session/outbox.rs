@@ -1,35 +1,27 @@
-//! Messages that wait to be sent to the replica: reports, then requests of pods, then answers to
-//! queries. The size of the waiting reports is bounded, even if the replica reads nothing.
+//! Decides what the agent sends on one stream, and in which order: reports, then requests of pods,
+//! then answers to queries. Reports are status, rejections, failures and ACKs. The size of the
+//! waiting reports is bounded, even if the replica reads nothing. Only [`Outbox::ready`] waits.
 
-use std::{
-    collections::{BTreeMap, VecDeque},
-    ops::RangeInclusive,
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::VecDeque, ops::RangeInclusive, time::Duration};
 
-use headgate_proto::{
-    MAX_AGENT_MESSAGE_BYTES,
-    v1::{self, agent_message::Body},
+use headgate_proto::v1::{self, agent_message::Body};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep_until},
 };
-use prost::Message as _;
-use tokio::time::{Instant, sleep_until};
 
 use super::{
     answers::Answers,
-    barriers::{Barriers, OfStream},
+    machine::Machine,
+    rejections::{MAX_TEXT_BYTES, Rejections, shorten},
+    verified::Reported,
 };
+use crate::progress::{Programmed, Progress};
 
-/// Maximum length of a field of a rejection. Longer texts are cut.
-const MAX_TEXT_BYTES: usize = 1024;
 /// Maximum number of sentences in a status.
 const MAX_SENTENCES: usize = 64;
-/// Maximum size of the waiting rejections and withdrawals. Further ones are dropped and count in
-/// `Nack.in_force`.
-const MAX_WAITING_BYTES: usize = 8 << 20;
-/// Maximum size of the items of one NACK: half of the maximum message size, which leaves room for
-/// the other fields.
-const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
+/// Maximum length of the error of a failure. Longer texts are cut.
+const MAX_ERROR_BYTES: usize = 16 << 10;
 
 /// Shortest time between two ACKs in milliseconds. Each agent draws a new random time from this
 /// range after each ACK (`discovery.proto`, rule 7).
@@ -48,95 +40,34 @@ const URGENT_INTERVAL: Duration = Duration::from_millis(20);
 /// list count as programmed at the time of the oldest listed version.
 const MAX_EARLIER: usize = 64;
 
-/// The waiting messages of one stream. A newer status, ACK or failure replaces a waiting message of
-/// the same kind.
+/// The messages of one stream. A newer status, ACK or failure replaces a waiting message of the
+/// same kind.
 pub(super) struct Outbox {
-    status: Option<v1::AgentStatus>,
-    nacks: Nacks,
+    /// The number of the stream, from [`crate::state::AgentState::begin_stream`].
+    stream: u64,
+    /// The epoch of the replica; `None` before `Welcome`.
+    pub(super) epoch: Option<u64>,
+    /// The last status, and whether it waits.
+    status: v1::AgentStatus,
+    is_status_waiting: bool,
+    verified: Reported,
     failed: Option<v1::ApplyFailed>,
+    /// True if a failure was reported and no ACK has followed.
+    has_failed: bool,
     ack: Option<WaitingAck>,
+    /// Version and node revision of the last ACK on this stream.
+    acked: Option<(u64, u64)>,
     /// When the next ACK may be sent. Until this time, newer ACKs are merged into the waiting ACK.
     next_ack: Option<Instant>,
     /// When the last ACK was sent.
     last_ack: Option<Instant>,
     /// The first and the last version for whose ACK somebody may wait.
     urgent: Option<(u64, u64)>,
-    /// Requests of pods that stop.
-    pub(super) barriers: OfStream,
+    /// Requests of pods that stop, and the next of them.
+    pub(super) requests: mpsc::Receiver<v1::BarrierRequest>,
+    request: Option<v1::BarrierRequest>,
     /// Answers to the replica's queries.
     pub(super) answers: Answers,
-}
-
-/// The waiting rejections and withdrawals.
-#[derive(Debug, Default)]
-struct Nacks {
-    /// By the name of the resource; `None` means that the rejection is withdrawn.
-    waiting: BTreeMap<String, Option<v1::Rejection>>,
-    bytes: usize,
-    version: u64,
-    /// The number of rejections in force, and the number that the last NACK stated.
-    in_force: u64,
-    stated: u64,
-    /// The number of dropped withdrawals. The replica takes these rejections for in force until the
-    /// stream ends.
-    lost_withdrawals: u64,
-}
-
-impl Nacks {
-    /// Queues an item in place of an older item of the same resource. Returns false if there is no
-    /// room.
-    fn put(&mut self, mut resource: String, mut rejection: Option<v1::Rejection>) -> bool {
-        shorten(&mut resource, MAX_TEXT_BYTES);
-        if let Some(v1::Rejection { resource, field, reason }) = &mut rejection {
-            [resource, field, reason].into_iter().for_each(|text| shorten(text, MAX_TEXT_BYTES));
-        }
-        let bytes = size(&resource, rejection.as_ref());
-        let before = self.waiting.get(&resource).map_or(0, |before| size(&resource, before.as_ref()));
-        let after = self.bytes - before + bytes;
-        let has_room = after <= MAX_WAITING_BYTES;
-        if has_room {
-            self.waiting.insert(resource, rejection);
-            self.bytes = after;
-        } else if rejection.is_none() {
-            self.lost_withdrawals += 1;
-        }
-        has_room
-    }
-
-    /// The number that the next NACK has to state.
-    fn to_state(&self) -> u64 {
-        self.in_force + self.lost_withdrawals
-    }
-
-    fn is_due(&self) -> bool {
-        !self.waiting.is_empty() || self.to_state() != self.stated
-    }
-
-    /// Takes out as many items as fit into a message.
-    fn pop(&mut self) -> Option<v1::Nack> {
-        if !self.is_due() {
-            return None;
-        }
-        self.stated = self.to_state();
-        let mut nack = v1::Nack { version: self.version, in_force: self.stated, ..v1::Nack::default() };
-        let mut room = NACK_BYTES;
-        while let Some(item) = self.waiting.first_entry() {
-            let bytes = size(item.key(), item.get().as_ref());
-            let Some(left) = room.checked_sub(bytes) else { break };
-            room = left;
-            self.bytes -= bytes;
-            match item.remove_entry() {
-                (_, Some(rejection)) => nack.rejections.push(rejection),
-                (resource, None) => nack.withdrawn.push(resource),
-            }
-        }
-        Some(nack)
-    }
-}
-
-/// The size of an item in a message, at most.
-fn size(resource: &str, rejection: Option<&v1::Rejection>) -> usize {
-    rejection.map_or(resource.len(), v1::Rejection::encoded_len) + 8
 }
 
 /// An ACK that may have to wait.
@@ -149,34 +80,41 @@ struct WaitingAck {
 }
 
 impl Outbox {
-    /// Creates the outbox of a stream.
-    pub(super) fn new(barriers: Arc<Barriers>, answers: Answers) -> Self {
+    /// Creates the outbox of the stream with this number. `Hello` has reported `status`.
+    pub(super) fn new(stream: u64, status: v1::AgentStatus, answers: Answers) -> Self {
         Self {
-            status: None,
-            nacks: Nacks::default(),
+            stream,
+            epoch: None,
+            verified: Reported::in_hello(&status),
+            status,
+            is_status_waiting: false,
             failed: None,
+            has_failed: false,
             ack: None,
+            acked: None,
             next_ack: None,
             last_ack: None,
             urgent: None,
-            barriers: OfStream(barriers),
+            requests: mpsc::channel(1).1,
+            request: None,
             answers,
         }
     }
 
     /// Waits until [`Self::pop`] returns a message. The wait can be abandoned and repeated.
-    pub(super) async fn ready(&mut self) {
-        let report_at = self.report_at(Instant::now());
+    pub(super) async fn ready(&mut self, rejections: &Rejections) {
+        let report_at = self.report_at(Instant::now(), rejections);
         tokio::select! {
-            () = sleep_until(report_at.unwrap_or_else(Instant::now)), if report_at.is_some() => {}
-            () = self.barriers.0.ready() => {}
+            () = passed(report_at) => {}
+            () = std::future::ready(()), if self.request.is_some() => {}
+            Some(request) = self.requests.recv(), if self.request.is_none() => self.request = Some(request),
             () = self.answers.ready() => {}
         }
     }
 
     /// When the next report may be sent; `None` if no report waits. Only an ACK may have to wait.
-    fn report_at(&self, now: Instant) -> Option<Instant> {
-        if self.status.is_some() || self.nacks.is_due() || self.failed.is_some() {
+    fn report_at(&self, now: Instant, rejections: &Rejections) -> Option<Instant> {
+        if self.is_status_waiting || rejections.is_due() || self.failed.is_some() {
             return Some(now);
         }
         let waiting = self.ack.as_ref()?;
@@ -192,8 +130,63 @@ impl Outbox {
         self.urgent = Some((first, version));
     }
 
+    /// Queues the status if it changed, the last failure, and, once the agent follows the stream,
+    /// what the kernel rejects and the ACK.
+    pub(super) fn report(&mut self, progress: &Progress, status: v1::AgentStatus, machine: &mut Machine, now: Instant) {
+        let verification = progress.verification.as_ref().zip(status.verified.as_ref());
+        let is_news = verification.is_some_and(|(verification, wire)| self.verified.is_news(verification.at, wire));
+        if is_news || (&status.backend, &status.degraded) != (&self.status.backend, &self.status.degraded) {
+            (self.status, self.is_status_waiting) = (status, true);
+        }
+        let Some(epoch) = self.epoch else { return };
+        let programmed = progress.programmed.as_ref().filter(|programmed| programmed.target.epoch == epoch);
+        let failed = progress.failure.as_ref().map(|failure| {
+            // A replica revokes ACKs of this version and of later ones. A failure to program the
+            // state of another replica revokes all, because the kernel may hold a part of it.
+            let version = if failure.target.epoch == epoch { failure.target.version } else { 0 };
+            let programmed = programmed.filter(|_| failure.is_lost).map(|programmed| programmed.target.version);
+            let version = programmed.map_or(version, |programmed| version.min(programmed));
+            v1::ApplyFailed { version, error: failure.error.clone(), attempts: failure.attempts }
+        });
+        let failed_version = failed.as_ref().map(|failed| failed.version);
+        if let Some(failed) = failed {
+            self.has_failed = true;
+            self.apply_failed(failed);
+        }
+        if let Some(programmed) = programmed.filter(|_| machine.is_following()) {
+            let version = programmed.target.version;
+            machine.rejections.set_by_kernel(version, &progress.rejections);
+            if failed_version.is_none_or(|failed| version < failed) {
+                self.programmed(programmed, failed_version.is_some(), now);
+            }
+        }
+    }
+
+    fn programmed(&mut self, programmed: &Programmed, is_failing: bool, now: Instant) {
+        let target = programmed.target;
+        let node_revision = if target.stream == self.stream { target.node_revision } else { 0 };
+        let reached = (target.version, node_revision);
+        // A failure revokes the ACK of an acknowledged version. After the recovery, the replica
+        // waits for another ACK of that version (`discovery.proto`, rule 7).
+        let has_recovered = self.has_failed && !is_failing;
+        if self.acked == Some(reached) && !has_recovered {
+            return;
+        }
+        self.has_failed &= !has_recovered;
+        self.acked = Some(reached);
+        let ack = v1::Ack {
+            version: target.version,
+            node_revision,
+            apply_microseconds: u64::try_from(programmed.took.as_micros()).unwrap_or(u64::MAX),
+            services_planned: programmed.services_planned,
+            objects_written: programmed.objects_written,
+            ..v1::Ack::default()
+        };
+        self.ack(ack, now);
+    }
+
     /// Queues an ACK for a version that has just been programmed.
-    pub(super) fn ack(&mut self, mut ack: v1::Ack, now: Instant) {
+    fn ack(&mut self, mut ack: v1::Ack, now: Instant) {
         let mut programmed = VecDeque::with_capacity(1);
         if let Some(waiting) = self.ack.take() {
             ack.services_planned = ack.services_planned.saturating_add(waiting.ack.services_planned);
@@ -212,78 +205,60 @@ impl Outbox {
         self.ack = Some(WaitingAck { ack, programmed });
     }
 
-    pub(super) fn status(&mut self, mut status: v1::AgentStatus) {
-        status.degraded.truncate(MAX_SENTENCES);
-        status.degraded.iter_mut().for_each(|sentence| shorten(sentence, MAX_TEXT_BYTES));
-        self.status = Some(status);
-    }
-
     /// Queues a failure. Drops a waiting ACK that the failure revokes, because the replica would
     /// take the later ACK for the end of the failure.
-    pub(super) fn apply_failed(&mut self, mut failed: v1::ApplyFailed) {
-        shorten(&mut failed.error, 16 * MAX_TEXT_BYTES);
+    fn apply_failed(&mut self, failed: v1::ApplyFailed) {
         self.ack.take_if(|waiting| failed.version <= waiting.ack.version);
         self.failed = Some(failed);
     }
 
-    /// Queues rejections and withdrawals. A resource that is both ends up as rejected. Returns the
-    /// number of items that were dropped for lack of room.
-    pub(super) fn nack(&mut self, nack: v1::Nack) -> usize {
-        self.nacks.version = nack.version;
-        let withdrawn = nack.withdrawn.into_iter().map(|resource| (resource, None));
-        let rejected = nack.rejections.into_iter().map(|rejection| (rejection.resource.clone(), Some(rejection)));
-        let items = withdrawn.chain(rejected);
-        items.map(|(resource, rejection)| usize::from(!self.nacks.put(resource, rejection))).sum()
-    }
-
-    /// Sets the number of rejections in force. If it differs from what the replica knows, it is
-    /// sent, also without an item.
-    pub(super) fn set_in_force(&mut self, count: u64) {
-        self.nacks.in_force = count;
-    }
-
     /// Takes out the next message that may be sent at `now`, if any.
-    pub(super) fn pop(&mut self, now: Instant) -> Option<v1::AgentMessage> {
-        let body = self.pop_report(now).or_else(|| self.barriers.0.pop()).or_else(|| self.answers.pop(now))?;
-        Some(v1::AgentMessage { body: Some(body) })
+    pub(super) fn pop(&mut self, now: Instant, rejections: &mut Rejections) -> Option<v1::AgentMessage> {
+        let report = self.pop_report(now, rejections);
+        let report =
+            report.or_else(|| self.request.take().or_else(|| self.requests.try_recv().ok()).map(Body::Barrier));
+        Some(v1::AgentMessage { body: Some(report.or_else(|| self.answers.pop(now))?) })
     }
 
     /// Takes out the next report. An ACK follows only after everything that limits what it means.
-    fn pop_report(&mut self, now: Instant) -> Option<Body> {
-        let body = if let Some(status) = self.status.take() {
-            Body::Status(status)
-        } else if let Some(nack) = self.nacks.pop() {
-            Body::Nack(nack)
-        } else if let Some(failed) = self.failed.take() {
-            Body::ApplyFailed(failed)
-        } else {
-            self.report_at(now).filter(|at| *at <= now)?;
-            let WaitingAck { mut ack, programmed } = self.ack.take()?;
-            self.last_ack = Some(now);
-            self.urgent = self.urgent.filter(|(_, last)| *last > ack.version);
-            if let Some((first, _)) = &mut self.urgent {
-                *first = (*first).max(ack.version + 1);
-            }
-            self.next_ack = Some(now + Duration::from_millis(fastrand::u64(ACK_INTERVAL_MS)));
-            let ago = |at: Instant| u64::try_from((now - at).as_micros()).unwrap_or(u64::MAX);
-            let mut earlier: Vec<_> = programmed
-                .into_iter()
-                .map(|(version, at)| v1::ProgrammedVersion { version, ago_microseconds: ago(at) })
-                .collect();
-            ack.programmed_ago_microseconds = earlier.pop().map_or(0, |own| own.ago_microseconds);
-            ack.earlier = earlier;
-            Body::Ack(ack)
-        };
-        Some(body)
+    fn pop_report(&mut self, now: Instant, rejections: &mut Rejections) -> Option<Body> {
+        if std::mem::take(&mut self.is_status_waiting) {
+            let mut status = self.status.clone();
+            status.degraded.truncate(MAX_SENTENCES);
+            status.degraded.iter_mut().for_each(|sentence| shorten(sentence, MAX_TEXT_BYTES));
+            return Some(Body::Status(status));
+        }
+        if let Some(nack) = rejections.pop() {
+            return Some(Body::Nack(nack));
+        }
+        if let Some(mut failed) = self.failed.take() {
+            shorten(&mut failed.error, MAX_ERROR_BYTES);
+            return Some(Body::ApplyFailed(failed));
+        }
+        self.report_at(now, rejections).filter(|at| *at <= now)?;
+        let WaitingAck { mut ack, programmed } = self.ack.take()?;
+        self.last_ack = Some(now);
+        self.urgent = self.urgent.filter(|(_, last)| *last > ack.version);
+        if let Some((first, _)) = &mut self.urgent {
+            *first = (*first).max(ack.version + 1);
+        }
+        self.next_ack = Some(now + Duration::from_millis(fastrand::u64(ACK_INTERVAL_MS)));
+        let ago = |at: Instant| u64::try_from((now - at).as_micros()).unwrap_or(u64::MAX);
+        let mut earlier: Vec<_> = programmed
+            .into_iter()
+            .map(|(version, at)| v1::ProgrammedVersion { version, ago_microseconds: ago(at) })
+            .collect();
+        ack.programmed_ago_microseconds = earlier.pop().map_or(0, |own| own.ago_microseconds);
+        ack.earlier = earlier;
+        Some(Body::Ack(ack))
     }
 }
 
-/// Cuts a text that is too long, at a character boundary.
-fn shorten(text: &mut String, max_bytes: usize) {
-    if text.len() > max_bytes {
-        let end = text.floor_char_boundary(max_bytes);
-        text.truncate(end);
-        text.push('…');
+/// Waits until this time. Waits for ever if there is none.
+pub(super) async fn passed(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at).await,
+        None => std::future::pending().await,
     }
 }
 
@@ -293,24 +268,25 @@ mod tests {
     use std::pin::pin;
 
     use futures::FutureExt as _;
+    use headgate_proto::v1::welcome::ResumeMode;
 
     use super::*;
-    use crate::session::barriers::Pod;
-
-    impl Outbox {
-        /// Takes out the next message, after its pause.
-        pub(in crate::session) fn pop_at_last(&mut self) -> Option<v1::AgentMessage> {
-            let at = self.report_at(Instant::now())?;
-            self.pop(at)
-        }
-    }
+    use crate::{
+        progress::{Failure, Target},
+        session::barriers::{Barriers, Pod},
+        testing::Replica,
+    };
 
     fn outbox() -> Outbox {
-        Outbox::new(Arc::default(), Answers::new(None))
+        Outbox::new(1, v1::AgentStatus::default(), Answers::new(None))
     }
 
-    fn rejection(reason: &str) -> v1::Rejection {
-        v1::Rejection { resource: "Service a/b".into(), field: "ports".into(), reason: reason.into() }
+    fn pop(outbox: &mut Outbox, now: Instant) -> Option<v1::AgentMessage> {
+        outbox.pop(now, &mut Rejections::default())
+    }
+
+    fn report_at(outbox: &Outbox, now: Instant) -> Option<Instant> {
+        outbox.report_at(now, &Rejections::default())
     }
 
     fn ack(message: Option<v1::AgentMessage>) -> v1::Ack {
@@ -326,9 +302,9 @@ mod tests {
         outbox.ack(v1::Ack { version: 1, services_planned: 2, objects_written: 3, ..Default::default() }, now);
         outbox.apply_failed(v1::ApplyFailed { version: 2, ..Default::default() });
         outbox.ack(v1::Ack { version: 2, services_planned: 1, objects_written: 1, ..Default::default() }, now);
-        let ack = ack(outbox.pop(now));
+        let ack = ack(pop(&mut outbox, now));
         assert_eq!((ack.version, ack.services_planned, ack.objects_written), (2, 3, 4));
-        assert!(outbox.report_at(now).is_none() && outbox.pop(now).is_none());
+        assert!(report_at(&outbox, now).is_none() && pop(&mut outbox, now).is_none());
     }
 
     #[test]
@@ -336,21 +312,21 @@ mod tests {
         let (mut outbox, start) = (outbox(), Instant::now());
         let at = |ms: u64| start + Duration::from_millis(ms);
         outbox.ack(v1::Ack { version: 1, ..Default::default() }, at(0));
-        assert_eq!(ack(outbox.pop(at(0))).programmed_ago_microseconds, 0, "the first ACK is sent at once");
+        assert_eq!(ack(pop(&mut outbox, at(0))).programmed_ago_microseconds, 0, "the first ACK is sent at once");
         outbox.ack(v1::Ack { version: 2, ..Default::default() }, at(50));
         outbox.ack(v1::Ack { version: 3, ..Default::default() }, at(100));
-        let ready = outbox.report_at(at(100)).unwrap();
+        let ready = report_at(&outbox, at(100)).unwrap();
         assert!(ready >= at(150) && ready <= at(350), "{:?}", ready - start);
-        assert!(outbox.pop(at(149)).is_none());
+        assert!(pop(&mut outbox, at(149)).is_none());
         // Other messages do not wait for the interval.
         outbox.apply_failed(v1::ApplyFailed { version: 4, ..Default::default() });
-        assert_eq!(outbox.report_at(at(110)), Some(at(110)));
-        assert!(matches!(outbox.pop(at(110)).unwrap().body, Some(Body::ApplyFailed(_))));
-        let late = ack(outbox.pop(at(350)));
+        assert_eq!(report_at(&outbox, at(110)), Some(at(110)));
+        assert!(matches!(pop(&mut outbox, at(110)).unwrap().body, Some(Body::ApplyFailed(_))));
+        let late = ack(pop(&mut outbox, at(350)));
         assert_eq!((late.version, late.programmed_ago_microseconds), (3, 250_000));
         assert_eq!(late.earlier, [v1::ProgrammedVersion { version: 2, ago_microseconds: 300_000 }]);
         outbox.ack(v1::Ack { version: 5, ..Default::default() }, at(900));
-        assert_eq!(ack(outbox.pop(at(900))).version, 5, "after a quiet time, an ACK is sent at once");
+        assert_eq!(ack(pop(&mut outbox, at(900))).version, 5, "after a quiet time, an ACK is sent at once");
     }
 
     #[test]
@@ -359,9 +335,9 @@ mod tests {
         let times = (0..100).map(|_| {
             let mut outbox = outbox();
             outbox.ack(v1::Ack::default(), start);
-            outbox.pop(start).unwrap();
+            pop(&mut outbox, start).unwrap();
             outbox.ack(v1::Ack::default(), start);
-            outbox.report_at(start).unwrap() - start
+            report_at(&outbox, start).unwrap() - start
         });
         let times: Vec<Duration> = times.collect();
         let in_a_tenth = |tenth: &u32| {
@@ -381,75 +357,24 @@ mod tests {
             outbox.ack(v1::Ack { version, ..Default::default() }, now);
             outbox.ack(v1::Ack { version, node_revision: 1, ..Default::default() }, now);
         }
-        let ack = ack(outbox.pop(now));
+        let ack = ack(pop(&mut outbox, now));
         let versions: Vec<u64> = ack.earlier.iter().map(|earlier| earlier.version).collect();
         assert_eq!((ack.version, versions), (1_000, (936..1_000).collect()));
     }
 
-    fn nack(message: Option<v1::AgentMessage>) -> v1::Nack {
-        match message.unwrap().body {
-            Some(Body::Nack(nack)) => nack,
-            other => panic!("not a NACK: {other:?}"),
-        }
-    }
-
-    #[test]
-    fn rejections_are_split_into_messages_of_limited_size_and_number() {
-        let mut outbox = outbox();
-        let long = "é".repeat(1_000);
-        let named = |number: usize| v1::Rejection { resource: number.to_string(), ..rejection(&long) };
-        let rejections: Vec<_> = (0..9_000).map(named).collect();
-        let withdrawn = (0..900).map(|number| format!("{number}{long}")).collect();
-        let dropped = outbox.nack(v1::Nack { version: 7, rejections, withdrawn, in_force: 0 });
-        outbox.set_in_force(9_000);
-        assert!(dropped > 0);
-        let mut sent = 0;
-        while let Some(message) = outbox.pop(Instant::now()) {
-            assert!(message.encoded_len() <= MAX_AGENT_MESSAGE_BYTES);
-            let nack = nack(Some(message));
-            assert_eq!((nack.version, nack.in_force), (7, 9_000), "dropped rejections count");
-            sent += nack.rejections.len() + nack.withdrawn.len();
-        }
-        assert_eq!(sent + dropped, 9_900);
-    }
-
-    #[test]
-    fn a_nack_states_the_rejections_in_force_and_a_dropped_withdrawal_counts_as_one() {
-        let (mut outbox, now) = (outbox(), Instant::now());
-        let named = |name: &str| v1::Rejection { resource: name.into(), ..rejection("x") };
-        let rejections = vec![named("a"), named("b")];
-        outbox.nack(v1::Nack { version: 1, rejections, ..Default::default() });
-        outbox.nack(v1::Nack { version: 2, withdrawn: vec!["b".into()], ..Default::default() });
-        outbox.set_in_force(1);
-        let first = nack(outbox.pop(now));
-        assert_eq!((first.rejections, first.withdrawn), (vec![named("a")], vec!["b".to_owned()]));
-        assert_eq!((first.version, first.in_force), (2, 1));
-        // The count alone, because the replica does not need a name.
-        outbox.set_in_force(5);
-        let count = nack(outbox.pop(now));
-        assert_eq!((count.rejections.len(), count.withdrawn.len(), count.in_force), (0, 0, 5));
-        assert!(outbox.pop(now).is_none());
-        outbox.nacks.bytes = MAX_WAITING_BYTES;
-        assert_eq!(outbox.nack(v1::Nack { withdrawn: vec!["a".into()], ..Default::default() }), 1);
-        outbox.set_in_force(4);
-        assert!(outbox.pop(now).is_none(), "the replica still has the name, so the count stays");
-        outbox.set_in_force(3);
-        assert_eq!(nack(outbox.pop(now)).in_force, 4);
-    }
-
     #[tokio::test]
     async fn reports_precede_requests_of_pods_and_requests_precede_answers() {
-        let (mut outbox, now) = (outbox(), Instant::now());
+        let (mut outbox, mut rejections, now) = (outbox(), Rejections::default(), Instant::now());
         outbox.answers.ask(v1::Query { id: 1, query: None });
         outbox.answers.ready().await;
-        let barriers = Arc::clone(&outbox.barriers.0);
-        barriers.begin_stream();
+        let barriers = Barriers::default();
+        outbox.requests = barriers.begin_stream();
         let mut asked = pin!(barriers.ask(Pod::At([10, 0, 0, 1].into()), String::new(), now, Duration::ZERO));
         assert!(asked.as_mut().now_or_never().is_none());
         outbox.ack(v1::Ack::default(), now);
-        outbox.nack(v1::Nack { version: 1, rejections: vec![rejection("x")], ..Default::default() });
+        rejections.step(1, &[v1::Rejection::default()], &[], None);
         outbox.apply_failed(v1::ApplyFailed { version: 2, ..Default::default() });
-        let mut next = || outbox.pop(now).and_then(|message| message.body);
+        let mut next = || outbox.pop(now, &mut rejections).and_then(|message| message.body);
         assert!(matches!(next(), Some(Body::Nack(_))));
         assert!(matches!(next(), Some(Body::ApplyFailed(_))));
         assert!(matches!(next(), Some(Body::Ack(_))));
@@ -465,8 +390,65 @@ mod tests {
             outbox.next_ack = Some(now);
             outbox.ack(v1::Ack { version: 5, ..Default::default() }, now);
             outbox.apply_failed(v1::ApplyFailed { version: failed, ..Default::default() });
-            assert!(matches!(outbox.pop(now).unwrap().body, Some(Body::ApplyFailed(_))));
-            assert_eq!(outbox.pop(now).is_none(), is_revoked, "{failed}");
+            assert!(matches!(pop(&mut outbox, now).unwrap().body, Some(Body::ApplyFailed(_))));
+            assert_eq!(pop(&mut outbox, now).is_none(), is_revoked, "{failed}");
+        }
+    }
+
+    /// An agent that follows a replica of epoch 7 from version 5.
+    fn following() -> (Outbox, Machine) {
+        let mut machine = Machine::new("node-1".into());
+        machine.begin(Some((7, 5)));
+        machine.on_message(Replica::new(7, 2).welcome(ResumeMode::Log)).unwrap();
+        let outbox = Outbox { epoch: Some(7), ..outbox() };
+        (outbox, machine)
+    }
+
+    fn target(epoch: u64, version: u64) -> Target {
+        Target { epoch, version, stream: 1, node_revision: 1 }
+    }
+
+    fn programmed(version: u64) -> Progress {
+        let (took, target) = (Duration::ZERO, target(7, version));
+        let programmed = Programmed { target, generation: 1, took, services_planned: 1, objects_written: 1 };
+        Progress { programmed: Some(programmed), ..Progress::default() }
+    }
+
+    /// The messages after a report of this progress.
+    fn reported(outbox: &mut Outbox, progress: &Progress, machine: &mut Machine) -> Vec<Body> {
+        outbox.report(progress, v1::AgentStatus::default(), machine, Instant::now());
+        let mut next = || {
+            let at = outbox.report_at(Instant::now(), &machine.rejections)?;
+            outbox.pop(at, &mut machine.rejections)?.body
+        };
+        std::iter::from_fn(&mut next).collect()
+    }
+
+    #[test]
+    fn while_the_kernel_may_lack_the_acknowledged_version_there_is_no_ack() {
+        // The epoch and the version of the failed attempt, whether the kernel lost rules, and what
+        // a new stream hears.
+        let cases = [
+            ((7, 6), false, [Some(6), None], [None, Some(5)]),
+            ((7, 6), true, [Some(5), None], [None, None]),
+            ((7, 5), true, [Some(5), None], [None, None]),
+            ((8, 9), false, [Some(0), None], [None, None]),
+        ];
+        for ((epoch, version), is_lost, failed, acked) in cases {
+            let (mut outbox, mut machine) = following();
+            let failure = Failure { target: target(epoch, version), is_lost, error: "locked".into(), attempts: 1 };
+            let failing = Progress { failure: Some(failure), ..programmed(5) };
+            let messages = reported(&mut outbox, &failing, &mut machine);
+            for index in 0..2 {
+                match messages.get(index) {
+                    Some(Body::ApplyFailed(message)) => assert_eq!(Some(message.version), failed[index]),
+                    Some(Body::Ack(message)) => assert_eq!(Some(message.version), acked[index]),
+                    None => assert_eq!((failed[index], acked[index]), (None, None), "{epoch} {version} {is_lost}"),
+                    other => panic!("{other:?}"),
+                }
+            }
+            let messages = reported(&mut outbox, &programmed(5), &mut machine);
+            assert!(matches!(&messages[..], [Body::Ack(message)] if message.version == 5), "{messages:?}");
         }
     }
 }

@@ -47,11 +47,7 @@ impl Replicas {
     /// Returns the next replica to try; `None` only if no URL is configured.
     pub(super) async fn next(&mut self) -> Option<Target> {
         if self.waiting.is_empty() {
-            let mut targets = Vec::new();
-            for control_plane in &self.control_planes {
-                targets.extend(resolve(control_plane).await);
-            }
-            self.waiting = ordered(targets, self.last.as_ref());
+            self.waiting = ordered(resolve(&self.control_planes).await, self.last.as_ref());
         }
         self.last = self.waiting.pop_front();
         self.last.clone()
@@ -61,10 +57,7 @@ impl Replicas {
     pub(super) fn others(&self) -> impl Future<Output = Vec<Target>> + Send + use<> {
         let (control_planes, last) = (self.control_planes.clone(), self.last.clone());
         async move {
-            let mut others = Vec::new();
-            for control_plane in &control_planes {
-                others.extend(resolve(control_plane).await);
-            }
+            let mut others = resolve(&control_planes).await;
             others.retain(|target| target.address.is_some() && Some(target) != last.as_ref());
             others
         }
@@ -97,19 +90,22 @@ fn ordered(mut targets: Vec<Target>, last: Option<&Target>) -> VecDeque<Target> 
     others.into()
 }
 
-async fn resolve(control_plane: &ControlPlane) -> Vec<Target> {
-    let target = |address| Target { control_plane: control_plane.clone(), address };
-    let (host, port) = control_plane.host_and_port();
-    match tokio::net::lookup_host((host, port)).await {
-        Ok(addresses) => {
-            let targets: Vec<_> = addresses.map(|address| target(Some(address))).collect();
-            if targets.is_empty() { vec![target(None)] } else { targets }
+async fn resolve(control_planes: &[ControlPlane]) -> Vec<Target> {
+    let mut targets = Vec::new();
+    for control_plane in control_planes {
+        let target = |address| Target { control_plane: control_plane.clone(), address };
+        let before = targets.len();
+        match tokio::net::lookup_host(control_plane.host_and_port()).await {
+            Ok(addresses) => targets.extend(addresses.map(|address| target(Some(address)))),
+            Err(error) => {
+                warn!(%control_plane, %error, "the name of the control plane cannot be resolved; check the name, and that the node's resolver knows it");
+            }
         }
-        Err(error) => {
-            warn!(%control_plane, %error, "the name of the control plane cannot be resolved; check the name, and that the node's resolver knows it");
-            vec![target(None)]
+        if targets.len() == before {
+            targets.push(target(None));
         }
     }
+    targets
 }
 
 #[cfg(test)]
@@ -174,11 +170,11 @@ mod tests {
     #[tokio::test]
     async fn a_name_resolves_to_one_replica_per_address() {
         let control_plane = ControlPlane::parse("https://localhost:7443", false).unwrap();
-        let targets = resolve(&control_plane).await;
+        let targets = resolve(&[control_plane]).await;
         let address = targets[0].address.unwrap();
         assert!(address.ip().is_loopback() && address.port() == 7443);
         assert_eq!(targets[0].to_string(), format!("https://localhost:7443/ ({address})"));
         let unknown = ControlPlane::parse("https://headgate.invalid:7443", false).unwrap();
-        assert_eq!(resolve(&unknown).await, [Target { control_plane: unknown, address: None }]);
+        assert_eq!(resolve(std::slice::from_ref(&unknown)).await, [Target { control_plane: unknown, address: None }]);
     }
 }

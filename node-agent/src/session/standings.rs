@@ -3,7 +3,9 @@
 
 use std::{sync::Arc, time::Duration};
 
-use headgate_proto::v1::{self, discovery_client::DiscoveryClient};
+use headgate_proto::v1::{
+    self, agent_message::Body as Asked, discovery_client::DiscoveryClient, server_message::Body as Answered,
+};
 use tokio::{task::JoinSet, time::timeout};
 use tracing::debug;
 
@@ -53,8 +55,11 @@ impl StandingsQuery {
 /// Asks one replica for its epoch and standing.
 async fn ask_one(target: &Target, node: &str, tls: Option<&Arc<AgentTls>>) -> Result<(u64, Standing), String> {
     let connection = target.control_plane.connect(target.address, tls).await.map_err(|error| error.to_string())?;
-    let request = v1::StandingRequest { node_name: node.to_owned() };
-    let answer = DiscoveryClient::new(connection.channel).standing(request).await;
-    let answer = answer.map_err(|status| status.message().to_owned())?.into_inner();
-    Ok((answer.epoch, Standing::of(&answer)))
+    let request = Asked::Standing(v1::StandingRequest { node_name: node.to_owned() });
+    let request = tokio_stream::once(v1::AgentMessage { body: Some(request) });
+    let answer = async { DiscoveryClient::new(connection.channel).sync(request).await?.into_inner().message().await };
+    match answer.await.map_err(|status| status.message().to_owned())?.and_then(|message| message.body) {
+        Some(Answered::Standing(answer)) => Ok((answer.epoch, Standing::of(&answer))),
+        _ => Err("the answer is not a standing".to_owned()),
+    }
 }

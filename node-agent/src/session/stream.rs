@@ -1,46 +1,44 @@
 //! One open stream: reads messages, applies their effects to the state, and sends what the agent
-//! reports.
+//! reports. [`Stream::run`] reads and writes; [`Stream::on_message`] and the [`Outbox`] decide.
+//! They get the time from the caller, and draw random numbers from `fastrand`'s generator of the
+//! thread, which a simulation can seed.
 
 use std::{pin::pin, sync::Arc, time::Duration};
 
-use futures::{FutureExt as _, TryFutureExt as _, future::BoxFuture};
+use futures::{FutureExt as _, StreamExt as _, TryFutureExt as _, future::BoxFuture};
 use headgate_core::reference::Referable;
 use headgate_proto::v1::{self, server_message::Body as ServerBody};
 use tokio::{
     sync::{mpsc, watch},
     task::spawn_blocking,
-    time::{Instant, sleep, sleep_until},
+    time::{Instant, sleep},
 };
-use tonic::Streaming;
-use tracing::{debug, info};
+use tonic::Status;
+use tracing::{debug, info, warn};
 
 use super::{
     context::{Context, SessionConfig},
     failover::{Failover, HeldState, Trouble, choose},
-    machine::{Effect, Machine, Welcomed},
-    outbox::Outbox,
+    machine::{Effect, Violation, Welcomed},
+    metrics::SessionMetrics,
+    outbox::{Outbox, passed},
     renewal::Renewal,
     replicas::{Replicas, Target},
-    reporter::Reporter,
     standings::{Standings, StandingsQuery},
     stream_end::StreamEnd,
     verified,
 };
-use crate::{
-    backoff::jitter,
-    progress::Progress,
-    state::{AgentState, held::StateUpdate},
-};
+use crate::{backoff::jitter, progress::Progress, state::AgentState};
 
 /// Number of heartbeat intervals without a message after which the agent reconnects
 /// (`discovery.proto`, rule 9).
 const MISSED_HEARTBEATS: u32 = 3;
 
-/// An open stream.
-pub(super) struct Stream {
-    pub(super) incoming: Streaming<v1::ServerMessage>,
+/// An open stream, with the messages `I` of the replica.
+pub(super) struct Stream<I> {
+    pub(super) incoming: I,
     pub(super) outgoing: mpsc::Sender<v1::AgentMessage>,
-    pub(super) reporter: Reporter,
+    pub(super) outbox: Outbox,
     /// Decides when to look for a better replica.
     pub(super) failover: Failover,
     pub(super) silent_after: Duration,
@@ -52,7 +50,7 @@ pub(super) struct Stream {
     pub(super) tls_problem: watch::Receiver<Option<String>>,
 }
 
-impl Stream {
+impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Stream<I> {
     /// Follows the stream until it ends, and returns the reason.
     pub(super) async fn run(
         mut self,
@@ -75,7 +73,7 @@ impl Stream {
                 // the replica, so that a replica that sends without a pause does not delay the
                 // reports. Messages come before the timer for silence.
                 biased;
-                () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
+                () = passed(drain_at) => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
                 }
                 (trouble, answered) = answered(&mut asking), if asking.is_some() => {
@@ -85,26 +83,24 @@ impl Stream {
                         return Ok(StreamEnd::Moved { to: Box::new(to), trouble });
                     }
                 }
-                Ok(permit) = next_permit(&mut self.reporter.outbox, &outgoing) => {
-                    if let Some(message) = self.reporter.outbox.pop(Instant::now()) {
+                Ok(permit) = self.outbox.ready(&context.machine.rejections).then(|()| outgoing.reserve()) => {
+                    if let Some(message) = self.outbox.pop(Instant::now(), &mut context.machine.rejections) {
                         permit.send(message);
                     }
                 }
                 Ok(()) = progress.changed() => {
                     let seen = progress.borrow_and_update().clone();
-                    self.report(&seen, &context.machine);
+                    self.report(&seen, context);
                 }
-                message = self.incoming.message() => {
-                    let Some(message) = message? else { return Ok(StreamEnd::Closed) };
-                    if let Some(ServerBody::Batch(v1::Batch { version, acknowledge_at_once: true, .. })) = message.body {
-                        self.reporter.outbox.hurry(version);
+                message = self.incoming.next() => {
+                    let Some(message) = message.transpose()? else { return Ok(StreamEnd::Closed) };
+                    let now = Instant::now();
+                    let effects = self.on_message(context, replica, message, now)?;
+                    if self.outbox.epoch.is_some() {
+                        welcomed_at.get_or_insert(now);
                     }
-                    let brings_state = message.body.as_ref().is_some_and(brings_state);
-                    for effect in context.machine.on_message(message)? {
-                        self.on_effect(context, effect, replica, welcomed_at).await?;
-                    }
-                    if brings_state {
-                        self.failover.on_progress(context.machine.is_following(), Instant::now());
+                    for effect in effects {
+                        change_state(&context.state, &context.metrics, effect).await?;
                     }
                     if context.machine.needs_referable() {
                         let referable = blocking(&context.state, |state| state.with_state(Referable::of)).await?;
@@ -113,85 +109,99 @@ impl Stream {
                     }
                     silence.as_mut().reset(Instant::now() + self.silent_after);
                 }
-                () = sleep_until(ask_at.unwrap_or_else(Instant::now)), if ask_at.is_some() => {
+                () = passed(ask_at) => {
                     let trouble = self.failover.due(Instant::now());
                     asking = trouble.map(|trouble| (trouble, self.ask_others(context, replicas)));
                 }
-                () = sleep_until(renew_at.unwrap_or_else(Instant::now)), if renew_at.is_some() => {
+                () = passed(renew_at) => {
                     if let Some(renewal) = &mut self.renewal && renewal.is_renewed().await {
                         return Ok(StreamEnd::Renewed);
                     }
                 }
                 Ok(()) = self.tls_problem.changed() => {
                     let seen = progress.borrow().clone();
-                    self.report(&seen, &context.machine);
+                    self.report(&seen, context);
                 }
                 () = &mut silence => {
-                    let is_welcomed = self.reporter.epoch.is_some();
+                    let is_welcomed = self.outbox.epoch.is_some();
                     return Ok(if is_welcomed { StreamEnd::Silent(self.silent_after) } else { StreamEnd::NoWelcome });
                 }
             }
         }
     }
 
-    async fn on_effect(
+    /// Processes a message that arrived at `now`. Returns the effects on the state, in order.
+    fn on_message(
         &mut self,
-        context: &Context,
-        effect: Effect,
+        context: &mut Context,
         replica: &Target,
-        welcomed_at: &mut Option<Instant>,
-    ) -> Result<(), StreamEnd> {
-        match effect {
-            Effect::Welcomed(welcomed) => {
-                *welcomed_at = Some(Instant::now());
-                self.on_welcome(context, welcomed, replica);
-            }
-            Effect::Apply(step) => {
-                let version = step.version;
-                debug!(version, changes = step.changes.len(), snapshot = step.snapshot.is_some(), "step");
-                apply(&context.state, step).await?;
-                context.metrics.version_received.set(version);
-            }
-            Effect::Node(node) => blocking(&context.state, move |state| state.set_node(&node)).await?,
-            Effect::Resumed => blocking(&context.state, AgentState::confirm).await?,
-            Effect::Reject(nack) => {
-                context.metrics.rejected_resources.inc_by(nack.rejections.len() as u64);
-                self.reporter.reject(nack, &context.machine);
-            }
-            Effect::Query(query) => self.reporter.outbox.answers.ask(query),
-            Effect::Barrier(answer) => self.reporter.outbox.barriers.0.answered(answer),
-            Effect::Heartbeat { source_age, head_version, source, snapshots_sent } => {
-                context.metrics.set_source_age(source_age);
-                context.metrics.head_version.set(head_version);
-                context.metrics.set_source_state(source);
-                self.failover.on_source(source, Instant::now());
-                self.failover.on_snapshots_sent(snapshots_sent, Instant::now());
-            }
-            Effect::Drain { within, for_balance: true, .. } => {
-                self.failover.on_balance_request(Instant::now() + jitter(within));
-            }
-            Effect::Drain { within, reason, for_balance: false } => self.on_drain(within, reason),
+        message: v1::ServerMessage,
+        now: Instant,
+    ) -> Result<Vec<Effect>, Violation> {
+        if let Some(ServerBody::Batch(v1::Batch { version, acknowledge_at_once: true, .. })) = message.body {
+            self.outbox.hurry(version);
         }
-        Ok(())
+        let brings_state = message.body.as_ref().is_some_and(brings_state);
+        let mut of_state = Vec::new();
+        for effect in context.machine.on_message(message)? {
+            match effect {
+                Effect::Apply(_) | Effect::Node(_) | Effect::Resumed => of_state.push(effect),
+                Effect::Welcomed(welcomed) => self.on_welcome(context, welcomed, replica, now),
+                Effect::Reject(rejections) => {
+                    context.metrics.rejected_resources.inc_by(rejections.len() as u64);
+                    for v1::Rejection { resource, field, reason } in &rejections {
+                        warn!(
+                            resource,
+                            field, reason, "a resource cannot be used; its last good value stays, if there is one"
+                        );
+                    }
+                    if context.machine.has_forgotten_rejections() {
+                        warn!("too many resources are rejected; the replica learns only the number of further ones");
+                    }
+                }
+                Effect::Query(query) => self.outbox.answers.ask(query),
+                Effect::Barrier(answer) => context.barriers.answered(answer),
+                Effect::Heartbeat { source_age, head_version, source, snapshots_sent } => {
+                    context.metrics.set_source_age(source_age);
+                    context.metrics.head_version.set(head_version);
+                    context.metrics.set_source_state(source);
+                    self.failover.on_source(source, now);
+                    self.failover.on_snapshots_sent(snapshots_sent, now);
+                }
+                Effect::Drain { within, for_balance: true, .. } => {
+                    self.failover.on_balance_request(now + jitter(within));
+                }
+                Effect::Drain { within, reason, for_balance: false } => {
+                    let at = now + jitter(within);
+                    if self.drain.as_ref().is_none_or(|(earlier, _)| at < *earlier) {
+                        self.drain = Some((at, reason));
+                    }
+                }
+            }
+        }
+        if brings_state {
+            self.failover.on_progress(context.machine.is_following(), now);
+        }
+        Ok(of_state)
     }
 
-    fn on_welcome(&mut self, context: &Context, welcomed: Welcomed, replica: &Target) {
+    fn on_welcome(&mut self, context: &mut Context, welcomed: Welcomed, replica: &Target, now: Instant) {
         let Welcomed { replica: name, epoch, mode, heartbeat_interval, source } = welcomed;
-        self.reporter.outbox.barriers.0.begin_stream();
+        self.outbox.requests = context.barriers.begin_stream();
         context.metrics.set_source_state(source);
         if let Some(tls) = &context.config.tls {
             tls.on_accepted();
         }
-        self.failover.on_source(source, Instant::now());
+        self.failover.on_source(source, now);
         let mode = context.metrics.resumed(mode);
         info!(%replica, name, mode, "connected");
         context.metrics.connected.set(1);
-        self.reporter.epoch = Some(epoch);
+        self.outbox.epoch = Some(epoch);
         self.silent_after = heartbeat_interval.saturating_mul(MISSED_HEARTBEATS);
         // The replica needs a failure before the first ACK, and after a resume by log an ACK even
         // if no change follows (`discovery.proto`, rule 7).
         let seen = context.progress.borrow().clone();
-        self.report(&seen, &context.machine);
+        self.report(&seen, context);
     }
 
     /// Notes the positions that the agent holds, and then asks the other replicas for their
@@ -200,7 +210,7 @@ impl Stream {
     /// to be behind.
     fn ask_others(&self, context: &Context, replicas: &Replicas) -> BoxFuture<'static, Answered> {
         let SessionConfig { node_name, tls, .. } = &context.config;
-        let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.reporter.epoch);
+        let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.outbox.epoch);
         let others = replicas.others();
         let point = blocking(&context.state, AgentState::point);
         let ask = async move {
@@ -227,15 +237,9 @@ impl Stream {
         chosen
     }
 
-    fn on_drain(&mut self, within: Duration, reason: String) {
-        let at = Instant::now() + jitter(within);
-        if self.drain.as_ref().is_none_or(|(earlier, _)| at < *earlier) {
-            self.drain = Some((at, reason));
-        }
-    }
-
-    fn report(&mut self, progress: &Progress, machine: &Machine) {
-        self.reporter.report(progress, status(progress, &self.tls_problem), machine);
+    fn report(&mut self, progress: &Progress, context: &mut Context) {
+        let status = status(progress, &self.tls_problem);
+        self.outbox.report(progress, status, &mut context.machine, Instant::now());
     }
 }
 
@@ -246,15 +250,6 @@ fn brings_state(body: &ServerBody) -> bool {
         body,
         ServerBody::Welcome(_) | ServerBody::Batch(_) | ServerBody::SnapshotChunk(_) | ServerBody::SnapshotEnd(_)
     )
-}
-
-/// Waits until a message may be sent, and then until the transport accepts a message.
-async fn next_permit<'a>(
-    outbox: &mut Outbox,
-    outgoing: &'a mpsc::Sender<v1::AgentMessage>,
-) -> Result<mpsc::Permit<'a, v1::AgentMessage>, mpsc::error::SendError<()>> {
-    outbox.ready().await;
-    outgoing.reserve().await
 }
 
 /// The state that the agent held when it asked the other replicas, and their answers.
@@ -279,12 +274,23 @@ pub(super) fn status(progress: &Progress, tls_problem: &watch::Receiver<Option<S
     status
 }
 
-/// Applies an update at once if the state's lock is free, otherwise on a thread that may block.
-async fn apply(state: &Arc<AgentState>, step: StateUpdate) -> Result<(), StreamEnd> {
-    match state.try_apply(step) {
-        Some(step) => blocking(state, move |state| state.apply(step)).await,
-        None => Ok(()),
+/// Applies an effect on the state. Applies an update at once if the state's lock is free, otherwise
+/// on a thread that may block.
+async fn change_state(state: &Arc<AgentState>, metrics: &SessionMetrics, effect: Effect) -> Result<(), StreamEnd> {
+    match effect {
+        Effect::Apply(step) => {
+            let version = step.version;
+            debug!(version, changes = step.changes.len(), snapshot = step.snapshot.is_some(), "step");
+            if let Some(step) = state.try_apply(step) {
+                blocking(state, move |state| state.apply(step)).await?;
+            }
+            metrics.version_received.set(version);
+        }
+        Effect::Node(node) => blocking(state, move |state| state.set_node(&node)).await?,
+        Effect::Resumed => blocking(state, AgentState::confirm).await?,
+        _ => {}
     }
+    Ok(())
 }
 
 /// Calls `work` on a thread that may block, because `work` waits for the state's lock. The planning

@@ -40,6 +40,8 @@ pub struct NodePolicy {
     pub bind_address: Option<IpAddr>,
     /// True if rules leave out externalIPs.
     pub ignores_external_ips: bool,
+    /// The time until which syncs wait for the Node, if rules depend on it.
+    pub node_awaited_until: Option<Instant>,
 }
 
 /// The state of the agent. The session and the reconcile loop share it.
@@ -50,22 +52,25 @@ pub struct AgentState {
     changed: Condvar,
 }
 
+/// What the state may lack, although its positions include it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Lack {
+    Nothing,
+    /// The state is from disk, and changes may have followed before the last run ended.
+    Changes,
+    /// Also, the rules in the kernel may have these changes, so that no sync may program the state.
+    ChangesOfRules,
+}
+
 #[derive(Debug)]
 struct Inner {
     held: Held,
-    /// True while the state is from disk, no control plane has updated it, and the rules in the
-    /// kernel may be newer than the state.
-    is_unconfirmed: bool,
-    /// The state is from disk, and may lack what its positions include.
-    may_lack: bool,
-    node_name: String,
+    lack: Lack,
     /// The agent's own Node.
     node: Option<Node>,
     /// The facts about this node that rules depend on, computed from `node` and `policy`.
     facts: NodeFacts,
     policy: NodePolicy,
-    /// The time until which syncs wait for the Node.
-    node_awaited_until: Option<Instant>,
     /// The number of the current stream, from 1.
     stream: u64,
     /// `OwnNode.revision` of the Node that the current stream sent last. 0 if the stream has not
@@ -75,28 +80,18 @@ struct Inner {
     dirty: Dirty,
     /// True if the next sync must be a full sync.
     needs_full: bool,
-    /// True if the addresses of the node's interfaces changed since [`AgentState::wait`] last
-    /// reported a change.
-    interfaces_changed: bool,
-    /// True if the problems of the dataplane changed since [`AgentState::wait`] last reported a
-    /// change of the problems.
-    problems_changed: bool,
-    /// True if another program may have changed rules since [`AgentState::wait`] last reported a
-    /// change of the rules.
-    rules_changed: bool,
+    /// What [`AgentState::wait`] has to report besides changes of the state.
+    signals: BTreeSet<Wake>,
     /// Number of requested verifications.
     verifications_requested: u64,
-    /// True if [`AgentState::wait`] has not reported the last request.
-    verification_requested: bool,
     /// Counts the updates that a sync must program.
     generation: u64,
-    stop: bool,
 }
 
 impl Inner {
     fn point(&self) -> Option<v1::Resume> {
         let point = self.held.point()?;
-        Some(if self.may_lack { v1::Resume { epoch: 0, ..point } } else { point })
+        Some(if self.lack == Lack::Nothing { point } else { v1::Resume { epoch: 0, ..point } })
     }
 
     /// The state that a sync programs now; `None` before the first complete snapshot.
@@ -107,22 +102,39 @@ impl Inner {
 
     /// The facts of a Node, with the operator's policy applied.
     fn facts_of(&self, node: Option<&Node>) -> NodeFacts {
-        let facts = NodeFacts::of(&self.node_name, node);
-        let NodePolicy { bind_address, ignores_external_ips } = self.policy;
+        let facts = NodeFacts::of(&self.facts.name, node);
+        let NodePolicy { bind_address, ignores_external_ips, .. } = self.policy;
         let addresses = node_addresses(&facts.addresses, bind_address);
         NodeFacts { addresses, ignores_external_ips, failing: self.facts.failing.clone(), ..facts }
-    }
-
-    /// The time until which a sync waits for the Node. Returns the current time if the sync need
-    /// not wait.
-    fn node_awaited(&self) -> Instant {
-        let is_known = self.node.is_some() || self.node_revision != 0;
-        self.node_awaited_until.filter(|_| !is_known).unwrap_or_else(Instant::now)
     }
 
     fn own_node(&self) -> v1::OwnNode {
         let node = self.node.as_ref().map(node_to_wire);
         v1::OwnNode { revision: 0, node, position: self.held.node_position() }
+    }
+
+    /// Returns what the reconcile loop does next, and when. Takes out a signal that it returns.
+    /// `None` if only a signal ends the wait.
+    fn next(&mut self, done: Option<u64>, pace: Pace, verify_at: Instant, now: Instant) -> Option<(Wake, Instant)> {
+        let has_state = self.held.position().is_some();
+        let may_program = has_state && self.lack != Lack::ChangesOfRules;
+        let is_due = |wake: &Wake| match wake {
+            Wake::Rules => has_state,
+            // Changes that arrive all the time must not delay a request without end: Services that
+            // wait for a sync are not verified.
+            Wake::Requested => may_program && done.is_some(),
+            _ => true,
+        };
+        if let Some(wake) = self.signals.iter().copied().find(is_due) {
+            self.signals.remove(&wake);
+            return Some((wake, now));
+        }
+        if may_program && Some(self.generation) != done {
+            let is_node_known = self.node.is_some() || self.node_revision != 0;
+            let node_awaited_until = self.policy.node_awaited_until.filter(|_| !is_node_known);
+            return Some((Wake::Work, pace.next(self.generation).max(node_awaited_until.unwrap_or(now))));
+        }
+        has_state.then_some((Wake::Verify, verify_at))
     }
 }
 
@@ -132,8 +144,8 @@ impl StateSource for AgentState {
     }
 }
 
-/// Why [`AgentState::wait`] returned.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Why [`AgentState::wait`] returns. What comes first is reported first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Wake {
     /// The agent stops.
     Stop,
@@ -143,12 +155,12 @@ pub(crate) enum Wake {
     Problems,
     /// Another program may have changed the rules.
     Rules,
+    /// A verification of the kernel was requested.
+    Requested,
     /// Changes must be programmed.
     Work,
     /// No changes must be programmed, and it is time to verify the rules.
     Verify,
-    /// A verification of the kernel was requested.
-    Requested,
 }
 
 /// When the next sync may begin.
@@ -229,39 +241,26 @@ impl AgentState {
         node.iter().for_each(|node| backlog.set_node(node));
         let inner = Inner {
             held,
-            is_unconfirmed: may_be_behind,
-            may_lack: may_be_behind,
-            node_name: node_name.to_owned(),
+            lack: if may_be_behind { Lack::ChangesOfRules } else { Lack::Nothing },
             facts: NodeFacts::of(node_name, node.as_ref()),
             node,
             policy: NodePolicy::default(),
-            node_awaited_until: None,
             stream: 0,
             node_revision: 0,
             dirty: Dirty::default(),
             needs_full: true,
-            interfaces_changed: false,
-            problems_changed: false,
-            rules_changed: false,
+            signals: BTreeSet::new(),
             verifications_requested: 0,
-            verification_requested: false,
             generation: 0,
-            stop: false,
         };
         Self { backlog, inner: Mutex::new(inner), changed: Condvar::new() }
     }
 
-    /// Sets the operator's settings about the node. The next sync is a full sync.
+    /// Sets the operator's settings about the node, before the first sync.
     pub fn set_policy(&self, policy: NodePolicy) {
         let mut inner = self.lock();
         inner.policy = policy;
         inner.facts = inner.facts_of(inner.node.as_ref());
-        inner.needs_full = true;
-    }
-
-    /// Makes syncs wait until the Node is known, but not longer than `until`.
-    pub fn await_node(&self, until: Instant) {
-        self.lock().node_awaited_until = Some(until);
     }
 
     /// The changes that are not in the kernel yet.
@@ -301,10 +300,9 @@ impl AgentState {
     /// Like [`Self::apply`], but returns the step instead of waiting when the lock is held.
     #[must_use]
     pub fn try_apply(&self, step: StateUpdate) -> Option<StateUpdate> {
-        match self.inner.try_lock() {
-            Ok(mut inner) => self.apply_locked(&mut inner, step),
-            Err(TryLockError::Poisoned(poisoned)) => self.apply_locked(&mut poisoned.into_inner(), step),
-            Err(TryLockError::WouldBlock) => return Some(step),
+        match self.try_lock() {
+            Some(mut inner) => self.apply_locked(&mut inner, step),
+            None => return Some(step),
         }
         None
     }
@@ -358,32 +356,18 @@ impl AgentState {
         self.changed.notify_all();
     }
 
-    /// Wakes the reconcile loop, because the addresses of the node's interfaces changed. Waits for
-    /// the lock, as [`Self::apply`] does.
-    pub fn interfaces_changed(&self) {
-        self.lock().interfaces_changed = true;
+    /// Makes [`Self::wait`] return this, once. Waits for the lock, as [`Self::apply`] does.
+    pub(crate) fn signal(&self, wake: Wake) {
+        self.lock().signals.insert(wake);
         self.changed.notify_all();
     }
 
-    /// Wakes the reconcile loop, because the problems of the dataplane changed. Returns false
-    /// instead of waiting when the lock is held.
+    /// Like [`Self::signal`], but returns false instead of waiting when the lock is held.
     #[must_use]
-    pub fn try_problems_changed(&self) -> bool {
-        let mut inner = match self.inner.try_lock() {
-            Ok(inner) => inner,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
-        };
-        inner.problems_changed = true;
+    pub(crate) fn try_signal(&self, wake: Wake) -> bool {
+        let signalled = self.try_lock().map(|mut inner| inner.signals.insert(wake));
         self.changed.notify_all();
-        true
-    }
-
-    /// Wakes the reconcile loop, because another program may have changed the rules. Waits for the
-    /// lock, as [`Self::apply`] does.
-    pub fn rules_changed(&self) {
-        self.lock().rules_changed = true;
-        self.changed.notify_all();
+        signalled.is_some()
     }
 
     /// Requests a verification of the kernel: the reconcile loop reads the kernel and compares what
@@ -394,7 +378,7 @@ impl AgentState {
     pub fn request_verification(&self) -> u64 {
         let mut inner = self.lock();
         inner.verifications_requested += 1;
-        inner.verification_requested = true;
+        inner.signals.insert(Wake::Requested);
         self.changed.notify_all();
         inner.verifications_requested
     }
@@ -407,23 +391,22 @@ impl AgentState {
     /// Notes that the state is as new as the control plane's state was at the start of the stream.
     /// Syncs may program it from now on.
     pub fn confirm(&self) {
-        self.lock().may_lack = false;
-        self.program_unconfirmed();
+        self.lock().lack = Lack::Nothing;
+        self.changed.notify_all();
     }
 
     /// Allows syncs to program the state from disk, because the kernel has no rules. The state may
     /// still lack what its positions include.
     pub fn program_unconfirmed(&self) {
         let mut inner = self.lock();
-        if std::mem::take(&mut inner.is_unconfirmed) {
-            self.changed.notify_all();
-        }
+        inner.lack = inner.lack.min(Lack::Changes);
+        self.changed.notify_all();
     }
 
     /// True while the state is from disk and may not be programmed.
     #[must_use]
     pub fn is_unconfirmed(&self) -> bool {
-        self.lock().is_unconfirmed
+        self.lock().lack == Lack::ChangesOfRules
     }
 
     /// Epoch and version of the state; `None` before the first complete snapshot.
@@ -462,7 +445,8 @@ impl AgentState {
     /// changed after this version may have any digest. Logs an error if the digests of the state
     /// were wrong, and corrects them. The cost grows with the number of resources.
     pub(crate) fn renewed_digests(&self) -> ((u64, u64), Digests) {
-        let before = self.moment();
+        let moment = |inner: &Inner| (inner.held.position(), inner.generation);
+        let before = moment(&self.lock());
         let keys = self.keys();
         let mut digests = Digests::default();
         for keys in keys.chunks(SERVICES_AT_ONCE) {
@@ -470,18 +454,12 @@ impl AgentState {
         }
         let mut inner = self.lock();
         inner.held.state().digest_service_cidrs(&mut digests);
-        let is_same = (inner.held.position(), inner.generation) == before;
-        if is_same && *inner.held.state().digests() != digests && !inner.held.renew_digests() {
+        if moment(&inner) == before && *inner.held.state().digests() != digests && !inner.held.renew_digests() {
             error!(
                 "the digests of the agent's resources were wrong, and are computed anew: memory was damaged, or the agent has a defect"
             );
         }
         (before.0.unwrap_or_default(), digests)
-    }
-
-    fn moment(&self) -> (Option<(u64, u64)>, u64) {
-        let inner = self.lock();
-        (inner.held.position(), inner.generation)
     }
 
     /// The Services of the state.
@@ -491,50 +469,20 @@ impl AgentState {
 
     /// Ends the reconcile loop after its current sync.
     pub fn stop(&self) {
-        self.lock().stop = true;
-        self.changed.notify_all();
+        self.signal(Wake::Stop);
     }
 
-    /// Waits until changes newer than generation `done` may be programmed, as `pace` allows.
-    /// Without such changes, waits until `verify_at`. Before the first complete snapshot, only
-    /// [`Self::stop`], [`Self::interfaces_changed`] and [`Self::try_problems_changed`] end the
-    /// wait.
+    /// Waits until changes newer than generation `done` may be programmed, as `pace` allows, or
+    /// for a signal. Without such changes, waits until `verify_at`. Before the first complete
+    /// snapshot, only [`Self::signal`] ends the wait.
     pub(crate) fn wait(&self, done: Option<u64>, pace: Pace, verify_at: Instant) -> Wake {
         let mut inner = self.lock();
         loop {
-            if inner.stop {
-                return Wake::Stop;
-            }
-            if std::mem::take(&mut inner.interfaces_changed) {
-                return Wake::Interfaces;
-            }
-            if std::mem::take(&mut inner.problems_changed) {
-                return Wake::Problems;
-            }
-            if inner.held.position().is_some() && std::mem::take(&mut inner.rules_changed) {
-                return Wake::Rules;
-            }
-            // Changes that arrive all the time must not delay a request without end: Services that
-            // wait for a sync are not verified.
-            let can_verify = done.is_some() && !inner.is_unconfirmed;
-            if can_verify && std::mem::take(&mut inner.verification_requested) {
-                return Wake::Requested;
-            }
-            let is_done = Some(inner.generation) == done || inner.is_unconfirmed;
-            let due = match (inner.held.position(), is_done) {
-                (None, _) => None,
-                (Some(_), false) => Some((Wake::Work, pace.next(inner.generation).max(inner.node_awaited()))),
-                (Some(_), true) => Some((Wake::Verify, verify_at)),
-            };
-            inner = match due {
+            let now = Instant::now();
+            inner = match inner.next(done, pace, verify_at, now) {
                 None => self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner),
-                Some((wake, at)) => {
-                    let left = at.saturating_duration_since(Instant::now());
-                    if left.is_zero() {
-                        return wake;
-                    }
-                    self.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0
-                }
+                Some((wake, at)) if at <= now => return wake,
+                Some((_, at)) => self.changed.wait_timeout(inner, at - now).unwrap_or_else(PoisonError::into_inner).0,
             };
         }
     }
@@ -579,5 +527,41 @@ impl AgentState {
         // A panic while planning ends the agent (see `run`). A panic does not damage the state,
         // because planning only reads the state.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, Inner>> {
+        match self.inner.try_lock() {
+            Ok(inner) => Some(inner),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn signals_come_before_work_in_their_order_and_each_once() {
+        let now = Instant::now();
+        let pace = Pace { not_before: now, after_failure: None };
+        let state = AgentState::new("node-1");
+        for wake in [Wake::Requested, Wake::Rules, Wake::Problems, Wake::Interfaces, Wake::Stop, Wake::Stop] {
+            state.signal(wake);
+        }
+        let next = |done| state.lock().next(done, pace, now + Duration::from_secs(30), now);
+        for wake in [Wake::Stop, Wake::Interfaces, Wake::Problems] {
+            assert_eq!(next(None), Some((wake, now)));
+        }
+        assert_eq!(next(None), None, "the agent holds no state");
+        state.apply(StateUpdate { epoch: 1, version: 1, ..StateUpdate::default() });
+        assert_eq!(next(None), Some((Wake::Rules, now)));
+        assert_eq!(next(None), Some((Wake::Work, now)), "nothing is programmed that could be verified");
+        assert_eq!(next(Some(0)), Some((Wake::Requested, now)), "changes do not delay a request");
+        assert_eq!(next(Some(0)), Some((Wake::Work, now)));
+        assert_eq!(next(Some(1)), Some((Wake::Verify, now + Duration::from_secs(30))));
     }
 }

@@ -8,6 +8,7 @@ mod moves;
 mod port;
 mod replica;
 mod restart;
+pub(crate) mod testing;
 mod tls;
 
 use std::{net::SocketAddr, time::Duration};
@@ -33,7 +34,7 @@ use crate::{
     AgentError,
     dataplane::{
         DataplaneError, ErrorKind,
-        in_memory::{Call, Control, InMemoryDataplane},
+        in_memory::{self, Call, Control},
     },
     options::Options,
     run_with,
@@ -65,7 +66,7 @@ impl Agent {
         let has_metrics = arguments.iter().any(|argument| argument.starts_with("--metrics"));
         let tail = if has_metrics { &[][..] } else { &metrics[..] };
         let options = Options::try_parse_from(head.iter().chain(arguments).chain(tail)).unwrap();
-        let (backend, control) = InMemoryDataplane::new();
+        let (backend, control) = in_memory::dataplane();
         let shutdown = CancellationToken::new();
         let running = tokio::spawn(run_with(options, Box::new(backend), shutdown.clone()));
         Self { control, _stops: shutdown.clone().drop_guard(), shutdown, running }
@@ -105,7 +106,7 @@ async fn after_an_unknown_reference_the_next_stream_resumes_by_digests() {
     let store = store();
     let (mut connection, _) = serve(&mut replica, &store).await;
     assert_eq!(connection.ack().await.version, 1);
-    let group = v1::ServiceEndpoints { service: 1, ..Default::default() };
+    let group = v1::ServiceEndpoints { service: vec![1].into(), ..Default::default() };
     let changes = Some(v1::Changes { endpoints: vec![group], ..Default::default() });
     connection
         .send(message(server_message::Body::Batch(v1::Batch { version: 2, changes, ..Default::default() })))

@@ -10,6 +10,7 @@ use headgate_proto::v1::{
     self,
     agent_message::Body,
     discovery_server::{Discovery, DiscoveryServer},
+    server_message,
 };
 use tokio::{
     net::TcpListener,
@@ -41,6 +42,8 @@ pub(super) struct ScriptedReplica {
 
 /// One agent's stream.
 pub(super) struct Connection {
+    /// The first message, until it is taken.
+    first: Option<Body>,
     incoming: Streaming<v1::AgentMessage>,
     outgoing: mpsc::Sender<Outgoing>,
 }
@@ -61,16 +64,25 @@ impl Discovery for Service {
 
     async fn sync(&self, request: Request<Streaming<v1::AgentMessage>>) -> Result<Response<Self::SyncStream>, Status> {
         let (outgoing, receiver) = mpsc::channel(16);
-        let connection = Connection { incoming: request.into_inner(), outgoing };
+        let mut incoming = request.into_inner();
+        let first = incoming.message().await?.and_then(|message| message.body);
+        if let Some(Body::Standing(_)) = &first {
+            let body = Some(server_message::Body::Standing(self.standing().await?));
+            let _ = outgoing.send(Ok(v1::ServerMessage { body })).await;
+            return Ok(Response::new(ReceiverStream::new(receiver)));
+        }
+        let connection = Connection { first, incoming, outgoing };
         self.connections.send(connection).await.map_err(|_| Status::unavailable("the test is over"))?;
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
+}
 
-    async fn standing(&self, _: Request<v1::StandingRequest>) -> Result<Response<v1::StandingResponse>, Status> {
+impl Service {
+    async fn standing(&self) -> Result<v1::StandingResponse, Status> {
         let standing = self.standing.lock().unwrap().clone();
         self.asked.notify_one();
         let _ = self.delays_answers.clone().wait_for(|delays| !delays).await;
-        standing.map(Response::new).ok_or_else(|| Status::unavailable("the test sets no standing"))
+        standing.ok_or_else(|| Status::unavailable("the test sets no standing"))
     }
 }
 
@@ -153,6 +165,9 @@ impl Connection {
     }
 
     pub(super) async fn next_within(&mut self, wait: Duration) -> Option<Body> {
+        if let Some(first) = self.first.take() {
+            return Some(first);
+        }
         timeout(wait, self.incoming.next()).await.ok().map(|message| message.unwrap().unwrap().body.unwrap())
     }
 

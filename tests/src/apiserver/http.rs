@@ -1,28 +1,25 @@
-//! Answers requests: applies faults, serves lists in pages, and opens a `Session` for each watch.
+//! Answers requests: applies faults, serves lists in pages, and opens watches. Options that neither
+//! Headgate's watch loop nor kube's watcher sends are refused.
 
 use std::{io, sync::Arc};
 
 use bytes::Bytes;
-use futures::stream;
-use http::{HeaderValue, Method, Request, Response, StatusCode, header};
-use http_body_util::{BodyExt, Full, StreamBody, combinators::UnsyncBoxBody};
-use hyper::body::{Frame, Incoming};
+use http::{HeaderValue, Method, Request, Response, StatusCode, header, request::Parts};
+use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
+use hyper::body::Incoming;
 use serde_json::{Value, json};
-use tokio::time::sleep;
+use socket2::Socket;
 
 use super::{
-    Shared,
-    connection::ConnectionState,
-    counters::Verb,
-    faults::{Cut, RequestFault},
+    Options,
+    faults::{Cut, RecordedRequest, RequestFault, Verb},
     kinds::Kind,
-    params::{ContinueToken, Params},
-    status::{self, Failure},
-    watch::{Session, is_in_namespace, line},
-    writes::{patch_conditions, patched_pod},
+    state::{Shared, State, key, line},
+    status::{self, Failure, failure},
+    watch,
 };
 
-type Body = UnsyncBoxBody<Bytes, io::Error>;
+pub(super) type Body = UnsyncBoxBody<Bytes, io::Error>;
 
 /// Answers one request.
 ///
@@ -30,153 +27,137 @@ type Body = UnsyncBoxBody<Bytes, io::Error>;
 /// A fault cuts the connection. After this error, the caller must close the connection.
 pub(super) async fn answer(
     shared: Arc<Shared>,
-    connection: Arc<ConnectionState>,
+    socket: Arc<Socket>,
     request: Request<Incoming>,
 ) -> io::Result<Response<Body>> {
-    let (head, mut body) = request.into_parts();
-    let (path, query) = (head.uri.path(), head.uri.query().unwrap_or_default());
-    let target = Kind::of_path(path).filter(|_| head.method == Method::GET);
-    let verb = match target {
+    let (head, body) = request.into_parts();
+    let (path, query) = (head.uri.path().to_owned(), head.uri.query().unwrap_or_default().to_owned());
+    let kind = Kind::of_path(&path).filter(|_| head.method == Method::GET).map(|(kind, _)| kind);
+    let verb = match kind {
         None => Verb::Other,
         Some(_) if query.split('&').any(|pair| pair == "watch=true") => Verb::Watch,
         Some(_) => Verb::List,
     };
-    let kind = target.map(|(kind, _)| kind);
-    let index = shared.counters.record(&head.method, verb, kind, path, query);
-    let faulty = match shared.faults.take(verb, kind) {
-        Some(fault) => apply_fault(&shared, &connection, fault).await?,
-        None => None,
-    };
-    let rights = shared.options().rights;
-    let forbidden = rights.and_then(|rights| rights.check(&head.method, path, query).err());
-    let faulty = faulty.or_else(|| forbidden.as_ref().map(refusal));
-    let page = match head.method {
-        _ if faulty.is_some() => None,
-        Method::GET => shared.tokens.pod(path).map(|pod| (StatusCode::OK, pod)),
-        Method::POST if path == "/apis/authentication.k8s.io/v1/tokenreviews" => {
-            let review = (&mut body).collect().await.map_err(io::Error::other)?.to_bytes();
-            Some((StatusCode::CREATED, shared.tokens.review(&serde_json::from_slice(&review)?)))
-        }
-        _ => None,
-    };
-    if let Some(pod) = patched_pod(&head.method, path).filter(|_| faulty.is_none() && page.is_none()) {
-        let bytes = body.collect().await.map_err(io::Error::other)?.to_bytes();
-        let content_type = head.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-        let answer = patch_conditions(&shared.store, pod, content_type.unwrap_or_default(), &bytes);
-        let response = match answer {
-            Ok(object) => respond(StatusCode::OK, object.to_string().into()),
-            Err(failure) => refusal(&failure),
-        };
-        shared.counters.answered(index, response.status().as_u16());
-        return Ok(response);
-    }
-    if let Some((status, page)) = page {
-        shared.counters.answered(index, status.as_u16());
-        return Ok(respond(status, Bytes::from(page.to_string())));
-    }
-    let response = faulty.unwrap_or_else(|| {
-        let answer = target.ok_or_else(status::not_found).and_then(|(kind, namespace)| {
-            let options = shared.options();
-            if kind == Kind::ServiceCidr && !options.service_cidrs {
-                return Err(status::not_found());
-            }
-            let params = Params::parse(kind, query, &options)?;
-            if params.watch {
-                watch(&shared, connection, kind, namespace, params)
-            } else {
-                list(&shared, kind, namespace, &params)
-            }
-        });
-        answer.unwrap_or_else(|failure| refusal(&failure))
+    let method = head.method.clone();
+    let (index, fault) = shared.change(|state| {
+        state.recorded.push(RecordedRequest { method, verb, kind, path, query, answered: None });
+        (state.recorded.len() - 1, state.take_fault(verb, kind))
     });
-    shared.counters.answered(index, response.status().as_u16());
+    let answer = match fault {
+        Some(RequestFault::Status { code, retry_after_seconds }) => Err(status::injected(code, retry_after_seconds)),
+        Some(RequestFault::Garbage(bytes)) => Ok(respond(StatusCode::OK, bytes)),
+        Some(RequestFault::Cut(how)) => return Err(cut(&socket, how)),
+        Some(RequestFault::Stall) => {
+            until_cleared(&shared).await;
+            serve(&shared, &socket, &head, body).await
+        }
+        None => serve(&shared, &socket, &head, body).await,
+    };
+    let response = answer.unwrap_or_else(|failure| refusal(&failure));
+    shared.change(|state| {
+        state.recorded[index].answered = Some(response.status().as_u16());
+        state.bytes_sent += hyper::body::Body::size_hint(response.body()).exact().unwrap_or_default();
+    });
     Ok(response)
 }
 
-/// Applies a fault: returns the faulty answer, an error that cuts the connection, or `None` for the
-/// usual answer.
-async fn apply_fault(
-    shared: &Shared,
-    connection: &ConnectionState,
-    fault: RequestFault,
-) -> io::Result<Option<Response<Body>>> {
-    match fault {
-        RequestFault::Status { code, retry_after_seconds } => {
-            let mut response = refusal(&status::injected(code, retry_after_seconds));
-            if let Some(seconds) = retry_after_seconds {
-                response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+async fn until_cleared(shared: &Shared) {
+    let mut changes = shared.subscribe();
+    let clearings = shared.lock().clearings;
+    while shared.lock().clearings == clearings && changes.changed().await.is_ok() {}
+}
+
+/// The error that makes hyper close a connection. With [`Cut::Reset`], close(2) sends RST and not
+/// FIN, because the linger time is 0.
+pub(super) fn cut(socket: &Socket, how: Cut) -> io::Error {
+    if how == Cut::Reset
+        && let Err(error) = socket.set_linger(Some(std::time::Duration::ZERO))
+    {
+        tracing::warn!(%error, "could not arm a TCP reset");
+    }
+    io::Error::other("the test cuts the connection")
+}
+
+async fn serve(
+    shared: &Arc<Shared>,
+    socket: &Arc<Socket>,
+    head: &Parts,
+    body: Incoming,
+) -> Result<Response<Body>, Failure> {
+    let (path, query, options) = (head.uri.path(), head.uri.query().unwrap_or_default(), shared.lock().options.clone());
+    if let Some(rights) = &options.rights {
+        rights.check(&head.method, path, query)?;
+    }
+    if head.method == Method::GET {
+        if let Some((kind, namespace)) = Kind::of_path(path) {
+            if kind == Kind::ServiceCidr && !options.service_cidrs {
+                return Err(status::not_found());
             }
-            Ok(Some(response))
-        }
-        RequestFault::Delay(time) => {
-            sleep(time).await;
-            Ok(None)
-        }
-        RequestFault::Stall => {
-            let mut wakeups = shared.store.subscribe();
-            let clearings = shared.faults.clearings();
-            while shared.faults.clearings() == clearings && wakeups.changed().await.is_ok() {}
-            Ok(None)
-        }
-        RequestFault::Cut(how) => {
-            if how == Cut::Reset {
-                connection.reset_on_close();
+            let params = Params::parse(kind, namespace, query, &options)?;
+            if !params.watch {
+                return list(&mut shared.lock(), kind, &params);
             }
-            Err(io::Error::other("the test cuts the connection"))
+            return match watch::open(shared, socket, kind, params) {
+                // The real server has sent code 200 when it finds that the version is too old.
+                Err(failure) if !options.gone_as_http_status => {
+                    Ok(respond(StatusCode::OK, line("ERROR", &failure.body)))
+                }
+                other => other,
+            };
         }
-        RequestFault::Garbage(bytes) => Ok(Some(respond(StatusCode::OK, bytes))),
+        let pod = Kind::of_object_path(path).filter(|(kind, ..)| *kind == Kind::Pod);
+        let pod = pod.and_then(|(kind, namespace, name)| shared.lock().get(kind, &key(kind, namespace, name)));
+        return pod.map(|pod| respond(StatusCode::OK, pod.to_string())).ok_or_else(status::not_found);
+    }
+    let bytes = body.collect().await.map_err(|error| status::bad_request(&error.to_string()))?.to_bytes();
+    let object = serde_json::from_slice(&bytes).map_err(|error| status::bad_request(&error.to_string()));
+    let pod = path.strip_suffix("/status").and_then(Kind::of_object_path);
+    match (&head.method, pod) {
+        (&Method::POST, _) if path == "/apis/authentication.k8s.io/v1/tokenreviews" => {
+            Ok(respond(StatusCode::CREATED, shared.lock().tokens.review(&object?).to_string()))
+        }
+        (&Method::PATCH, Some((Kind::Pod, namespace, name))) => {
+            let content_type = head.headers.get(header::CONTENT_TYPE);
+            if content_type.is_none_or(|value| value != "application/strategic-merge-patch+json") {
+                return Err(failure(415, "UnsupportedMediaType", "write a strategic merge patch"));
+            }
+            let (key, patch) = (key(Kind::Pod, namespace, name), object?);
+            let pod = shared.change(|state| {
+                let pod = state.get(Kind::Pod, &key).ok_or_else(status::not_found)?;
+                Ok(state.replace(Kind::Pod, key, patched((*pod).clone(), &patch)?))
+            })?;
+            Ok(respond(StatusCode::OK, pod.to_string()))
+        }
+        _ => Err(status::not_found()),
     }
 }
 
-fn with_headers(body: Body) -> Response<Body> {
-    let mut response = Response::new(body);
-    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    response.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache, private"));
-    response
-}
-
-fn respond(code: StatusCode, bytes: Bytes) -> Response<Body> {
-    let mut response = with_headers(Full::new(bytes).map_err(|never| match never {}).boxed_unsync());
-    *response.status_mut() = code;
-    response
-}
-
-fn refusal(failure: &Failure) -> Response<Body> {
-    let code = StatusCode::from_u16(failure.code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    respond(code, Bytes::from(format!("{}\n", failure.body)))
-}
-
-fn watch(
-    shared: &Arc<Shared>,
-    connection: Arc<ConnectionState>,
-    kind: Kind,
-    namespace: Option<&str>,
-    params: Params,
-) -> Result<Response<Body>, Failure> {
-    let session = match Session::open(shared, connection, kind, namespace, params) {
-        Ok(session) => session,
-        Err(failure) if shared.options().gone_as_http_status => return Err(failure),
-        // The real server has already sent code 200 when it finds that the version is too old.
-        Err(failure) => return Ok(respond(StatusCode::OK, line("ERROR", &failure.body))),
-    };
-    let pieces = stream::unfold(session, |mut session| async move {
-        let piece = session.next().await?;
-        Some((piece.map(Frame::data), session))
-    });
-    Ok(with_headers(BodyExt::boxed_unsync(StreamBody::new(pieces))))
+/// Merges conditions by their type. With another UID than the pod's, the patch is refused.
+fn patched(mut pod: Value, patch: &Value) -> Result<Value, Failure> {
+    let uid = &patch["metadata"]["uid"];
+    if !uid.is_null() && *uid != pod["metadata"]["uid"] {
+        return Err(failure(422, "Invalid", &format!("metadata.uid: Invalid value: {uid}: field is immutable")));
+    }
+    let mut merged = pod["status"]["conditions"].as_array().cloned().unwrap_or_default();
+    for condition in patch["status"]["conditions"].as_array().into_iter().flatten() {
+        match merged.iter_mut().find(|old| old["type"] == condition["type"]) {
+            Some(old) => condition.as_object().into_iter().flatten().for_each(|(key, value)| old[key] = value.clone()),
+            None => merged.push(condition.clone()),
+        }
+    }
+    pod["status"]["conditions"] = json!(merged);
+    Ok(pod)
 }
 
 /// Lists the newest state, or one page of the list. Later pages have the version of the first page.
-fn list(shared: &Shared, kind: Kind, namespace: Option<&str>, params: &Params) -> Result<Response<Body>, Failure> {
-    if params.token.as_ref().is_some_and(|token| shared.token_is_expired(token.serial)) {
+fn list(state: &mut State, kind: Kind, params: &Params) -> Result<Response<Body>, Failure> {
+    let token = params.token.as_ref();
+    if token.is_some_and(|(_, serial, _)| *serial < state.expired_tokens) {
         return Err(status::expired("The provided continue parameter is too old to display a consistent list result."));
     }
-    let (version, objects) = shared.store.list(kind, params.token.as_ref().map(|token| token.version))?;
-    let is_listed = |(key, object): &(String, Arc<Value>)| {
-        params.token.as_ref().is_none_or(|token| *key > token.after)
-            && is_in_namespace(object, namespace)
-            && params.selector.matches(object)
-    };
+    let (version, objects) = state.list(kind, token.map(|(version, ..)| *version))?;
+    let is_listed =
+        |(key, object): &(String, Arc<Value>)| token.is_none_or(|(_, _, after)| key > after) && params.selects(object);
     let mut objects = objects.into_iter().filter(is_listed).peekable();
     let (mut items, mut metadata) = (Vec::new(), json!({"resourceVersion": version.to_string()}));
     while let Some((key, object)) = objects.next() {
@@ -188,12 +169,126 @@ fn list(shared: &Shared, kind: Kind, namespace: Option<&str>, params: &Params) -
         }
         items.push(item);
         if params.limit == Some(items.len()) && objects.peek().is_some() {
-            let next = ContinueToken { version, serial: shared.next_token_serial(), after: key };
-            metadata["continue"] = json!(next.encode());
+            metadata["continue"] = json!(format!("{version} {} {key}", state.token_serial));
+            state.token_serial += 1;
             break;
         }
     }
     let list_kind = format!("{}List", kind.name());
     let list = json!({"kind": list_kind, "apiVersion": kind.api_version(), "metadata": metadata, "items": items});
-    Ok(respond(StatusCode::OK, Bytes::from(format!("{list}\n"))))
+    Ok(respond(StatusCode::OK, list.to_string()))
+}
+
+pub(super) fn respond(code: StatusCode, bytes: impl Into<Bytes>) -> Response<Body> {
+    with_headers(code, Full::new(bytes.into()).map_err(|never| match never {}).boxed_unsync())
+}
+
+pub(super) fn with_headers(code: StatusCode, body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
+    *response.status_mut() = code;
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+fn refusal(failure: &Failure) -> Response<Body> {
+    let code = StatusCode::from_u16(failure.code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut response = respond(code, failure.body.to_string());
+    if let Some(seconds) = failure.body["details"]["retryAfterSeconds"].as_u64() {
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+    }
+    response
+}
+
+/// The query of a list or a watch. Missing options are `None` or false. The two selectors are those
+/// of Headgate's watch loop: objects without a label, and Services with another `clusterIP`.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Params {
+    namespace: Option<String>,
+    watch: bool,
+    limit: Option<usize>,
+    /// A continue token: the version of all pages of a list, the serial number of the token, and
+    /// the last key of the previous page.
+    token: Option<(u64, u64, String)>,
+    pub(super) version: Option<u64>,
+    without_label: Option<String>,
+    cluster_ip_is_not: Option<String>,
+    pub(super) bookmarks: bool,
+    pub(super) timeout_seconds: Option<u64>,
+    pub(super) send_initial_events: bool,
+    is_not_older_than: bool,
+}
+
+impl Params {
+    /// Decodes a query. An invalid query, or one that `options` do not allow, gets the code of a
+    /// real server: 400 or 422.
+    fn parse(kind: Kind, namespace: Option<&str>, query: &str, options: &Options) -> Result<Self, Failure> {
+        let mut params = Self { namespace: namespace.map(str::to_owned), ..Self::default() };
+        for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+            let unknown = || status::bad_request(&format!("the stand-in API server does not support {pair}"));
+            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+            let value = percent_decode(value).ok_or_else(unknown)?;
+            params.set(name, &value).ok_or_else(unknown)?;
+        }
+        if params.send_initial_events && !options.streaming_lists {
+            let message = "sendInitialEvents is forbidden for watch unless the WatchList feature gate is enabled";
+            return Err(failure(422, "Invalid", message));
+        }
+        if params.send_initial_events != params.is_not_older_than {
+            let message = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan";
+            return Err(failure(422, "Invalid", message));
+        }
+        let has_field_selectors = kind == Kind::Service && options.service_field_selectors;
+        if params.cluster_ip_is_not.is_some() && !has_field_selectors {
+            return Err(status::bad_request("field label not supported: spec.clusterIP"));
+        }
+        Ok(params)
+    }
+
+    /// Sets one option. Returns `None` if the stand-in does not support it.
+    fn set(&mut self, name: &str, value: &str) -> Option<()> {
+        match (name, value) {
+            ("watch", "true") => self.watch = true,
+            ("limit", _) => self.limit = Some(value.parse().ok()?),
+            ("continue", _) => {
+                let mut parts = value.splitn(3, ' ');
+                let mut number = || parts.next()?.parse().ok();
+                self.token = Some((number()?, number()?, parts.next()?.to_owned()));
+            }
+            ("resourceVersion", "" | "0") => {}
+            ("resourceVersion", _) => self.version = Some(value.parse().ok()?),
+            ("resourceVersionMatch", "NotOlderThan") => self.is_not_older_than = true,
+            ("labelSelector", _) => self.without_label = Some(value.strip_prefix('!')?.to_owned()),
+            ("fieldSelector", _) => self.cluster_ip_is_not = Some(value.strip_prefix("spec.clusterIP!=")?.to_owned()),
+            ("allowWatchBookmarks", "true") => self.bookmarks = true,
+            ("timeoutSeconds", _) => self.timeout_seconds = Some(value.parse().ok()?),
+            ("sendInitialEvents", "true") => self.send_initial_events = true,
+            _ => return None,
+        }
+        Some(())
+    }
+
+    /// Whether an object is in the namespace and matches the selectors.
+    pub(super) fn selects(&self, object: &Value) -> bool {
+        let has = |label: &String| object["metadata"]["labels"].get(label).is_some();
+        let is = |address: &String| object["spec"]["clusterIP"].as_str().unwrap_or_default() == address;
+        self.namespace.as_deref().is_none_or(|namespace| object["metadata"]["namespace"] == namespace)
+            && !self.without_label.as_ref().is_some_and(has)
+            && !self.cluster_ip_is_not.as_ref().is_some_and(is)
+    }
+}
+
+fn percent_decode(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        bytes.push(match byte {
+            b'+' => b' ',
+            b'%' => {
+                let mut digit = || char::from(rest.next()?).to_digit(16);
+                u8::try_from(digit()? * 16 + digit()?).ok()?
+            }
+            other => other,
+        });
+    }
+    String::from_utf8(bytes).ok()
 }

@@ -24,63 +24,44 @@ impl Kind {
     /// All kinds that the stand-in serves.
     pub const SERVED: [Self; 5] = [Self::Service, Self::Node, Self::EndpointSlice, Self::ServiceCidr, Self::Pod];
 
-    /// The `kind` field of an object, such as `ServiceCIDR`.
-    pub fn name(self) -> &'static str {
+    /// The `apiVersion` and `kind` of objects, the path of the collection in the whole cluster, and
+    /// whether objects live in a namespace.
+    fn facts(self) -> (&'static str, &'static str, &'static str, bool) {
         match self {
-            Self::Service => "Service",
-            Self::Node => "Node",
-            Self::EndpointSlice => "EndpointSlice",
-            Self::ServiceCidr => "ServiceCIDR",
-            Self::Pod => "Pod",
-        }
-    }
-
-    /// The resource name used in paths and in messages, such as `endpointslices`.
-    pub fn plural(self) -> &'static str {
-        match self {
-            Self::Service => "services",
-            Self::Node => "nodes",
-            Self::EndpointSlice => "endpointslices",
-            Self::ServiceCidr => "servicecidrs",
-            Self::Pod => "pods",
-        }
-    }
-
-    /// The API group; empty for the core group.
-    pub fn group(self) -> &'static str {
-        match self {
-            Self::Service | Self::Node | Self::Pod => "",
-            Self::EndpointSlice => "discovery.k8s.io",
-            Self::ServiceCidr => "networking.k8s.io",
+            Self::Service => ("v1", "Service", "/api/v1/services", true),
+            Self::Node => ("v1", "Node", "/api/v1/nodes", false),
+            Self::EndpointSlice => {
+                ("discovery.k8s.io/v1", "EndpointSlice", "/apis/discovery.k8s.io/v1/endpointslices", true)
+            }
+            Self::ServiceCidr => {
+                ("networking.k8s.io/v1", "ServiceCIDR", "/apis/networking.k8s.io/v1/servicecidrs", false)
+            }
+            Self::Pod => ("v1", "Pod", "/api/v1/pods", true),
         }
     }
 
     /// The `apiVersion` field of an object, such as `discovery.k8s.io/v1`.
     pub fn api_version(self) -> &'static str {
-        match self {
-            Self::Service | Self::Node | Self::Pod => "v1",
-            Self::EndpointSlice => "discovery.k8s.io/v1",
-            Self::ServiceCidr => "networking.k8s.io/v1",
-        }
+        self.facts().0
+    }
+
+    /// The `kind` field of an object, such as `ServiceCIDR`.
+    pub fn name(self) -> &'static str {
+        self.facts().1
     }
 
     /// Whether objects of this kind live in a namespace.
     pub fn is_namespaced(self) -> bool {
-        !matches!(self, Self::Node | Self::ServiceCidr)
+        self.facts().3
     }
 
     /// The path of the collection in `namespace`, or in the whole cluster if `namespace` is `None`.
     /// The namespace is ignored for cluster-scoped kinds.
     pub fn collection_path(self, namespace: Option<&str>) -> String {
-        let root = match self.group() {
-            "" => "/api/v1".to_owned(),
-            group => format!("/apis/{group}/v1"),
-        };
-        match namespace {
-            Some(namespace) if self.is_namespaced() => {
-                format!("{root}/namespaces/{namespace}/{}", self.plural())
-            }
-            _ => format!("{root}/{}", self.plural()),
+        let (.., path, is_namespaced) = self.facts();
+        match (namespace.filter(|_| is_namespaced), path.rsplit_once('/')) {
+            (Some(namespace), Some((root, plural))) => format!("{root}/namespaces/{namespace}/{plural}"),
+            _ => path.to_owned(),
         }
     }
 
@@ -92,24 +73,16 @@ impl Kind {
     /// The kind of an object, from its `apiVersion` and `kind`. `None` for kinds that the stand-in
     /// does not serve.
     pub fn of(object: &Value) -> Option<Self> {
-        let text = |field: &str| object.get(field).and_then(Value::as_str);
         Self::SERVED
             .into_iter()
-            .find(|kind| text("kind") == Some(kind.name()) && text("apiVersion") == Some(kind.api_version()))
+            .find(|kind| object["kind"] == kind.name() && object["apiVersion"] == kind.api_version())
     }
 
     /// The kind and the namespace, if any, of the collection with this path.
     pub(super) fn of_path(path: &str) -> Option<(Self, Option<&str>)> {
-        Self::SERVED.into_iter().find_map(|kind| {
-            let all = kind.collection_path(None);
-            if path == all {
-                return Some((kind, None));
-            }
-            let (root, plural) = all.rsplit_once('/')?;
-            let within = path.strip_prefix(root)?.strip_prefix("/namespaces/")?;
-            let namespace = within.strip_suffix(plural)?.strip_suffix('/')?;
-            (kind.is_namespaced() && !namespace.contains('/')).then_some((kind, Some(namespace)))
-        })
+        let namespace = path.split_once("/namespaces/").and_then(|(_, within)| Some(within.split_once('/')?.0));
+        let found = Self::SERVED.into_iter().find(|kind| kind.collection_path(namespace) == path);
+        found.map(|kind| (kind, namespace))
     }
 
     /// The kind, the namespace and the name of the object with this path. The kind is namespaced.
@@ -128,23 +101,6 @@ impl Kind {
             Self::EndpointSlice => json!({"addressType": "", "endpoints": null, "ports": null}),
             Self::ServiceCidr => json!({"spec": {}, "status": {}}),
             Self::Pod => json!({"spec": {"containers": null}, "status": {}}),
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_kind_is_found_from_every_collection_path() {
-        for kind in Kind::SERVED {
-            assert_eq!(Kind::of_path(&kind.collection_path(None)), Some((kind, None)));
-            let namespace = kind.is_namespaced().then_some("shop");
-            assert_eq!(Kind::of_path(&kind.collection_path(Some("shop"))), Some((kind, namespace)));
-            assert_eq!(Kind::of_path(&kind.object_path("shop", "web")), None);
-            let found = namespace.map(|namespace| (kind, namespace, "web"));
-            assert_eq!(Kind::of_object_path(&kind.object_path("shop", "web")), found);
         }
     }
 }

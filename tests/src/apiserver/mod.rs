@@ -4,59 +4,46 @@
 //! [`ApiServer`] runs on its own thread and a loopback port. Synchronous and asynchronous tests can
 //! use its handle. Objects are JSON, and every write gets a new version from one global counter.
 //! The server follows <https://kubernetes.io/docs/reference/using-api/api-concepts/> and, for
-//! details, the code of `k8s.io/apiserver`. Over HTTP it accepts only lists and watches with the
-//! options that Headgate's watch loop sends, and patches of the conditions of
-//! pods. Tests write objects through the handle.
+//! details, the code of `k8s.io/apiserver`. Over HTTP it accepts only what Headgate sends: lists
+//! and watches with the options of its watch loop, reads of single pods, reviews of tokens, and
+//! patches of the conditions of pods. Tests write objects through the handle.
 //!
 //! [`ApiUnderTest`] is a common interface to this server and to a real `kube-apiserver`, so that
 //! tests can run against both.
 
-mod connection;
-mod counters;
 mod faults;
 mod http;
 mod kinds;
 pub mod objects;
-mod params;
 mod real;
 mod rights;
 mod server;
+mod state;
 mod status;
-mod store;
 mod tokens;
 mod under_test;
 mod watch;
-mod writes;
 
-use std::{
-    fmt,
-    net::SocketAddr,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicU64, Ordering},
-    },
-    time::Duration,
-};
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
+use anyhow::ensure;
 use bytes::Bytes;
 use serde_json::Value;
 
 use self::{
-    counters::Counters,
-    faults::{Faults, Order},
+    faults::Order,
     server::Server,
-    store::{Store, lock},
+    state::{Shared, State, key},
 };
 pub use self::{
-    counters::{RecordedRequest, Verb},
-    faults::{Cut, RequestFault, RequestFilter},
+    faults::{Cut, RecordedRequest, RequestFault, RequestFilter, Verb},
     kinds::Kind,
-    real::{ASSETS_VARIABLE, RealApiServer, RealServerError},
+    real::{ASSETS_VARIABLE, RealApiServer},
     rights::Rights,
+    state::Backup,
     status::{Failure, failure},
-    store::Backup,
     tokens::Token,
-    under_test::{ApiUnderTest, ApiUnderTestError, client},
+    under_test::{ApiUnderTest, client},
 };
 
 /// Options for behaviour that differs between versions of the real server, and for intervals. Tests
@@ -118,76 +105,23 @@ pub enum Restart {
     RestoreBackup(Backup),
 }
 
-/// The state that the handle shares with the request handlers.
-#[derive(Debug)]
-struct Shared {
-    store: Store,
-    tokens: tokens::Tokens,
-    faults: Arc<Faults>,
-    counters: Arc<Counters>,
-    options: Mutex<Options>,
-    token_serial: AtomicU64,
-    expired_tokens: AtomicU64,
-}
-
-impl Shared {
-    fn options(&self) -> Options {
-        lock(&self.options).clone()
-    }
-
-    fn next_token_serial(&self) -> u64 {
-        self.token_serial.fetch_add(1, Ordering::Relaxed)
-    }
-
-    fn token_is_expired(&self, serial: u64) -> bool {
-        serial < self.expired_tokens.load(Ordering::Relaxed)
-    }
-}
-
-/// The server could not listen on a loopback port, or could not start its thread.
-#[derive(Debug, thiserror::Error)]
-#[error("the stand-in API server could not {action}: {source}")]
-pub struct StartError {
-    action: &'static str,
-    source: std::io::Error,
-}
-
-/// A condition did not become true within the time limit of [`ApiServer::wait_until`].
-#[derive(Debug, thiserror::Error)]
-#[error("gave up waiting until {0}")]
-pub struct WaitError(String);
-
 /// A running stand-in API server. Dropping it ends its thread and closes all sockets.
+#[derive(Debug)]
 pub struct ApiServer {
     shared: Arc<Shared>,
     server: Server,
 }
 
-impl fmt::Debug for ApiServer {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("ApiServer").field("address", &self.address()).finish_non_exhaustive()
-    }
-}
-
 impl ApiServer {
     /// Starts an empty server with the default options on a free port of 127.0.0.1.
-    pub fn start() -> Result<Self, StartError> {
+    pub fn start() -> io::Result<Self> {
         Self::start_with(Options::default())
     }
 
     /// Starts an empty server on a free port of 127.0.0.1.
-    pub fn start_with(options: Options) -> Result<Self, StartError> {
-        let shared = Arc::new(Shared {
-            store: Store::new(),
-            tokens: tokens::Tokens::default(),
-            faults: Arc::new(Faults::default()),
-            counters: Arc::new(Counters::default()),
-            options: Mutex::new(options),
-            token_serial: AtomicU64::new(0),
-            expired_tokens: AtomicU64::new(0),
-        });
-        let server = Server::start(shared.clone())?;
-        Ok(Self { shared, server })
+    pub fn start_with(options: Options) -> io::Result<Self> {
+        let shared = Arc::new(Shared::new(options));
+        Ok(Self { server: Server::start(&shared)?, shared })
     }
 
     /// The server's address and port. A restart does not change them.
@@ -202,20 +136,22 @@ impl ApiServer {
 
     /// The text of a kubeconfig file for this server, without credentials.
     pub fn kubeconfig(&self) -> String {
-        format!(
-            "apiVersion: v1\nkind: Config\ncurrent-context: stand-in\nclusters:\n- name: stand-in\n  cluster:\n    server: {}\n\
-             contexts:\n- name: stand-in\n  context:\n    cluster: stand-in\n    user: tester\nusers:\n- name: tester\n  user: {{}}\n",
-            self.url()
-        )
+        kubeconfig(&self.url(), "", "")
     }
 
     /// Changes the options.
     pub fn set_options(&self, change: impl FnOnce(&mut Options)) {
-        let mut options = self.shared.options();
-        change(&mut options);
-        *lock(&self.shared.options) = options;
-        self.shared.store.wake_watches();
+        self.shared.change(|state| change(&mut state.options));
     }
+}
+
+/// The text of a kubeconfig file, with further lines for the cluster and the user.
+fn kubeconfig(url: &str, cluster: &str, user: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Config\ncurrent-context: tests\nclusters:\n- name: tests\n  cluster:\n    server: {url}\n\
+         {cluster}contexts:\n- name: tests\n  context:\n    cluster: tests\n    user: tester\nusers:\n- name: tester\n  \
+         user: {{{user}}}\n"
+    )
 }
 
 /// Methods that read and write objects.
@@ -226,17 +162,12 @@ impl ApiServer {
     /// # Errors
     /// The object has an unknown kind or no name.
     pub fn apply(&self, object: Value) -> Result<Value, Failure> {
-        Ok((*self.shared.store.apply(object)?).clone())
+        Ok((*self.shared.change(|state| state.apply(object))?).clone())
     }
 
-    /// Issues a service-account token, which TokenReviews and the published keys confirm.
+    /// Issues a service-account token, which TokenReviews confirm.
     pub fn issue_token(&self, token: Token) -> String {
-        self.shared.tokens.issue(token)
-    }
-
-    /// Shows a pod of the namespace `headgate-system` to GET requests.
-    pub fn put_pod(&self, name: &str, uid: &str, node: &str) {
-        self.shared.tokens.put_pod(name, uid, node);
+        self.shared.change(|state| state.tokens.issue(token))
     }
 
     /// Deletes an object, and returns its last state. The namespace is ignored for cluster-scoped
@@ -245,40 +176,42 @@ impl ApiServer {
     /// # Errors
     /// 404 if the object does not exist.
     pub fn delete(&self, kind: Kind, namespace: &str, name: &str) -> Result<Value, Failure> {
-        Ok((*self.shared.store.delete(kind, namespace, name)?).clone())
+        Ok((*self.shared.change(|state| state.delete(kind, key(kind, namespace, name)))?).clone())
     }
 
     /// Returns an object as stored; `None` if it does not exist.
     pub fn get(&self, kind: Kind, namespace: &str, name: &str) -> Option<Value> {
-        Some((*self.shared.store.get(kind, namespace, name)?).clone())
+        self.look(|state| state.get(kind, &key(kind, namespace, name)).map(|object| (*object).clone()))
     }
 
     /// Returns all objects of a kind, ordered by namespace and name.
     pub fn list(&self, kind: Kind) -> Vec<Value> {
-        let listed = self.shared.store.list(kind, None).map(|(_, objects)| objects);
-        listed.unwrap_or_default().into_values().map(|object| (*object).clone()).collect()
+        self.look(|state| state.of_kind(kind).map(|(_, object)| (**object).clone()).collect())
     }
 
     /// The resourceVersion of the last write of any kind.
     pub fn version(&self) -> u64 {
-        self.shared.store.version()
+        self.look(|state| state.version)
     }
 
     /// Drops the history. New watches, exact reads and continue tokens of earlier versions get 410.
     /// Open watches still get all their events.
     pub fn compact(&self) {
-        self.shared.store.compact();
+        self.shared.change(State::compact);
     }
 
     /// Expires all continue tokens issued so far. Requests with them get 410.
     pub fn expire_continue_tokens(&self) {
-        let issued = self.shared.token_serial.load(Ordering::Relaxed);
-        self.shared.expired_tokens.store(issued, Ordering::Relaxed);
+        self.shared.change(|state| state.expired_tokens = state.token_serial);
     }
 
     /// Returns a copy of the objects and the version counter, for [`Restart::RestoreBackup`].
     pub fn backup(&self) -> Backup {
-        self.shared.store.backup()
+        self.look(|state| Backup { objects: state.objects.clone(), version: state.version })
+    }
+
+    fn look<R>(&self, look: impl FnOnce(&State) -> R) -> R {
+        look(&self.shared.lock())
     }
 }
 
@@ -289,7 +222,7 @@ impl ApiServer {
 impl ApiServer {
     /// Applies the fault to the next `count` requests that match the filter.
     pub fn fail_next(&self, count: u64, filter: RequestFilter, fault: RequestFault) {
-        self.shared.faults.add_rule(filter, fault, count);
+        self.shared.change(|state| state.rules.push((filter, fault, count)));
     }
 
     /// Applies the fault to all requests that match the filter, until [`Self::clear_faults`].
@@ -299,8 +232,7 @@ impl ApiServer {
 
     /// Removes all request faults, continues stalled requests and releases blocked kinds.
     pub fn clear_faults(&self) {
-        self.shared.faults.clear();
-        self.shared.store.wake_watches();
+        self.shared.change(State::clear_faults);
     }
 
     /// Ends watches cleanly, as a time-out does.
@@ -342,30 +274,26 @@ impl ApiServer {
     }
 
     fn order(&self, kind: Option<Kind>, order: &Order) -> usize {
-        let watches = self.shared.faults.order(kind, order, self.version());
-        self.shared.store.wake_watches();
-        watches
+        self.shared.change(|state| state.order(kind, order))
     }
 
     /// Holds back all events of a kind, including initial events and bookmarks, until
     /// [`Self::release`]. Lists and writes still work. A real server behaves in this way if its
     /// watch cache is stuck, because it then reads lists from etcd.
     pub fn block(&self, kind: Kind) {
-        self.shared.faults.set_blocked(kind, true);
+        self.shared.change(|state| state.blocked.insert(kind));
     }
 
     /// Like [`Self::block`]. In addition, watches do not end at their time limits, as if a proxy
     /// kept dead connections open.
     pub fn freeze(&self, kind: Kind) {
-        self.shared.faults.set_endless(kind);
+        self.shared.change(|state| state.endless.insert(kind));
         self.block(kind);
-        self.shared.store.wake_watches();
     }
 
     /// Ends [`Self::block`] and [`Self::freeze`], and sends the events that they held back.
     pub fn release(&self, kind: Kind) {
-        self.shared.faults.set_blocked(kind, false);
-        self.shared.store.wake_watches();
+        self.shared.change(|state| (state.blocked.remove(&kind), state.endless.remove(&kind)));
     }
 
     /// Cuts all connections and refuses new connections. The port stays reserved. Does nothing if
@@ -378,43 +306,50 @@ impl ApiServer {
     ///
     /// # Errors
     /// The server cannot listen on its port.
-    pub fn restart(&self, restart: &Restart) -> Result<(), StartError> {
+    pub fn restart(&self, restart: &Restart) -> io::Result<()> {
         self.stop();
-        match restart {
+        self.shared.change(|state| match restart {
             Restart::KeepHistory => {}
-            Restart::LoseHistory => self.shared.store.raise_version(0),
-            Restart::RaiseVersions(by) => self.shared.store.raise_version(*by),
-            Restart::RestoreBackup(backup) => self.shared.store.restore(backup),
-        }
-        self.server.listen()
+            Restart::LoseHistory => state.compact(),
+            Restart::RaiseVersions(by) => {
+                state.version += by;
+                state.compact();
+            }
+            Restart::RestoreBackup(backup) => {
+                (state.objects, state.version) = (backup.objects.clone(), backup.version);
+                state.compact();
+            }
+        });
+        self.server.listen(&self.shared)
     }
 }
 
-/// Methods that read the counters. Restarts do not reset the counters.
+/// Methods that read what the server has seen. Restarts do not reset the counters.
 impl ApiServer {
     /// The number of requests with a verb, for one kind or for all kinds.
     pub fn requests(&self, verb: Verb, kind: Option<Kind>) -> u64 {
-        self.shared.counters.requests(verb, kind)
+        let filter = RequestFilter { verb: Some(verb), kind };
+        self.look(|state| state.recorded.iter().filter(|seen| filter.matches(seen.verb, seen.kind)).count() as u64)
     }
 
     /// All requests so far, in order, with their query strings.
     pub fn recorded(&self) -> Vec<RecordedRequest> {
-        self.shared.counters.recorded()
+        self.look(|state| state.recorded.clone())
     }
 
     /// The number of open watches, for one kind or for all kinds.
     pub fn open_watches(&self, kind: Option<Kind>) -> usize {
-        self.shared.faults.open_watches(kind)
+        self.look(|state| state.watches.values().filter(|watch| kind.is_none_or(|kind| kind == watch.kind)).count())
     }
 
-    /// The number of bytes written to sockets, including headers.
+    /// The number of bytes in the bodies of answers.
     pub fn bytes_sent(&self) -> u64 {
-        self.shared.counters.bytes_sent()
+        self.look(|state| state.bytes_sent)
     }
 
     /// The number of accepted connections.
     pub fn connections(&self) -> u64 {
-        self.shared.counters.connections()
+        self.look(|state| state.connections)
     }
 
     /// Waits until a condition holds, and checks it every few milliseconds. `what` completes the
@@ -422,12 +357,10 @@ impl ApiServer {
     ///
     /// # Errors
     /// The condition does not hold after 30 seconds.
-    pub async fn wait_until(&self, what: &str, mut condition: impl FnMut(&Self) -> bool) -> Result<(), WaitError> {
+    pub async fn wait_until(&self, what: &str, mut condition: impl FnMut(&Self) -> bool) -> anyhow::Result<()> {
         let until = tokio::time::Instant::now() + Duration::from_secs(30);
         while !condition(self) {
-            if tokio::time::Instant::now() > until {
-                return Err(WaitError(what.to_owned()));
-            }
+            ensure!(tokio::time::Instant::now() < until, "gave up waiting until {what}");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         Ok(())

@@ -20,40 +20,42 @@ fn push(list: &mut Value, item: Value) {
     }
 }
 
-/// Methods that every builder has.
-macro_rules! common_methods {
-    () => {
-        /// Sets a label.
-        pub fn label(mut self, key: &str, value: &str) -> Self {
-            self.value["metadata"]["labels"][key] = json!(value);
-            self
+/// Declares a builder with the methods that every builder has.
+macro_rules! builder {
+    ($name:ident, $what:literal) => {
+        #[doc = $what]
+        #[derive(Debug, Clone)]
+        pub struct $name {
+            value: Value,
         }
 
-        /// Sets an annotation.
-        pub fn annotation(mut self, key: &str, value: &str) -> Self {
-            self.value["metadata"]["annotations"][key] = json!(value);
-            self
-        }
+        impl $name {
+            /// Sets a label.
+            pub fn label(mut self, key: &str, value: &str) -> Self {
+                self.value["metadata"]["labels"][key] = json!(value);
+                self
+            }
 
-        /// Sets any field; the path is dotted, such as `spec.internalTrafficPolicy`.
-        pub fn field(mut self, path: &str, value: impl Into<Value>) -> Self {
-            let place = path.split('.').fold(&mut self.value, |place, step| &mut place[step]);
-            *place = value.into();
-            self
-        }
+            /// Sets any field; the path is dotted, such as `spec.internalTrafficPolicy`.
+            pub fn field(mut self, path: &str, value: impl Into<Value>) -> Self {
+                let place = path.split('.').fold(&mut self.value, |place, step| &mut place[step]);
+                *place = value.into();
+                self
+            }
 
-        /// The finished object.
-        pub fn build(self) -> Value {
-            self.value
+            /// The finished object.
+            pub fn build(self) -> Value {
+                self.value
+            }
         }
     };
 }
 
-/// A builder of a Service. [`service`] creates it.
-#[derive(Debug, Clone)]
-pub struct ServiceBuilder {
-    value: Value,
-}
+builder!(ServiceBuilder, "A builder of a Service. [`service`] creates it.");
+builder!(EndpointSliceBuilder, "A builder of an EndpointSlice. [`endpoint_slice`] creates it.");
+builder!(PodBuilder, "A builder of a pod. [`pod`] creates it.");
+builder!(NodeBuilder, "A builder of a Node. [`node`] creates it.");
+builder!(ServiceCidrBuilder, "A builder of a ServiceCIDR. [`service_cidr`] creates it.");
 
 /// Begins a Service of type ClusterIP without addresses and ports.
 pub fn service(namespace: &str, name: &str) -> ServiceBuilder {
@@ -67,22 +69,10 @@ pub fn service(namespace: &str, name: &str) -> ServiceBuilder {
 }
 
 impl ServiceBuilder {
-    common_methods!();
-
-    /// Adds a cluster IP. The first cluster IP is also the value of `clusterIP`. The text `None`
-    /// makes the Service headless.
+    /// Sets the IPv4 cluster IP. The text `None` makes the Service headless.
     pub fn cluster_ip(mut self, address: &str) -> Self {
-        let spec = &mut self.value["spec"];
-        if spec["clusterIP"].is_null() {
-            spec["clusterIP"] = json!(address);
-        } else {
-            spec["ipFamilies"] = json!(["IPv4", "IPv6"]);
-            spec["ipFamilyPolicy"] = json!("RequireDualStack");
-        }
-        if spec["clusterIPs"].is_null() && address.contains(':') {
-            spec["ipFamilies"] = json!(["IPv6"]);
-        }
-        push(&mut spec["clusterIPs"], json!(address));
+        self.value["spec"]["clusterIP"] = json!(address);
+        self.value["spec"]["clusterIPs"] = json!([address]);
         self
     }
 
@@ -92,45 +82,6 @@ impl ServiceBuilder {
         push(&mut self.value["spec"]["ports"], item);
         self
     }
-
-    /// Adds a node port to the last port. Sets the type to NodePort, except for a Service of type
-    /// LoadBalancer.
-    pub fn node_port(mut self, node_port: u16) -> Self {
-        let spec = &mut self.value["spec"];
-        if let Some(port) = spec["ports"].as_array_mut().and_then(|ports| ports.last_mut()) {
-            port["nodePort"] = json!(node_port);
-        }
-        if spec["type"] != "LoadBalancer" {
-            spec["type"] = json!("NodePort");
-        }
-        self
-    }
-
-    /// Sets the type to LoadBalancer, and adds an ingress address to the status.
-    pub fn load_balancer_ip(mut self, address: &str) -> Self {
-        self.value["spec"]["type"] = json!("LoadBalancer");
-        push(&mut self.value["status"]["loadBalancer"]["ingress"], json!({"ip": address, "ipMode": "VIP"}));
-        self
-    }
-
-    /// Adds an external IP.
-    pub fn external_ip(mut self, address: &str) -> Self {
-        push(&mut self.value["spec"]["externalIPs"], json!(address));
-        self
-    }
-
-    /// Sets ClientIP affinity with this time-out in seconds.
-    pub fn client_ip_affinity(mut self, timeout_seconds: u32) -> Self {
-        self.value["spec"]["sessionAffinity"] = json!("ClientIP");
-        self.value["spec"]["sessionAffinityConfig"] = json!({"clientIP": {"timeoutSeconds": timeout_seconds}});
-        self
-    }
-}
-
-/// A builder of an EndpointSlice. [`endpoint_slice`] creates it.
-#[derive(Debug, Clone)]
-pub struct EndpointSliceBuilder {
-    value: Value,
 }
 
 /// Begins an IPv4 EndpointSlice of a Service, with the labels of the EndpointSlice controller.
@@ -147,13 +98,6 @@ pub fn endpoint_slice(namespace: &str, name: &str, service: &str) -> EndpointSli
 }
 
 impl EndpointSliceBuilder {
-    common_methods!();
-
-    /// Sets the address type to IPv6.
-    pub fn ipv6(self) -> Self {
-        self.field("addressType", "IPv6")
-    }
-
     /// Adds a port of all endpoints.
     pub fn port(mut self, name: &str, protocol: &str, port: u16) -> Self {
         push(&mut self.value["ports"], json!({"name": name, "protocol": protocol, "port": port}));
@@ -165,14 +109,6 @@ impl EndpointSliceBuilder {
         self.endpoint_json(json!({
             "addresses": [address], "nodeName": node,
             "conditions": {"ready": true, "serving": true, "terminating": false},
-        }))
-    }
-
-    /// Adds an endpoint that still serves while its pod terminates.
-    pub fn terminating_endpoint(self, address: &str, node: &str) -> Self {
-        self.endpoint_json(json!({
-            "addresses": [address], "nodeName": node,
-            "conditions": {"ready": false, "serving": true, "terminating": true},
         }))
     }
 
@@ -193,12 +129,6 @@ impl EndpointSliceBuilder {
     }
 }
 
-/// A builder of a pod. [`pod`] creates it.
-#[derive(Debug, Clone)]
-pub struct PodBuilder {
-    value: Value,
-}
-
 /// Begins a pod without readiness gates and conditions.
 pub fn pod(namespace: &str, name: &str, uid: &str) -> PodBuilder {
     let mut value = object(Kind::Pod, Some(namespace), name);
@@ -209,8 +139,6 @@ pub fn pod(namespace: &str, name: &str, uid: &str) -> PodBuilder {
 }
 
 impl PodBuilder {
-    common_methods!();
-
     /// Adds a readiness gate.
     pub fn gate(mut self, condition_type: &str) -> Self {
         push(&mut self.value["spec"]["readinessGates"], json!({"conditionType": condition_type}));
@@ -225,12 +153,6 @@ impl PodBuilder {
     }
 }
 
-/// A builder of a Node. [`node`] creates it.
-#[derive(Debug, Clone)]
-pub struct NodeBuilder {
-    value: Value,
-}
-
 /// Begins a Node with its host name label.
 pub fn node(name: &str) -> NodeBuilder {
     let mut value = object(Kind::Node, None, name);
@@ -240,34 +162,16 @@ pub fn node(name: &str) -> NodeBuilder {
 }
 
 impl NodeBuilder {
-    common_methods!();
-
     /// Adds an address. `address_type` is `InternalIP` or `ExternalIP`.
     pub fn address(mut self, address_type: &str, address: &str) -> Self {
         push(&mut self.value["status"]["addresses"], json!({"type": address_type, "address": address}));
         self
     }
 
-    /// Adds a pod CIDR. The first pod CIDR is also the value of `podCIDR`.
-    pub fn pod_cidr(mut self, cidr: &str) -> Self {
-        let spec = &mut self.value["spec"];
-        if spec["podCIDR"].is_null() {
-            spec["podCIDR"] = json!(cidr);
-        }
-        push(&mut spec["podCIDRs"], json!(cidr));
-        self
+    /// Sets the pod CIDR.
+    pub fn pod_cidr(self, cidr: &str) -> Self {
+        self.field("spec.podCIDR", cidr).field("spec.podCIDRs", json!([cidr]))
     }
-
-    /// Sets the zone label.
-    pub fn zone(self, zone: &str) -> Self {
-        self.label("topology.kubernetes.io/zone", zone)
-    }
-}
-
-/// A builder of a ServiceCIDR. [`service_cidr`] creates it.
-#[derive(Debug, Clone)]
-pub struct ServiceCidrBuilder {
-    value: Value,
 }
 
 /// Begins a ServiceCIDR that is ready, with one range for each IP family.
@@ -279,30 +183,4 @@ pub fn service_cidr(name: &str, cidrs: &[&str]) -> ServiceCidrBuilder {
         "lastTransitionTime": "2025-01-01T00:00:00Z",
     }]});
     ServiceCidrBuilder { value }
-}
-
-impl ServiceCidrBuilder {
-    common_methods!();
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_service_with_two_cluster_ips_has_both_families() {
-        let built =
-            service("shop", "web").cluster_ip("10.0.0.1").cluster_ip("fd00::1").port("http", "TCP", 80, 8080).build();
-        assert_eq!(built["spec"]["clusterIP"], "10.0.0.1");
-        assert_eq!(built["spec"]["clusterIPs"], json!(["10.0.0.1", "fd00::1"]));
-        assert_eq!(built["spec"]["ipFamilies"], json!(["IPv4", "IPv6"]));
-        assert_eq!(built["spec"]["ports"][0]["targetPort"], 8080);
-    }
-
-    #[test]
-    fn fields_are_set_by_path() {
-        let built = service("shop", "web").field("spec.healthCheckNodePort", 31000).label("app", "web").build();
-        assert_eq!(built["spec"]["healthCheckNodePort"], 31000);
-        assert_eq!(built["metadata"]["labels"]["app"], "web");
-    }
 }

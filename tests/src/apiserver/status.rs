@@ -31,11 +31,6 @@ pub(super) fn bad_request(message: &str) -> Failure {
     failure(400, "BadRequest", message)
 }
 
-/// 422 for an invalid combination of list or watch options.
-pub(super) fn invalid_options(field: &str, message: &str) -> Failure {
-    failure(422, "Invalid", &format!("ListOptions.meta.k8s.io \"\" is invalid: {field}: Forbidden: {message}"))
-}
-
 /// 410 for a resourceVersion or a continue token that is older than the history.
 pub(super) fn expired(message: &str) -> Failure {
     failure(410, "Expired", message)

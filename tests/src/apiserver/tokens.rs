@@ -1,9 +1,6 @@
 //! Service-account tokens: issued and reviewed.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Mutex, PoisonError},
-};
+use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
@@ -39,51 +36,24 @@ impl Token {
             is_pod_gone: false,
         }
     }
-
-    fn username(&self) -> String {
-        format!("system:serviceaccount:{}:{}", self.namespace, self.service_account)
-    }
 }
 
-fn uid(name: &str) -> String {
-    format!("uid-of-{name}")
-}
-
-/// All tokens that the server has issued, and the pods that it shows.
+/// All tokens that the server has issued.
 #[derive(Debug, Default)]
-pub(super) struct Tokens {
-    issued: Mutex<BTreeMap<String, Token>>,
-    pods: Mutex<BTreeMap<String, Value>>,
-}
+pub(super) struct Tokens(BTreeMap<String, Token>);
 
 impl Tokens {
     /// Issues a token. Its text says nothing, because only the server reads it.
-    pub(super) fn issue(&self, token: Token) -> String {
+    pub(super) fn issue(&mut self, token: Token) -> String {
         let text = format!("token-{:016x}", fastrand::u64(..));
-        self.issued.lock().unwrap_or_else(PoisonError::into_inner).insert(text.clone(), token);
+        self.0.insert(text.clone(), token);
         text
-    }
-
-    /// Shows a pod of the agents' namespace.
-    pub(super) fn put_pod(&self, name: &str, uid: &str, node: &str) {
-        let pod = json!({
-            "kind": "Pod", "apiVersion": "v1", "spec": {"nodeName": node, "containers": []},
-            "metadata": {"name": name, "namespace": "headgate-system", "uid": uid},
-        });
-        let path = format!("/api/v1/namespaces/headgate-system/pods/{name}");
-        self.pods.lock().unwrap_or_else(PoisonError::into_inner).insert(path, pod);
-    }
-
-    /// Returns the pod at a path.
-    pub(super) fn pod(&self, path: &str) -> Option<Value> {
-        self.pods.lock().unwrap_or_else(PoisonError::into_inner).get(path).cloned()
     }
 
     /// The answer to a TokenReview, as in `k8s.io/kubernetes`
     /// `pkg/registry/authentication/tokenreview`.
     pub(super) fn review(&self, review: &Value) -> Value {
-        let text = review["spec"]["token"].as_str().unwrap_or_default();
-        let token = self.issued.lock().unwrap_or_else(PoisonError::into_inner).get(text).cloned();
+        let token = self.0.get(review["spec"]["token"].as_str().unwrap_or_default());
         let asked = review["spec"]["audiences"].as_array().cloned().unwrap_or_default();
         let refused = |error: &str| json!({"user": {}, "error": error});
         let status = match token {
@@ -95,18 +65,16 @@ impl Tokens {
             }
             Some(token) => {
                 let mut extra = json!({});
-                for (key, value) in [
-                    ("pod-name", token.pod.clone()),
-                    ("pod-uid", token.pod.as_deref().map(uid)),
-                    ("node-name", token.node.clone()),
-                ] {
+                let uid = token.pod.as_ref().map(|pod| format!("uid-of-{pod}"));
+                for (key, value) in [("pod-name", &token.pod), ("pod-uid", &uid), ("node-name", &token.node)] {
                     if let Some(value) = value {
                         extra[format!("authentication.kubernetes.io/{key}")] = json!([value]);
                     }
                 }
+                let username = format!("system:serviceaccount:{}:{}", token.namespace, token.service_account);
                 json!({
                     "authenticated": true, "audiences": [token.audience],
-                    "user": {"username": token.username(), "extra": extra},
+                    "user": {"username": username, "extra": extra},
                 })
             }
         };

@@ -1,38 +1,19 @@
 //! A common interface to the stand-in and to a real API server, so that watch tests can run against
 //! both.
 
+use anyhow::{Context as _, Result, anyhow};
 use http::{Method, Request};
 use kube::{
     Client, Config,
-    config::{KubeConfigOptions, Kubeconfig, KubeconfigError},
+    config::{KubeConfigOptions, Kubeconfig},
 };
 use serde_json::{Value, json};
 
 use super::{
-    ApiServer, StartError,
+    ApiServer, Failure,
     kinds::Kind,
-    real::{ASSETS_VARIABLE, RealApiServer, RealServerError},
+    real::{ASSETS_VARIABLE, RealApiServer},
 };
-
-/// Why an API under test cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum ApiUnderTestError {
-    /// The stand-in did not start.
-    #[error(transparent)]
-    StandIn(#[from] StartError),
-    /// The real binaries did not start.
-    #[error(transparent)]
-    Real(#[from] RealServerError),
-    /// The kubeconfig was refused.
-    #[error("the kubeconfig does not work: {0}")]
-    Kubeconfig(#[from] KubeconfigError),
-    /// A request failed. The error contains the Status that the server sent, if any.
-    #[error("{0}")]
-    Request(#[from] kube::Error),
-    /// The object or the names are invalid.
-    #[error("the request is invalid: {0}")]
-    BadRequest(String),
-}
 
 enum Backing {
     StandIn(ApiServer),
@@ -60,7 +41,7 @@ impl ApiUnderTest {
     ///
     /// # Errors
     /// A server does not start.
-    pub async fn all() -> Result<Vec<Self>, ApiUnderTestError> {
+    pub async fn all() -> Result<Vec<Self>> {
         let stand_in = ApiServer::start()?;
         let client = client(&stand_in.kubeconfig()).await?;
         let mut servers = vec![Self { client, backing: Backing::StandIn(stand_in) }];
@@ -73,7 +54,7 @@ impl ApiUnderTest {
     ///
     /// # Errors
     /// The server does not start.
-    pub async fn real() -> Result<Option<Self>, ApiUnderTestError> {
+    pub async fn real() -> Result<Option<Self>> {
         let Some(started) = RealApiServer::from_environment() else {
             println!("{ASSETS_VARIABLE} is unset: this test does not run against a real API server");
             return Ok(None);
@@ -128,28 +109,15 @@ impl ApiUnderTest {
         self.client.clone()
     }
 
-    /// Whether the server supports streaming lists (`sendInitialEvents`). Kubernetes supports them
-    /// by default from 1.32 on.
-    pub async fn has_streaming_lists(&self) -> Result<bool, ApiUnderTestError> {
-        let path = "/api/v1/nodes?watch=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan\
-                    &allowWatchBookmarks=true&timeoutSeconds=1";
-        match self.send(Method::GET, path, None).await {
-            Err(ApiUnderTestError::Request(kube::Error::Api(status))) if status.code == 422 => Ok(false),
-            // The events of a watch are not one JSON object, so decoding them fails.
-            Ok(_) | Err(ApiUnderTestError::Request(kube::Error::SerdeError(_))) => Ok(true),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Creates or replaces an object.
-    pub async fn apply(&self, object: &Value) -> Result<(), ApiUnderTestError> {
+    pub async fn apply(&self, object: &Value) -> Result<()> {
         if let Backing::StandIn(server) = &self.backing {
             return server.apply(object.clone()).map(drop).map_err(|failure| refused(&failure));
         }
         let (kind, namespace, name) = names(object)?;
         let path = kind.object_path(&namespace, &name);
         let current = match self.send(Method::GET, &path, None).await {
-            Err(ApiUnderTestError::Request(kube::Error::Api(status))) if status.code == 404 => {
+            Err(error) if code(&error) == Some(404) => {
                 return self.send(Method::POST, &kind.collection_path(Some(&namespace)), Some(object)).await.map(drop);
             }
             current => current?,
@@ -160,7 +128,7 @@ impl ApiUnderTest {
     }
 
     /// Deletes an object.
-    pub async fn delete(&self, kind: Kind, namespace: &str, name: &str) -> Result<(), ApiUnderTestError> {
+    pub async fn delete(&self, kind: Kind, namespace: &str, name: &str) -> Result<()> {
         if let Backing::StandIn(server) = &self.backing {
             return server.delete(kind, namespace, name).map(drop).map_err(|failure| refused(&failure));
         }
@@ -172,7 +140,7 @@ impl ApiUnderTest {
     ///
     /// # Errors
     /// The server refuses the object. The stand-in refuses every object.
-    pub async fn create(&self, object: &Value) -> Result<(), ApiUnderTestError> {
+    pub async fn create(&self, object: &Value) -> Result<()> {
         self.create_with(object, "fieldValidation=Strict").await
     }
 
@@ -181,24 +149,24 @@ impl ApiUnderTest {
     ///
     /// # Errors
     /// The server would refuse the object. The stand-in refuses every object.
-    pub async fn would_create(&self, object: &Value) -> Result<(), ApiUnderTestError> {
+    pub async fn would_create(&self, object: &Value) -> Result<()> {
         self.create_with(object, "fieldValidation=Strict&dryRun=All").await
     }
 
-    async fn create_with(&self, object: &Value, query: &str) -> Result<(), ApiUnderTestError> {
+    async fn create_with(&self, object: &Value, query: &str) -> Result<()> {
         let path = format!("{}?{query}", collection(object)?);
         self.send(Method::POST, &path, Some(object)).await.map(drop)
     }
 
     /// Creates a namespace if it does not exist. The stand-in needs no namespaces.
-    pub async fn ensure_namespace(&self, namespace: &str) -> Result<(), ApiUnderTestError> {
+    pub async fn ensure_namespace(&self, namespace: &str) -> Result<()> {
         if matches!(self.backing, Backing::StandIn(_)) {
             return Ok(());
         }
         let object = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}});
         match self.send(Method::POST, "/api/v1/namespaces", Some(&object)).await {
-            Err(ApiUnderTestError::Request(kube::Error::Api(status))) if status.code == 409 => Ok(()),
-            other => other.map(|_| ()),
+            Err(error) if code(&error) == Some(409) => Ok(()),
+            other => other.map(drop),
         }
     }
 
@@ -212,7 +180,7 @@ impl ApiUnderTest {
 
     /// Restarts the server without its history, so that watches from earlier versions get 410.
     /// Connections are cut. Blocks until the server serves.
-    pub async fn restart_without_history(&mut self) -> Result<(), ApiUnderTestError> {
+    pub async fn restart_without_history(&mut self) -> Result<()> {
         match &mut self.backing {
             Backing::StandIn(server) => server.restart(&super::Restart::LoseHistory)?,
             Backing::Real(server) => server.lose_history()?,
@@ -221,7 +189,7 @@ impl ApiUnderTest {
     }
 
     /// Restarts the server with its history. Connections are cut. Blocks until the server serves.
-    pub async fn restart(&mut self) -> Result<(), ApiUnderTestError> {
+    pub async fn restart(&mut self) -> Result<()> {
         match &mut self.backing {
             Backing::StandIn(server) => server.restart(&super::Restart::KeepHistory)?,
             Backing::Real(server) => server.restart()?,
@@ -231,7 +199,7 @@ impl ApiUnderTest {
 
     /// Replaces the client. The old client could send a request over an idle connection, which the
     /// restart has cut.
-    async fn connect_anew(&mut self) -> Result<(), ApiUnderTestError> {
+    async fn connect_anew(&mut self) -> Result<()> {
         self.client = client(&self.kubeconfig()).await?;
         Ok(())
     }
@@ -240,46 +208,45 @@ impl ApiUnderTest {
     ///
     /// # Errors
     /// The server refuses the request, or the answer is not one JSON object.
-    pub async fn send(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value, ApiUnderTestError> {
+    pub async fn send(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value> {
         let bytes = body.map(|body| body.to_string().into_bytes()).unwrap_or_default();
-        let request =
-            Request::builder().method(method).uri(path).header("content-type", "application/json").body(bytes);
-        let request = request.map_err(|error| ApiUnderTestError::BadRequest(format!("{path}: {error}")))?;
-        Ok(self.client.request(request).await?)
+        let request = Request::builder().method(method).uri(path).header("content-type", "application/json");
+        Ok(self.client.request(request.body(bytes)?).await?)
     }
 }
 
-fn refused(failure: &super::Failure) -> ApiUnderTestError {
-    ApiUnderTestError::BadRequest(failure.body.to_string())
+fn refused(failure: &Failure) -> anyhow::Error {
+    anyhow!("{}", failure.body)
+}
+
+/// The HTTP code with which a server refused a request.
+fn code(error: &anyhow::Error) -> Option<u16> {
+    match error.downcast_ref() {
+        Some(kube::Error::Api(status)) => Some(status.code),
+        _ => None,
+    }
 }
 
 /// A kube client for the text of a kubeconfig file.
 ///
 /// # Errors
 /// The text is not a kubeconfig.
-pub async fn client(kubeconfig: &str) -> Result<Client, ApiUnderTestError> {
+pub async fn client(kubeconfig: &str) -> Result<Client> {
     let kubeconfig = Kubeconfig::from_yaml(kubeconfig)?;
-    let options = KubeConfigOptions::default();
-    let config = Config::from_custom_kubeconfig(kubeconfig, &options).await?;
+    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
     Ok(Client::try_from(config)?)
 }
 
-fn names(object: &Value) -> Result<(Kind, String, String), ApiUnderTestError> {
-    let kind = Kind::of(object).ok_or_else(|| {
-        ApiUnderTestError::BadRequest(format!(
-            "the API servers do not serve {} {}",
-            object["apiVersion"], object["kind"]
-        ))
-    })?;
+fn names(object: &Value) -> Result<(Kind, String, String)> {
+    let kind = Kind::of(object).with_context(|| format!("the API servers do not serve {}", object["kind"]))?;
     let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
     Ok((kind, text("namespace"), text("name")))
 }
 
 /// The path of the collection that an object of any kind belongs to.
-fn collection(object: &Value) -> Result<String, ApiUnderTestError> {
-    let (Some(version), Some(kind)) = (object["apiVersion"].as_str(), object["kind"].as_str()) else {
-        return Err(ApiUnderTestError::BadRequest(format!("the object has no version or no kind: {object}")));
-    };
+fn collection(object: &Value) -> Result<String> {
+    let text = |field: &str| object[field].as_str().with_context(|| format!("the object has no {field}: {object}"));
+    let (version, kind) = (text("apiVersion")?, text("kind")?);
     let root = if version == "v1" { "/api/v1".to_owned() } else { format!("/apis/{version}") };
     let namespace = object["metadata"]["namespace"].as_str();
     let namespace = namespace.map(|namespace| format!("/namespaces/{namespace}")).unwrap_or_default();

@@ -27,19 +27,19 @@ pub fn render(columns: &[(Column, Evidence)]) -> Result<String, String> {
     let mut bare = String::new();
     for (column, evidence) in columns {
         let _ = write!(page, "\n## {}\n", column.name());
-        for section in SECTIONS {
+        for section in SECTIONS.iter() {
             let _ = write!(
                 page,
                 "\n### {}\n\n| row | behaviour | tests | result |\n| --- | --- | --- | --- |\n",
                 section.title
             );
-            for row in section.rows {
+            for row in &section.rows {
                 match cells(row, *column, evidence) {
                     Some((tests, result)) => {
                         let _ = writeln!(page, "| {} | {} | {tests} | {result} |", row.number, row.behaviour);
                     }
                     None => {
-                        let (backend, number, behaviour) = (column.name(), row.number, row.behaviour);
+                        let (backend, number, behaviour) = (column.name(), row.number, &row.behaviour);
                         let _ =
                             writeln!(bare, "row {number} has neither a test nor a reason for {backend}: {behaviour}");
                     }

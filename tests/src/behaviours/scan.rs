@@ -8,11 +8,11 @@ use crate::cases::{Case, table};
 
 /// The folders of the crates, and the package names that nextest uses in binary ids.
 const CRATES: [(&str, &str); 7] = [
-    ("core", "headgate-core"),
+    ("crates/core", "headgate-core"),
     ("proto", "headgate-proto"),
     ("control-plane", "headgate-control-plane"),
     ("node-agent", "headgate-node-agent"),
-    ("settings", "headgate-settings"),
+    ("crates/settings", "headgate-settings"),
     ("cli", "headgatectl"),
     ("tests", "headgate-tests"),
 ];
@@ -59,23 +59,26 @@ impl ProvingTest {
     /// folder.
     #[must_use]
     pub fn binary_id(&self) -> String {
-        let mut parts = self.file.iter().map(|part| part.to_string_lossy());
-        let folder = parts.next().unwrap_or_default();
-        let package = CRATES.iter().find(|(of, _)| *of == folder).map_or("", |(_, package)| package);
-        if parts.next().as_deref() != Some("tests") {
+        let (package, below) = self.in_crate();
+        let Some(target) = below.strip_prefix("tests").ok().and_then(|below| below.iter().next()) else {
             return package.to_owned();
-        }
-        let target = parts.next().unwrap_or_default();
-        format!("{package}::{}", target.trim_end_matches(".rs"))
+        };
+        format!("{package}::{}", target.to_string_lossy().trim_end_matches(".rs"))
+    }
+
+    /// The package of the file, and the file's path below the folder of the crate.
+    fn in_crate(&self) -> (&'static str, &Path) {
+        let found = CRATES.iter().find_map(|(folder, package)| Some((*package, self.file.strip_prefix(folder).ok()?)));
+        found.unwrap_or(("", &self.file))
     }
 
     /// The path of the test's module. The full name of the test begins with this path. The path is
     /// empty if the file is not a module of an integration test.
     #[must_use]
     pub fn module(&self) -> String {
-        let parts = self.file.iter().map(|part| part.to_string_lossy());
-        let is_integration = self.file.iter().nth(1).is_some_and(|part| part == "tests");
-        let modules = parts.skip(if is_integration { 3 } else { usize::MAX });
+        let parts = self.in_crate().1.iter().map(|part| part.to_string_lossy());
+        let is_integration = self.in_crate().1.starts_with("tests");
+        let modules = parts.skip(if is_integration { 2 } else { usize::MAX });
         let modules = modules.map(|part| part.trim_end_matches(".rs").to_owned());
         modules.filter(|part| part != "mod" && part != "main").map(|part| part + "::").collect()
     }
@@ -174,7 +177,7 @@ fn comments(file: &Path, text: &str, column: Column) -> Result<Vec<(String, Vec<
 
 fn known_row(text: &str) -> Result<u8, String> {
     let row: u8 = text.parse().map_err(|_| format!("{text:?} is not a row: write numbers separated by commas"))?;
-    let is_known = SECTIONS.iter().flat_map(|section| section.rows).any(|known| known.number == row);
+    let is_known = SECTIONS.iter().flat_map(|section| &section.rows).any(|known| known.number == row);
     is_known.then_some(row).ok_or_else(|| format!("the checklist has no row {row}: see behaviours::rows"))
 }
 
@@ -200,7 +203,7 @@ mod tests {
     use super::{Column, ProvingTest, comments};
 
     fn found(text: &str) -> Result<Vec<(String, Vec<u8>)>, String> {
-        comments(Path::new("core/src/x.rs"), text, Column::Ipvs).map_err(|error| error.to_string())
+        comments(Path::new("crates/core/src/x.rs"), text, Column::Ipvs).map_err(|error| error.to_string())
     }
 
     // The prefix is a constant, so that the scan of this file does not find the comments below.
@@ -225,7 +228,7 @@ mod tests {
     #[test]
     fn errors_name_the_file_the_line_and_the_problem() {
         let error = found(&format!("\n{PREFIX}: 200\n#[test]\nfn a() {{}}")).unwrap_err();
-        assert!(error.contains("core/src/x.rs:2") && error.contains("no row 200"), "{error}");
+        assert!(error.contains("crates/core/src/x.rs:2") && error.contains("no row 200"), "{error}");
         assert!(found(&format!("{PREFIX}: x\n#[test]\nfn a() {{}}")).unwrap_err().contains("\"x\""));
         assert!(found(&format!("{PREFIX}: 1\nfn helper() {{}}")).unwrap_err().contains("no test follows"));
         assert!(found(&format!("{PREFIX}: 1")).unwrap_err().contains("no test follows"));
@@ -234,12 +237,12 @@ mod tests {
     #[test]
     fn binary_ids_and_modules_match_nextest() {
         let id = |file: &str| ProvingTest { file: file.into(), name: String::new() }.binary_id();
-        assert_eq!(id("core/src/iptables/tests.rs"), "headgate-core");
-        assert_eq!(id("core/tests/replay.rs"), "headgate-core::replay");
+        assert_eq!(id("crates/core/src/iptables/tests.rs"), "headgate-core");
+        assert_eq!(id("crates/core/tests/replay.rs"), "headgate-core::replay");
         assert_eq!(id("tests/tests/pure/tidy/files.rs"), "headgate-tests::pure");
         let module = |file: &str| ProvingTest { file: file.into(), name: String::new() }.module();
-        assert_eq!(module("core/src/iptables/tests.rs"), "");
-        assert_eq!(module("core/tests/replay.rs"), "");
+        assert_eq!(module("crates/core/src/iptables/tests.rs"), "");
+        assert_eq!(module("crates/core/tests/replay.rs"), "");
         assert_eq!(module("tests/tests/pure/tidy/files.rs"), "tidy::files::");
         assert_eq!(module("tests/tests/pure/tidy/mod.rs"), "tidy::");
     }

@@ -99,7 +99,7 @@ async fn drain(channel: Channel, service: u32, silent: Duration) -> Result<Barri
 
 impl Bench {
     fn channel(&self, tls: &ClientTlsConfig, replica: usize) -> Result<Channel> {
-        let endpoint = Endpoint::from_shared(format!("https://{}", self.stage.replicas[replica].address()))?;
+        let endpoint = Endpoint::from_shared(format!("https://{}", self.stage.replicas[replica].inspect_address()))?;
         let endpoint = endpoint.tls_config(tls.clone())?;
         // Only the threads of the runtime are in the namespace of the agents.
         let connected = self.runtime.spawn(async move { endpoint.connect().await });

@@ -20,10 +20,3 @@ pub fn wall_ms<T>(work: impl FnOnce() -> T) -> (f64, T) {
     let result = work();
     (start.elapsed().as_secs_f64() * 1e3, result)
 }
-
-/// Runs `work`. Returns the CPU time of this thread in microseconds, and the result of `work`.
-pub fn cpu_us<T>(work: impl FnOnce() -> T) -> (f64, T) {
-    let start = thread_cpu();
-    let result = work();
-    ((thread_cpu().saturating_sub(start)).as_secs_f64() * 1e6, result)
-}

@@ -1,7 +1,6 @@
 //! `fleet`: thousands of agents at one replica on one core, each with its own TLS connection, while
 //! endpoints change. The bench measures the replica's memory for each agent, the latency of
-//! changes, the replica's CPU time for each delivered message, and a profile of the replica's CPU
-//! time.
+//! changes, and the replica's CPU time for each delivered message.
 //!
 //! The replica and the load generator each have one core and one network namespace. The kernel
 //! receives packets on the core of their destination, as on two machines. The replica is a real
@@ -11,10 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-use super::{
-    profile::{Profile, Sampling},
-    report::Figure,
-};
+use super::report::Figure;
 use crate::fleet::{
     Settings,
     bare::{self, BareWrites},
@@ -26,8 +22,6 @@ use crate::fleet::{
 /// The pause before each measurement of memory. The programs release temporary memory during this
 /// pause.
 pub(super) const SETTLING: Duration = Duration::from_secs(5);
-/// The shortest duration of a CPU profile.
-const LEAST_SAMPLED: Duration = Duration::from_secs(5);
 /// If the load generator uses more than this share of its core, it counts as the bottleneck.
 const BUSY: f64 = 0.9;
 /// The bench warns if other programs use more than this share of a core. The stand-in API server
@@ -35,19 +29,13 @@ const BUSY: f64 = 0.9;
 const FOREIGN: f64 = 0.15;
 /// The bench warns if more than this share of a core's time is stolen.
 const STOLEN: f64 = 0.02;
-/// The largest p99 latency that `--find-largest` allows, in milliseconds.
-const HELD_P99_MS: f64 = 50.0;
 /// The duration of the measurement of bare writes, in seconds.
 const BARE_SECONDS: u32 = 5;
-/// `--find-largest` ends when the smallest number of agents that fails is at most this factor above
-/// the largest number that succeeds.
-const CLOSE: f64 = 1.06;
 
 /// Options of the benches with a fleet.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Load {
-    /// Number of agents in benches with a fleet [default: 5000; snapshots: 2000; slow: 1000;
-    /// lagging: 500; apiserver-load: 1, 100 and 5000; failover: 100]
+    /// Number of agents in benches with a fleet [default: 5000; snapshots: 2000]
     #[arg(long, value_name = "N")]
     pub agents: Option<usize>,
     /// Number of these agents that decode all messages into the state of a real agent
@@ -66,10 +54,6 @@ pub struct Load {
     /// The network between replica and agents
     #[arg(long, value_enum, default_value = "veth")]
     pub wire: Wire,
-    /// Search for the largest number of agents with a p99 of at most 50 ms, beginning with --agents
-    /// (fleet)
-    #[arg(long)]
-    pub find_largest: bool,
 }
 
 impl Load {
@@ -102,7 +86,7 @@ pub(super) fn apart<T: Send>(bench: impl FnOnce() -> Result<T> + Send) -> Result
 
 /// Prints a warning if other programs, other virtual machines or a busy load generator make the
 /// times of a phase unreliable.
-pub(super) fn warn(phase: &Phase, agents: usize) {
+fn warn(phase: &Phase, agents: usize) {
     if phase.foreign_share() > FOREIGN {
         let percent = phase.foreign_share() * 100.0;
         println!(
@@ -129,10 +113,10 @@ pub(super) fn warn(phase: &Phase, agents: usize) {
 /// An agent does not receive everything, finds a violation of the contract, or has a state that
 /// differs from the source in the end.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
-    apart(|| if load.find_largest { find_largest(load, services) } else { run_once(load, services) })
+    apart(|| measure(load, services))
 }
 
-fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
+fn measure(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(5_000);
     let mut stage = load.stage(agents, services)?;
     stage.start_replica(&[])?;
@@ -152,7 +136,6 @@ fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     std::thread::sleep(SETTLING);
     let idle = stage.replicas[0].resident_bytes()?;
     let phase = Phase::run(&mut stage, 0, load.time(), load.rate)?;
-    let profile = profile(&mut stage, load)?;
     stage.replicas[0].check_running()?;
     stage.compare_digests()?;
     check_deliveries(&phase, agents)?;
@@ -170,12 +153,11 @@ fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
         figure("connecting-cpu-per-agent", joined.busy() * 1e6 / agents as f64, "µs"),
     ];
     figures.extend(phase_figures(&phase, &bare, agents, &label));
-    figures.extend(profile.iter().flat_map(|profile| profile_figures(profile, &phase, &label)));
     Ok(figures)
 }
 
 /// Checks that every change has reached every agent and was measured.
-pub(super) fn check_deliveries(phase: &Phase, agents: usize) -> Result<()> {
+fn check_deliveries(phase: &Phase, agents: usize) -> Result<()> {
     let least = u64::from(phase.changes) * agents as u64;
     if phase.latency.count() < least || least == 0 {
         bail!("{} of {least} deliveries were measured", phase.latency.count());
@@ -219,91 +201,4 @@ fn phase_figures(phase: &Phase, bare: &BareWrites, agents: usize, label: &str) -
         figure("stolen-share", phase.stolen_share() * 100.0, "%"),
         figure("seconds", phase.seconds, "s"),
     ]
-}
-
-/// Measures a CPU profile of the replica in a separate phase, because sampling slows the process
-/// down.
-fn profile(stage: &mut Stage, load: &Load) -> Result<Option<Profile>> {
-    let Some(sampling) = Sampling::start(stage.replicas[0].id())? else { return Ok(None) };
-    Phase::run(stage, 0, (load.time() / 4).max(LEAST_SAMPLED), load.rate)?;
-    sampling.finish()
-}
-
-/// The figures of a CPU profile: for each purpose, the replica's CPU time for a message.
-fn profile_figures(profile: &Profile, phase: &Phase, label: &str) -> Vec<Figure> {
-    let each = phase.server.busy() * 1e6 / phase.messages.max(1) as f64;
-    let figure = |(what, share): (&str, f64)| {
-        let name = format!("fleet/server-cpu-for/{what}/{label}");
-        Figure::against(name, share * each, "µs", "all", each)
-    };
-    profile.shares().into_iter().map(figure).collect()
-}
-
-/// Searches for the largest number of agents whose p99 is at most [`HELD_P99_MS`], by adding and
-/// suspending agents of one replica.
-fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
-    let start = load.agents.unwrap_or(5_000);
-    let most = (start * 4).min(Stage::most_agents()?).max(start);
-    let mut stage = load.stage(most, services)?;
-    stage.start_replica(&[])?;
-    let (mut joined, mut figures) = (0, Vec::new());
-    let (mut holds, mut fails): (Option<usize>, Option<usize>) = (None, None);
-    let mut agents = start;
-    let (mut by_cpu, mut is_ended_by_load) = (0.0, false);
-    loop {
-        if agents > joined {
-            stage.fleet.ask(|worker| worker.resume_at(None))?;
-            stage.join(joined, agents - joined, 0)?;
-            joined = agents;
-        } else {
-            stage.fleet.ask(move |worker| worker.resume_at(Some(agents)))?;
-            stage.wait_for_all(0)?;
-        }
-        let phase = Phase::run(&mut stage, 0, load.time(), load.rate)?;
-        check_deliveries(&phase, agents)?;
-        warn(&phase, agents);
-        let p99 = phase.quantile_ms(0.99);
-        let label = format!("{agents}x{}/s", load.rate);
-        println!(
-            "{agents} agents: p99 {p99:.1} ms, server {:.0} %, load {:.0} %",
-            share(&phase),
-            phase.load_share() * 100.0
-        );
-        figures.push(Figure::alone(format!("fleet/p99/{label}"), p99, "ms"));
-        figures.push(Figure::alone(format!("fleet/server-core-share/{label}"), share(&phase), "%"));
-        if p99 <= HELD_P99_MS {
-            holds = Some(agents);
-            by_cpu = phase.agents_by_cpu(agents);
-        } else {
-            fails = Some(agents);
-            is_ended_by_load = phase.load_share() > BUSY && phase.server_seconds() < BUSY * phase.seconds;
-        }
-        agents = match (holds, fails) {
-            (Some(holds), Some(fails)) if fails as f64 <= holds as f64 * CLOSE => break,
-            (Some(holds), Some(fails)) => usize::midpoint(holds, fails),
-            (Some(holds), None) if holds >= most => {
-                println!(
-                    "the search ends at {most} agents, which still have an allowed p99: it tries at most four times the first number, within the \
-                     limit of open files; use a larger --agents or raise the limit"
-                );
-                break;
-            }
-            (Some(holds), None) => (holds * 5 / 4).min(most),
-            (None, Some(fails)) if fails <= 10 => bail!("even {fails} agents have a p99 above {HELD_P99_MS} ms"),
-            (None, _) => agents * 4 / 5,
-        };
-    }
-    if is_ended_by_load {
-        println!(
-            "the load generator, not the replica, limits the search: largest-by-server-cpu is the number of agents that the replica's core could \
-             serve, by its CPU time with the largest number of agents that succeeded"
-        );
-    }
-    figures.push(Figure::alone("fleet/largest-within-50-ms", holds.unwrap_or_default() as f64, "agents"));
-    figures.push(Figure::alone("fleet/largest-by-server-cpu", by_cpu, "agents"));
-    Ok(figures)
-}
-
-fn share(phase: &Phase) -> f64 {
-    phase.server_seconds() / phase.seconds * 100.0
 }

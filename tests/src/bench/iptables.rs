@@ -177,7 +177,7 @@ fn changes(variant: Variant, services: u32, script: impl Fn(u32) -> String) -> R
     Ok(median(times))
 }
 
-pub(super) fn restore(variant: Variant, script: &str) -> Result<()> {
+fn restore(variant: Variant, script: &str) -> Result<()> {
     let program = if variant == Variant::Legacy { "iptables-legacy-restore" } else { "iptables-nft-restore" };
     let mut child = Command::new(program)
         .args(["--noflush", "--counters", "-w", "5"])

@@ -25,7 +25,6 @@ use nix::sys::{
 };
 
 use super::{
-    cgroup::Cgroup,
     clock::{thread_cpu, wall_ms},
     report::Figure,
     workload,
@@ -35,7 +34,7 @@ use crate::testbed::{
     process::{Process, program},
 };
 
-pub(super) const ENDPOINTS: u32 = 10;
+const ENDPOINTS: u32 = 10;
 const SERVICES_PER_FILE: u32 = 100;
 const LONGEST_SYNC: Duration = Duration::from_secs(120);
 
@@ -77,21 +76,11 @@ pub(super) struct Measured {
     /// The largest sampled memory of the children during the whole measurement. The agent's first
     /// check of all rules may also start children.
     pub(super) programs: f64,
-    /// The largest sampled memory of the children during the first sync.
-    pub(super) first_sync_programs: f64,
     /// The peak memory of `iptables-restore` alone, or 0 if it is not measured.
     program_alone: f64,
-    /// The duration of the first sync in seconds, from the agent's metrics.
-    pub(super) first_sync_seconds: f64,
-    /// The memory of the agent's control group, five seconds after the first sync.
-    pub(super) group: f64,
-    /// The part of `group` that the kernel allocated.
-    pub(super) kernel: f64,
     /// The memory of an agent that restarts and finds its rules, five seconds after its first sync,
     /// and the peak memory of this agent; 0 in mode iptables.
     pub(super) restarted: [f64; 2],
-    /// The file from which `group` was read.
-    pub(super) group_source: &'static str,
 }
 
 /// The mode of the agent.
@@ -126,20 +115,13 @@ pub(super) fn measure(mode: Mode, services: u32, endpoints: u32, alone: Alone) -
     control_plane.args(["--listen", "127.0.0.1:7443", "--insecure-loopback", "--log", "warn"]);
     let control_plane =
         Process::start("control plane", &namespace, control_plane, &folder.path().join("control-plane.log"))?;
-    // Only an agent in nftables mode is put into a control group, because other modes keep their
-    // rules in memory that no group is charged for.
-    let group = if mode == Mode::Nftables { Some(Cgroup::create()?) } else { None };
     let mut agent = start_agent(&namespace, folder.path(), mode)?;
-    let entered = group.iter().try_for_each(|group| group.add(agent.id()));
-    let mut measured = entered.and_then(|()| {
-        let measured = watch(&namespace, &mut agent, services, endpoints)?;
+    let mut measured = watch(&namespace, &mut agent, services, endpoints).and_then(|measured| {
         let program_alone = match (mode, alone) {
             (Mode::Iptables(variant), Alone::Too) => program_alone(variant, &namespace, &folder.path().join("rules"))?,
             _ => 0.0,
         };
-        let Some(group) = &group else { return Ok(Measured { program_alone, ..measured }) };
-        let (all, kernel) = (group.current_mb()?, group.kernel_mb()?);
-        Ok(Measured { program_alone, group: all, kernel, group_source: group.source(), ..measured })
+        Ok(Measured { program_alone, ..measured })
     });
     if let (Ok(measured), Mode::Nftables) = (&mut measured, mode) {
         agent.terminate()?;
@@ -182,20 +164,17 @@ pub(super) fn on_one_processor(program: &Path) -> Command {
 fn watch(namespace: &Namespace, agent: &mut Process, services: u32, endpoints: u32) -> Result<Measured> {
     let started = Instant::now();
     let (mut with_programs, mut programs): (f64, f64) = (0.0, 0.0);
-    let (mut settled, mut first_sync_seconds, mut first_sync_programs) = (None, 0.0, 0.0);
+    let mut settled: Option<Instant> = None;
     loop {
         agent.check_running()?;
         let own = status_mb(agent.id(), "VmRSS")?;
         let children = children_mb(agent.id());
         with_programs = with_programs.max(own + children);
         programs = programs.max(children);
-        let page = if settled.is_none() { Page::of(namespace) } else { None };
-        if let Some(page) = page.filter(|page| page.is_programmed(services, endpoints)) {
-            first_sync_seconds = page.value("kubeproxy_sync_full_proxy_rules_duration_seconds_sum");
-            first_sync_programs = programs;
+        if settled.is_none() && Page::of(namespace).is_some_and(|page| page.is_programmed(services, endpoints)) {
             settled = Some(Instant::now());
         }
-        if settled.is_some_and(|at: Instant| at.elapsed() > Duration::from_secs(5)) {
+        if settled.is_some_and(|at| at.elapsed() > Duration::from_secs(5)) {
             let highest = status_mb(agent.id(), "VmHWM")?;
             let with_programs = with_programs.max(highest);
             return Ok(Measured {
@@ -203,13 +182,8 @@ fn watch(namespace: &Namespace, agent: &mut Process, services: u32, endpoints: u
                 highest,
                 with_programs,
                 programs,
-                first_sync_programs,
                 program_alone: 0.0,
-                first_sync_seconds,
-                group: 0.0,
-                kernel: 0.0,
                 restarted: [0.0; 2],
-                group_source: "",
             });
         }
         if started.elapsed() > LONGEST_SYNC {

@@ -3,40 +3,26 @@
 //! ratio, and writes them as JSON.
 //!
 //! Figures are medians of repeated runs. Benches check counts, bytes and ratios within one run, and
-//! fail if a check fails. Except for `failover`, benches do not check absolute times, because
-//! machines differ.
+//! fail if a check fails. Benches do not check absolute times, because machines differ.
 
-pub mod apiserver_load;
 pub mod barrier;
-mod cgroup;
 pub mod clock;
-pub mod connect;
-pub mod conntrack;
-pub mod control_plane_memory;
-pub mod delta;
-pub mod failover;
 pub mod fleet;
-pub mod growth;
 pub mod iptables;
 pub mod ipvs;
 pub mod kube_proxy_nft_shape;
 pub mod kube_proxy_shape;
-pub mod lagging;
 pub mod memory;
-pub mod nft_counters;
 pub mod nft_latency;
 pub mod nft_memory;
 pub mod nft_replace;
 pub mod nftables;
-pub mod profile;
 pub mod report;
 pub mod rollouts;
-pub mod slow;
 pub mod snapshots;
 pub mod storm;
 pub mod two_level_shape;
 pub mod userspace;
 pub mod waiting;
-pub mod warm_restart;
 pub mod wire;
 pub mod workload;

@@ -38,6 +38,8 @@ const ENDPOINTS: u32 = 10;
 const CHANGES: u32 = 300;
 /// The first changes are not measured: they add chains for new numbers of endpoints.
 const WARM_UP: u32 = 10;
+/// The most changes of [`path`].
+const PATH_STEPS: u32 = 40;
 const LONGEST_START: Duration = Duration::from_secs(600);
 const LONGEST_CHANGE: Duration = Duration::from_secs(10);
 
@@ -61,8 +63,30 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
+/// Makes `count` changes one by one, or waits for the same time if it is 0. `make path` compares
+/// what runs.
+///
+/// # Errors
+/// As [`run`].
+pub fn path(count: u32) -> Result<()> {
+    with_programs(3, |_, source| {
+        for step in 0..PATH_STEPS {
+            if step < count {
+                source.change()?;
+            }
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        Ok(())
+    })
+}
+
 /// The times of all changes in milliseconds.
 fn measure(services: u32) -> Result<Vec<f64>> {
+    with_programs(services, changes)
+}
+
+/// Starts the programs, and runs `work` when the agent has programmed everything.
+fn with_programs<T>(services: u32, work: impl FnOnce(&Namespace, &mut Source) -> Result<T>) -> Result<T> {
     let folder = tempfile::tempdir().context("creating a folder")?;
     let namespace = Namespace::create(format!("hg{}-bench-latency", std::process::id()))?;
     namespace.ip_batch("link set lo up\n")?;
@@ -75,11 +99,11 @@ fn measure(services: u32) -> Result<Vec<f64>> {
     let log = folder.path().join("control-plane.log");
     let control_plane = Process::start("control plane", &namespace, control_plane, &log)?;
     let mut agent = memory::start_agent(&namespace, folder.path(), Mode::Nftables)?;
-    let times = wait_for_rules(&namespace, &mut agent, services).and_then(|()| changes(&namespace, &mut source));
+    let done = wait_for_rules(&namespace, &mut agent, services).and_then(|()| work(&namespace, &mut source));
     let logs = [control_plane.log_tail(), agent.log_tail()];
-    agent.kill()?;
-    control_plane.kill()?;
-    times.with_context(|| format!("the logs end with:\n{}", logs.join("\n")))
+    agent.terminate()?;
+    control_plane.terminate()?;
+    done.with_context(|| format!("the logs end with:\n{}", logs.join("\n")))
 }
 
 fn wait_for_rules(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<()> {

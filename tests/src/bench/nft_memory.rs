@@ -1,7 +1,6 @@
 //! `nft-memory`: the memory of an agent in nftables mode, at rest and at its peak, compared with an
-//! agent without Services. It also measures an agent that restarts and finds its table. The memory
-//! of the agent's control group contains the kernel's memory for the maps and sets. The bench fails
-//! if the agent starts another program.
+//! agent without Services. It also measures an agent that restarts and finds its table. The bench
+//! fails if the agent starts another program.
 
 use anyhow::{Result, ensure};
 
@@ -16,8 +15,7 @@ const ENDPOINTS: [u32; 2] = [10, 25];
 /// Runs the bench.
 ///
 /// # Errors
-/// A program does not start, the first sync does not end in time, the machine has no memory control
-/// groups, or the agent starts a program.
+/// A program does not start, the first sync does not end in time, or the agent starts a program.
 pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let services = services.unwrap_or(SERVICES);
     let empty = measure(Mode::Nftables, 0, 0, Alone::No)?;
@@ -36,11 +34,6 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
         {
             figures.push(Figure::alone(name(&format!("{what}-above-empty-after-restart")), restarted - first, "MB"));
         }
-        let source = full.group_source;
-        let all = format!("an empty agent ({source})");
-        figures.push(Figure::against(name("control-group"), full.group, "MB", all, empty.group));
-        let kernel = format!("an empty agent (kernel memory of the group of {source})");
-        figures.push(Figure::against(name("control-group-kernel"), full.kernel, "MB", kernel, empty.kernel));
     }
     Ok(figures)
 }

@@ -152,7 +152,7 @@ fn in_namespace<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
 ///
 /// # Errors
 /// The kernel lacks what the dataplane needs.
-pub(super) fn dataplane(counts_services: bool) -> Result<NftablesDataplane> {
+fn dataplane() -> Result<NftablesDataplane> {
     Ok(NftablesDataplane::new(&Config {
         families: Family::BOTH.to_vec(),
         masquerade: workload::masquerade(),
@@ -161,7 +161,7 @@ pub(super) fn dataplane(counts_services: bool) -> Result<NftablesDataplane> {
         owns_tables: true,
         replies_to_ping: false,
         unused_features: Vec::new(),
-        counts_services,
+        counts_services: false,
         has_proxy: false,
     })?)
 }
@@ -169,7 +169,7 @@ pub(super) fn dataplane(counts_services: bool) -> Result<NftablesDataplane> {
 /// Makes the first sync in an empty namespace. Returns the wall-clock time and the CPU time in
 /// milliseconds, the dataplane and its node.
 fn first_sync(state: &State) -> Result<(f64, f64, NftablesDataplane, NodeFacts)> {
-    let (mut backend, node) = (dataplane(false)?, NodeFacts::named("node-000"));
+    let (mut backend, node) = (dataplane()?, NodeFacts::named("node-000"));
     let cpu = thread_cpu();
     let (ms, report) = wall_ms(|| backend.sync_full(&FixedState(state, &node)));
     report?;
@@ -189,16 +189,7 @@ impl Programmed {
     /// # Errors
     /// The first sync fails.
     pub(super) fn new(state: State) -> Result<Self> {
-        Self::load(state, false)
-    }
-
-    /// Programs the cluster like [`Self::new`], with counters of Services if `counts_services` is
-    /// true.
-    ///
-    /// # Errors
-    /// The first sync fails.
-    pub(super) fn load(state: State, counts_services: bool) -> Result<Self> {
-        let (mut backend, node) = (dataplane(counts_services)?, NodeFacts::named("node-000"));
+        let (mut backend, node) = (dataplane()?, NodeFacts::named("node-000"));
         backend.sync_full(&FixedState(&state, &node))?;
         Ok(Self { backend, state, node })
     }

@@ -12,7 +12,7 @@ use anyhow::{Context as _, Result, ensure};
 use headgate_control_plane::{
     metrics::Metrics,
     objects::PodId,
-    serve::{self, CancellationToken, PeerSettings, Security, Settings},
+    serve::{self, CancellationToken, Listen, PeerSettings, Security, Settings},
     store::{Limits, Store},
     transaction::{PodChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
@@ -104,9 +104,10 @@ impl<'a> Bench<'a> {
         let peers = Some(PeerSettings { names: Vec::new(), tls: None });
         let settings = Settings { replica_name: "replica-1".into(), peers, ..Settings::default() };
         let (serving, counting, token) = (Arc::clone(&store), Arc::clone(&metrics), CancellationToken::new());
-        let listen = ([127, 0, 0, 1], 0).into();
-        let started = serve::start(listen, None, Security::Plaintext, settings, serving, counting, token);
-        let address = format!("http://{}", runtime.block_on(started).context("starting a replica")?.local_addr);
+        let listen = Listen::at(([127, 0, 0, 1], 0).into());
+        let started = serve::start(listen, Security::Plaintext, settings, serving, counting, token);
+        let running = runtime.block_on(started).context("starting a replica")?;
+        let (address, agents) = (format!("http://{}", running.inspect_addr), format!("http://{}", running.local_addr));
         let (agent, messages) = mpsc::channel(16);
         let bench = Self { runtime, store, metrics, address, agent };
         let pod = |number| {
@@ -118,7 +119,7 @@ impl<'a> Bench<'a> {
         bench.store.synced();
         let hello = v1::Hello { node_name: "node-a".into(), ..v1::Hello::default() };
         bench.agent.blocking_send(AgentMessage { body: Some(Body::Hello(hello)) })?;
-        let mut client = DiscoveryClient::new(bench.connect()?);
+        let mut client = DiscoveryClient::new(bench.connect(&agents)?);
         runtime.block_on(async {
             let mut received = client.sync(ReceiverStream::new(messages)).await?.into_inner();
             let is_end = |body| matches!(body, Some(server_message::Body::SnapshotEnd(_)));
@@ -131,10 +132,8 @@ impl<'a> Bench<'a> {
         Ok(bench)
     }
 
-    fn connect(&self) -> Result<Channel> {
-        self.runtime
-            .block_on(Channel::from_shared(self.address.clone())?.connect())
-            .context("connecting to the replica")
+    fn connect(&self, url: &str) -> Result<Channel> {
+        self.runtime.block_on(Channel::from_shared(url.to_owned())?.connect()).context("connecting to the replica")
     }
 
     fn acknowledge(&self) -> Result<()> {
@@ -168,7 +167,7 @@ impl<'a> Bench<'a> {
     fn ask_all(&self) -> Result<Vec<JoinHandle<Result<BarrierAnswer>>>> {
         let (mut asked, numbers) = (Vec::new(), (0..WAITING).collect::<Vec<_>>());
         for numbers in numbers.chunks(REQUESTS) {
-            let channel = self.connect()?;
+            let channel = self.connect(&self.address)?;
             asked.extend(numbers.iter().map(|number| {
                 let (namespace, name) = (workload::key(0).namespace.to_string(), format!("pod-{number}"));
                 let (timeout_ms, silent_ms, uid) = (LONG_MS, LONG_MS, String::new());

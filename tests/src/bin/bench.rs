@@ -5,10 +5,9 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    apiserver_load, barrier, connect, conntrack, control_plane_memory, delta, failover, fleet, growth, iptables, ipvs,
-    lagging, memory, nft_counters, nft_latency, nft_memory, nft_replace, nftables,
+    barrier, fleet, iptables, ipvs, memory, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
-    rollouts, slow, snapshots, storm, userspace, waiting, warm_restart, wire,
+    rollouts, snapshots, storm, userspace, waiting, wire,
 };
 
 /// Measures Headgate, compares it with an anchor in the same run, prints the figures and writes
@@ -18,8 +17,7 @@ use headgate_tests::bench::{
     after_help = "Benches with a fleet need root and two cores. To tune the control plane, run a short round of half a minute:\n  \
 cargo build --release -p headgate-control-plane -p headgate-tests --bins\n  \
 target/release/bench --only fleet --agents 500 --seconds 10 --services 1000\n\
-For the next round, build only the control plane again, and compare server-cpu-per-message and memory-per-idle-agent.\n\
-If perf is installed (Debian package linux-perf), the bench also prints a profile of the control plane's CPU time."
+For the next round, build only the control plane again, and compare server-cpu-per-message and memory-per-idle-agent."
 )]
 struct Arguments {
     /// Run only this bench
@@ -31,6 +29,9 @@ struct Arguments {
     /// Run the measurements of the bench ipvs inside User-Mode Linux
     #[arg(long, hide = true)]
     inside: bool,
+    /// Make this number of changes, for `make path`
+    #[arg(long, hide = true, value_name = "N")]
+    path: Option<u32>,
     /// Folder for the JSON files
     #[arg(long, default_value = "target/bench", value_name = "DIR")]
     out: PathBuf,
@@ -46,7 +47,6 @@ struct Arguments {
 type Bench = fn(&Arguments) -> Result<Vec<Figure>>;
 
 const BENCHES: &[(&str, &str, Bench)] = &[
-    ("delta", "one endpoint changes: CPU time of both sides and bytes, for three sizes", |_| delta::run()),
     ("fleet", "thousands of agents at one replica: latency, CPU time and memory", |a| fleet::run(&a.load, a.services)),
     ("wire", "bytes of an endpoint's change for a node, alone and in bursts; fails if a goal is missed", |_| {
         wire::run()
@@ -57,11 +57,6 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         "thousands of agents without state connect at once; fails if the order is wrong or memory exceeds its bound",
         |a| snapshots::run(&a.load, a.services),
     ),
-    ("slow", "agents that read slowly or not at all, beside normal agents", |a| slow::run(&a.load, a.services)),
-    ("apiserver-load", "load on the API server from 1, 100 and 5,000 agents", |a| {
-        apiserver_load::run(&a.load, a.services)
-    }),
-    ("lagging", "agents move to a replica whose watch is delayed", |a| lagging::run(&a.load, a.services)),
     ("barrier", "pods that stop, with thousands of agents at three replicas; fails if an answer is wrong", |a| {
         barrier::run(&a.load, a.services)
     }),
@@ -70,30 +65,12 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         "1,250 pods wait on a Service that changes 50 times a second: CPU time, commits; fails if a pod gets a wrong answer",
         |_| waiting::run(),
     ),
-    ("failover", "100 agents while replicas lose their API servers; fails if agents are late or move too often", |a| {
-        failover::run(a.load.agents, a.services)
-    }),
     ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)
     }),
-    ("iptables-growth", "the first sync of 1,000 to 50,000 Services, nft: time and memory", |a| {
-        growth::run(a.services)
-    }),
     ("ipvs", "loads and changes compared with ipvsadm, inside User-Mode Linux", |a| ipvs::run(a.services)),
-    ("conntrack", "deletion of 1,000 stale UDP flows among a million entries", |_| conntrack::run()),
-    (
-        "warm-restart",
-        "an agent restarts while its rules are in place; fails if the agent writes rules or a connection breaks",
-        |a| warm_restart::run(a.services),
-    ),
     ("agent-memory", "memory of the agent and the programs that it runs", |a| memory::run(a.services)),
-    (
-        "control-plane-memory",
-        "memory of the control plane for each endpoint, with 1,000 to 50,000 Services; fails if the goal is missed",
-        |a| control_plane_memory::run(a.services),
-    ),
-    ("iptables-connect", "a new connection through the first and the last Service", |a| connect::run(a.services)),
     ("nft-full", "the first sync in nftables mode, for several sizes", |a| nftables::full(a.services)),
     ("nft-incremental", "one endpoint changes in nftables mode, for several sizes", |a| {
         nftables::incremental(a.services)
@@ -102,11 +79,7 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         nft_latency::run(a.services)
     }),
     ("nft-burst", "1,000 Services change in one transaction, in nftables mode", |a| nftables::burst(a.services)),
-    ("nft-connect", "a new connection through the first and the last Service, in nftables mode", |a| {
-        connect::nftables(a.services)
-    }),
-    ("nft-counters", "the cost of counters of Services in nftables mode", |a| nft_counters::run(a.services)),
-    ("nft-memory", "memory of an agent in nftables mode and of the kernel; fails if the agent runs a program", |a| {
+    ("nft-memory", "memory of an agent in nftables mode; fails if the agent runs a program", |a| {
         nft_memory::run(a.services)
     }),
     (
@@ -132,17 +105,15 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         "datagrams through the agent's proxy and direct; fails if datagrams are lost without a count or the goal is missed",
         |_| userspace::datagrams::run(),
     ),
-    (
-        "userspace-failures",
-        "an agent in mode userspace hangs, is killed and is upgraded with 2,000 connections; fails if the upgrade loses one",
-        |_| userspace::failures::run(),
-    ),
 ];
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     if arguments.inside {
         return ipvs::measure_inside(arguments.services);
+    }
+    if let Some(changes) = arguments.path {
+        return nft_latency::path(changes);
     }
     if arguments.list {
         BENCHES.iter().for_each(|(name, what, _)| println!("{name:<24} {what}"));

@@ -49,4 +49,5 @@ mod write_log;
 
 pub use case::{Case, SourceAddress};
 pub use run::run;
-pub(crate) use write_log::{WriteLog, wrap_restore};
+pub use write_log::WriteLog;
+pub(crate) use write_log::wrap_restore;

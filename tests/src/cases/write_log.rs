@@ -9,21 +9,27 @@ use anyhow::{Context, Result};
 /// A log of kernel writes. Wrappers around the iptables-restore programs write the log. A wrapper
 /// logs each call and the script of the call, and then runs the real program.
 #[derive(Debug)]
-pub(crate) struct WriteLog {
+pub struct WriteLog {
     /// The folder of the wrappers, for [`AgentSetup::tools`](crate::testbed::AgentSetup::tools).
-    pub(crate) tools: PathBuf,
+    pub tools: PathBuf,
     log: PathBuf,
     scripts: PathBuf,
 }
 
 impl WriteLog {
-    pub(crate) fn create(folder: &Path) -> Result<Self> {
+    /// Writes the wrappers into a folder in `folder`.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn create(folder: &Path) -> Result<Self> {
         let (tools, log) = (folder.join("tools"), folder.join("kernel-writes.log"));
         let scripts = folder.join("kernel-writes.scripts");
         std::fs::create_dir(&tools).context("creating a folder for tools")?;
         wrap_restore(&tools, &["iptables", "ip6tables"], |name, program| {
+            // Calls with `--test` or `--version` write nothing.
             format!(
-                "echo \"{name} $*\" >> '{}'\ntee -a '{}' | '{}' \"$@\"\n",
+                "case \"$*\" in *--version*|*--test*) exec '{2}' \"$@\";; esac\n\
+                 echo \"{name} $*\" >> '{0}'\ntee -a '{1}' | '{2}' \"$@\"\n",
                 log.display(),
                 scripts.display(),
                 program.display()
@@ -33,22 +39,26 @@ impl WriteLog {
     }
 
     /// All scripts so far, in order.
-    pub(crate) fn scripts(&self) -> Result<String> {
-        match std::fs::read_to_string(&self.scripts) {
-            Ok(text) => Ok(text),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
-            Err(error) => Err(error).with_context(|| format!("reading {}", self.scripts.display())),
-        }
+    ///
+    /// # Errors
+    /// The log cannot be read.
+    pub fn scripts(&self) -> Result<String> {
+        read(&self.scripts)
     }
 
     /// The number of calls so far that write to the kernel.
-    pub(crate) fn count(&self) -> Result<usize> {
-        match std::fs::read_to_string(&self.log) {
-            // Calls with `--test` or `--version` write nothing.
-            Ok(text) => Ok(text.lines().filter(|l| !l.contains("--test") && !l.contains("--version")).count()),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(0),
-            Err(error) => Err(error).with_context(|| format!("reading {}", self.log.display())),
-        }
+    ///
+    /// # Errors
+    /// The log cannot be read.
+    pub fn count(&self) -> Result<usize> {
+        Ok(read(&self.log)?.lines().count())
+    }
+}
+
+fn read(path: &Path) -> Result<String> {
+    match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        text => text.with_context(|| format!("reading {}", path.display())),
     }
 }
 

@@ -7,7 +7,6 @@ mod gate;
 mod replica;
 
 use std::{
-    collections::BTreeMap,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -66,26 +65,12 @@ pub struct Scenario {
 /// The results of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Outcome {
-    /// The time from the start of the agents until all agents had programmed everything.
-    pub start_seconds: f64,
-    /// The number of agents at the replica whose connection to its API server is cut, at the time
-    /// of the cut.
-    pub agents_at_cut: usize,
-    /// The time from the cut until all agents had programmed a change made after the cut. At
-    /// that time all agents were at the healthy replica.
-    pub failover_seconds: f64,
     /// The largest number of moves of one agent until the failover was complete.
     pub most_moves: u64,
     /// The number of moves in the calm period after the failover. It should be 0.
     pub moves_in_calm: u64,
     /// The number of moves of agents with state while no replica was connected to its API server.
     pub moves_while_all_cut_off: u64,
-    /// The time from the start of the agents without state until all of these agents had programmed
-    /// the state of a replica. No replica was connected to its API server in this time.
-    pub newcomers_seconds: f64,
-    /// The time from the repair of all connections to the API server until all agents had
-    /// programmed a change made after the repair.
-    pub return_seconds: f64,
 }
 
 /// A store that follows the API server directly. Tests expect the agents to have the digests of
@@ -289,15 +274,10 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     let started = Instant::now();
     scene.add_agents(agents, &all)?;
     scene.until_programmed().await.context("at the start")?;
-    let start_seconds = started.elapsed().as_secs_f64();
-
     sleep(cut_after.saturating_sub(started.elapsed())).await;
-    let agents_at_cut = scene.places().await?[CUT_OFF];
     scene.replicas[CUT_OFF].gate.set(cut).await;
-    let cut_at = Instant::now();
     scene.change()?;
     scene.until_programmed().await.context("after the connection of one replica to its API server was cut")?;
-    let failover_seconds = cut_at.elapsed().as_secs_f64();
     let places = scene.places().await?;
     ensure!(places == [agents, 0, 0], "not all agents are at the healthy replica: {places:?}");
     let before = scene.moves();
@@ -309,40 +289,17 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
 
     scene.replicas[HEALTHY].gate.set(cut).await;
     scene.until_ready(HEALTHY, false).await?;
-    let joined = Instant::now();
     scene.add_agents(newcomers, &all)?;
     let newcomers_programmed = || scene.agents[agents..].iter().all(|agent| agent.programmed().is_some());
     until("agents without state have programmed a state while no replica reaches its API server", newcomers_programmed)
         .await?;
-    let newcomers_seconds = joined.elapsed().as_secs_f64();
     sleep(calm).await;
     let moves_while_all_cut_off: u64 = moved(&scene, &before[..]) - moves_in_calm;
 
     for replica in &scene.replicas {
         replica.gate.set(Mode::Open).await;
     }
-    let returned = Instant::now();
     scene.change()?;
     scene.until_programmed().await.context("after the connections to the API server were restored")?;
-    let return_seconds = returned.elapsed().as_secs_f64();
-    Ok(Outcome {
-        start_seconds,
-        agents_at_cut,
-        failover_seconds,
-        most_moves,
-        moves_in_calm,
-        moves_while_all_cut_off,
-        newcomers_seconds,
-        return_seconds,
-    })
-}
-
-/// Counts agents by their number of moves. The key is a number of moves, and the value is the
-/// number of agents that moved this often.
-#[must_use]
-pub fn histogram(moves: &[u64]) -> BTreeMap<u64, usize> {
-    moves.iter().fold(BTreeMap::new(), |mut counts, moves| {
-        *counts.entry(*moves).or_default() += 1;
-        counts
-    })
+    Ok(Outcome { most_moves, moves_in_calm, moves_while_all_cut_off })
 }

@@ -36,6 +36,7 @@ pub struct Replica {
     log: PathBuf,
     _process: KilledOnDrop,
     address: SocketAddr,
+    inspect: SocketAddr,
     metrics: SocketAddr,
 }
 
@@ -59,7 +60,8 @@ impl Replica {
         let child = command.spawn().context("starting headgate-control-plane")?;
         let unknown = SocketAddr::from(([127, 0, 0, 1], 0));
         let _process = KilledOnDrop(child);
-        let mut replica = Self { gate, name: name.to_owned(), log, _process, address: unknown, metrics: unknown };
+        let (name, [address, inspect, metrics]) = (name.to_owned(), [unknown; 3]);
+        let mut replica = Self { gate, name, log, _process, address, inspect, metrics };
         replica.find_addresses().await?;
         Ok(replica)
     }
@@ -70,7 +72,7 @@ impl Replica {
         loop {
             let log = fs::read_to_string(&self.log)?;
             if let Some(addresses) = control_plane_addresses(&log) {
-                [self.address, self.metrics] = addresses;
+                [self.address, self.inspect, self.metrics] = addresses;
                 return Ok(());
             }
             ensure!(Instant::now() < until, "{} does not start: {log}", self.name);
@@ -84,6 +86,12 @@ impl Replica {
         format!("http://{}", self.address)
     }
 
+    /// The URL for headgatectl.
+    #[must_use]
+    pub fn inspect_url(&self) -> String {
+        format!("http://{}", self.inspect)
+    }
+
     /// The end of the replica's log.
     #[must_use]
     pub fn log_tail(&self) -> String {
@@ -95,7 +103,7 @@ impl Replica {
     /// # Errors
     /// The replica does not answer.
     pub async fn status(&self) -> Result<GetStatusResponse> {
-        let mut client = InspectClient::connect(self.url()).await.context("connecting to a replica")?;
+        let mut client = InspectClient::connect(self.inspect_url()).await.context("connecting to a replica")?;
         Ok(client.get_status(GetStatusRequest::default()).await?.into_inner())
     }
 
@@ -104,7 +112,7 @@ impl Replica {
     /// # Errors
     /// The replica does not answer.
     pub async fn agents(&self) -> Result<Vec<AgentInfo>> {
-        let mut client = InspectClient::connect(self.url()).await.context("connecting to a replica")?;
+        let mut client = InspectClient::connect(self.inspect_url()).await.context("connecting to a replica")?;
         let mut stream =
             client.list_agents(ListAgentsRequest { only_this_replica: true, ..Default::default() }).await?.into_inner();
         let mut agents = Vec::new();

@@ -177,8 +177,8 @@ impl Full {
                     self.held.apply(step, &mut dirty);
                     self.dirty_services += dirty.services.len() as u64;
                 }
-                MachineEffect::Reject(nack) => {
-                    return Err(Violation::Agent(format!("the agent rejects resources: {:?}", nack.rejections)));
+                MachineEffect::Reject(rejections) => {
+                    return Err(Violation::Agent(format!("the agent rejects resources: {rejections:?}")));
                 }
                 _ => {}
             }

@@ -139,18 +139,3 @@ fn read_all(streams: Vec<TcpStream>, rounds: u32, rate: u32, start: Instant) -> 
     }
     Ok(latency)
 }
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use crate::fleet::rig::Wire;
-
-    #[test]
-    fn every_write_is_read_and_timed() {
-        let machines = Machines::create(Wire::Veth).unwrap();
-        let bare = measure(&machines, 20, 5, 100).unwrap();
-        assert_eq!(bare.latency.count(), 100);
-        assert!(bare.cpu_us > 0.0 && bare.cpu_with_interrupts_us >= bare.cpu_us, "{bare:?}");
-    }
-}

@@ -109,32 +109,3 @@ impl Histogram {
         self.quantile(share) as f64 / 1e3
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn quantiles_are_accurate_to_two_thousandths() {
-        let mut histogram = Histogram::default();
-        assert_eq!(histogram.quantile(0.5), 0);
-        (1..=100_000).for_each(|value| histogram.record(value));
-        for (share, exact) in [(0.001, 100.0), (0.5, 50_000.0), (0.99, 99_000.0), (1.0, 100_000.0)] {
-            let found = histogram.quantile(share) as f64;
-            assert!((found / exact - 1.0).abs() < 0.002, "{share}: {found}");
-        }
-        assert_eq!((histogram.count(), histogram.max()), (100_000, 100_000));
-        histogram.record(u64::MAX);
-        assert_eq!(histogram.quantile(1.0), u64::MAX);
-    }
-
-    #[test]
-    fn only_writes_with_a_time_are_measured() {
-        let timetable = Timetable::default();
-        timetable.write(5);
-        assert!(timetable.microseconds(5, Instant::now()).is_some());
-        assert_eq!(timetable.microseconds(6, Instant::now()), None);
-        timetable.forget(5);
-        assert_eq!(timetable.microseconds(5, Instant::now()), None);
-    }
-}

@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use nix::{
     sched::{CpuSet, sched_setaffinity},
-    sys::resource::{Resource, getrlimit, setrlimit},
+    sys::resource::{Resource, setrlimit},
     unistd::Pid,
 };
 
@@ -174,15 +174,6 @@ pub fn allow_open_files(count: u64) -> Result<()> {
     setrlimit(Resource::RLIMIT_NOFILE, count, count).with_context(|| format!("allowing {count} open files"))
 }
 
-/// The hard limit of open files of this process.
-///
-/// # Errors
-/// The system call fails.
-pub fn open_files_allowed() -> Result<u64> {
-    let (_, allowed) = getrlimit(Resource::RLIMIT_NOFILE).context("reading the limit of open files")?;
-    Ok(allowed)
-}
-
 /// How a replica is started.
 #[derive(Debug, Clone)]
 pub struct ReplicaSetup<'a> {
@@ -265,6 +256,12 @@ impl Replica {
         self.address
     }
 
+    /// The address for Inspect.
+    #[must_use]
+    pub fn inspect_address(&self) -> SocketAddr {
+        SocketAddr::new(self.address.ip(), self.address.port() + 1)
+    }
+
     /// Returns the process, so that the caller can end it.
     #[must_use]
     pub fn into_process(self) -> Process {
@@ -326,13 +323,7 @@ impl Replica {
     /// # Errors
     /// The process has ended.
     pub fn resident_bytes(&self) -> Result<u64> {
-        self.memory().resident_bytes()
-    }
-
-    /// A handle with which another thread can read the memory usage.
-    #[must_use]
-    pub fn memory(&self) -> Memory {
-        Memory(self.process.id())
+        status_bytes(self.process.id(), "VmRSS")
     }
 
     /// Peak resident memory, in bytes.
@@ -341,20 +332,6 @@ impl Replica {
     /// The process has ended.
     pub fn highest_resident_bytes(&self) -> Result<u64> {
         status_bytes(self.process.id(), "VmHWM")
-    }
-}
-
-/// A handle for reading the memory usage of a process.
-#[derive(Debug, Clone, Copy)]
-pub struct Memory(u32);
-
-impl Memory {
-    /// Resident memory, in bytes.
-    ///
-    /// # Errors
-    /// The process has ended.
-    pub fn resident_bytes(self) -> Result<u64> {
-        status_bytes(self.0, "VmRSS")
     }
 }
 

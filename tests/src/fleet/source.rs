@@ -15,11 +15,7 @@ use headgate_core::{
 use serde_json::{Value, json};
 
 use super::latency::Timetable;
-use crate::{
-    apiserver::{ApiServer, Kind},
-    bench::workload,
-    testbed::netns::Namespace,
-};
+use crate::{apiserver::ApiServer, bench::workload, testbed::netns::Namespace};
 
 /// The API server and its cluster.
 pub struct Source {
@@ -30,7 +26,6 @@ pub struct Source {
     changes: u32,
     /// The Services whose first endpoint is not ready.
     unready: BTreeSet<u32>,
-    event_bytes: u64,
 }
 
 impl Source {
@@ -41,7 +36,7 @@ impl Source {
     /// The server does not start.
     pub fn start(namespace: &Namespace, timetable: Arc<Timetable>, services: u32, endpoints: u32) -> Result<Self> {
         let api = namespace.run(|| Ok(ApiServer::start()?))?;
-        let source = Self { api, timetable, services, endpoints, changes: 0, unready: BTreeSet::new(), event_bytes: 0 };
+        let source = Self { api, timetable, services, endpoints, changes: 0, unready: BTreeSet::new() };
         for number in 0..services {
             source.apply(service_object(number))?;
             source.apply(source.slice_object(number))?;
@@ -114,28 +109,7 @@ impl Source {
         }
         let object = self.slice_object(number);
         self.timetable.write(self.api.version() + 1);
-        let version = self.apply(object)?;
-        self.event_bytes += event_bytes(&self.slice(number)?);
-        Ok(version)
-    }
-
-    fn slice(&self, number: u32) -> Result<Value> {
-        let key = workload::key(number);
-        self.api.get(Kind::EndpointSlice, &key.namespace, &slice_name(&key.name)).context("a slice does not exist")
-    }
-
-    /// The size of the JSON events of all changes so far on one watch of EndpointSlices, in bytes.
-    #[must_use]
-    pub fn event_bytes(&self) -> u64 {
-        self.event_bytes
-    }
-
-    /// The size of the JSON events of all Services and EndpointSlices at the start of a watch, in
-    /// bytes.
-    #[must_use]
-    pub fn initial_bytes(&self) -> u64 {
-        let objects = [Kind::Service, Kind::EndpointSlice].map(|kind| self.api.list(kind));
-        objects.iter().flatten().map(event_bytes).sum()
+        self.apply(object)
     }
 
     /// The digest buckets of these Services, and the number of resources in these buckets.
@@ -182,20 +156,11 @@ impl Source {
     }
 }
 
-/// The size of an object's event on a watch, in bytes.
-fn event_bytes(object: &Value) -> u64 {
-    json!({"type": "MODIFIED", "object": object}).to_string().len() as u64 + 1
-}
-
 /// Namespace and name of the pod of an endpoint of a Service.
 #[must_use]
 pub fn pod_name(service: u32, endpoint: u32) -> (String, String) {
     let key = workload::key(service);
     (key.namespace.to_string(), format!("{}-7d4b9c6f5-x{endpoint:04}", key.name))
-}
-
-fn slice_name(service: &str) -> String {
-    format!("{service}-x7k2p")
 }
 
 fn owner(kind: &str, name: &str) -> Value {
@@ -238,7 +203,7 @@ fn slice_object(number: u32, endpoints: u32, is_first_ready: bool) -> Value {
     json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
         "metadata": {
-            "name": slice_name(name), "namespace": namespace, "generateName": format!("{name}-"),
+            "name": format!("{name}-x7k2p"), "namespace": namespace, "generateName": format!("{name}-"),
             "labels": {
                 "kubernetes.io/service-name": name,
                 "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io",

@@ -59,15 +59,6 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// The largest number of agents within the system's limit of open files.
-    ///
-    /// # Errors
-    /// The limit cannot be read.
-    pub fn most_agents() -> Result<usize> {
-        let files = rig::open_files_allowed()?.saturating_sub(SPARE_FILES);
-        Ok(usize::try_from(files / FILES_PER_AGENT).unwrap_or(usize::MAX))
-    }
-
     /// Starts the machines and the source. Replicas and agents are started later. With
     /// [`Setup::is_pinned`], the calling thread is pinned to the load's core.
     ///

@@ -98,38 +98,3 @@ pub(super) fn each_number(value: Value<'_>, mut take: impl FnMut(u64)) -> Result
     }
     Ok(())
 }
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use headgate_proto::v1;
-    use prost::Message as _;
-
-    use super::*;
-
-    #[test]
-    fn fields_are_read_as_they_were_encoded() {
-        let end = v1::SnapshotEnd { version: 300, buckets: vec![1, 1000], resource_count: 7, ..Default::default() };
-        let bytes = end.encode_to_vec();
-        let fields: Vec<_> = Fields(&bytes).collect::<Result<_, _>>().unwrap();
-        assert_eq!(fields[0], (1, Value::Number(300)));
-        assert_eq!(fields[2], (4, Value::Number(7)));
-        let mut buckets = Vec::new();
-        each_number(fields[1].1, |bucket| buckets.push(bucket)).unwrap();
-        assert_eq!(buckets, [1, 1000]);
-        let welcome = v1::Welcome { epoch: 0x0102_0304_0506_0708, ..Default::default() }.encode_to_vec();
-        assert_eq!(Fields(&welcome).next(), Some(Ok((2, Value::Number(0x0102_0304_0506_0708)))));
-    }
-
-    #[test]
-    fn truncated_messages_are_malformed() {
-        let bytes = v1::Welcome { replica: "a".into(), epoch: 1, ..Default::default() }.encode_to_vec();
-        for length in 1..bytes.len() {
-            let read: Result<Vec<_>, _> = Fields(&bytes[..length]).collect();
-            // The first field has three bytes. These three bytes alone are a valid message.
-            assert_eq!(read.is_ok(), length == 3, "{length}");
-        }
-        assert_eq!(Fields(&[0xff; 11]).next(), Some(Err(Malformed)));
-        assert_eq!(Fields(&[0x0b]).next(), Some(Err(Malformed)), "groups are not used");
-    }
-}

@@ -333,22 +333,6 @@ impl Worker {
         }
     }
 
-    /// Resumes the first `count` agents with their previous replicas, and suspends all other
-    /// agents. Resumes all agents if `count` is `None`.
-    pub fn resume_at(&mut self, count: Option<usize>) {
-        for index in 0..self.clients.len() {
-            let is_wanted = count.is_none_or(|count| index < count);
-            let client = &mut self.clients[index];
-            if is_wanted && client.is_suspended {
-                client.is_suspended = false;
-                self.waiting.push_back(index);
-            } else if !is_wanted && !client.is_suspended {
-                client.is_suspended = true;
-                self.disconnect(index, Break::Close);
-            }
-        }
-    }
-
     /// Replaces the replicas of all agents. Present connections stay.
     pub fn redirect(&mut self, replicas: &[SocketAddr]) {
         (0..self.clients.len()).for_each(|index| self.set_replicas(index, replicas));

@@ -18,7 +18,7 @@ use super::backend::Backend;
 use super::container;
 use super::machines::Machines;
 use super::manifests::{MARKER, NAMESPACE};
-use super::plan::{self, CLUSTER_CIDR, CONTROL, CONTROL_PORT};
+use super::plan::{self, CLUSTER_CIDR, CONTROL, CONTROL_PORT, INSPECT_PORT};
 use super::process::{self, Process};
 
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -39,9 +39,9 @@ impl Glance {
     }
 }
 
-fn control_plane_url() -> Result<String> {
+fn control_plane_url(port: u16) -> Result<String> {
     let address = plan::address(CONTROL).context("the plan has no address for the control plane")?;
-    Ok(format!("http://{}:{CONTROL_PORT}", address.v4))
+    Ok(format!("http://{}:{port}", address.v4))
 }
 
 /// Starts the control plane on a folder of manifests.
@@ -117,7 +117,7 @@ fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &Agen
 /// Starts the agent of a node.
 pub(super) fn start_agent(machines: &Machines, backend: Backend, node: &str, setup: &AgentSetup) -> Result<Process> {
     let mut command = agent_command(machines, backend, node, setup)?;
-    command.args(["--control-plane", &control_plane_url()?, "--insecure-loopback"]);
+    command.args(["--control-plane", &control_plane_url(CONTROL_PORT)?, "--insecure-loopback"]);
     if let Some(tools) = &setup.tools {
         command.env("PATH", format!("{}:{}", tools.display(), std::env::var("PATH").context("PATH is not set")?));
     }
@@ -141,7 +141,7 @@ pub(super) fn run_agent_once(
 
 /// Asks the control plane for its status, its agents and the marker Service.
 pub(super) fn glance(machines: &Machines) -> Result<Glance> {
-    let url = control_plane_url()?;
+    let url = control_plane_url(INSPECT_PORT)?;
     machines.machine(CONTROL)?.run(move || {
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().context("creating a runtime")?;
@@ -155,7 +155,7 @@ pub(super) fn explain(
     machines: &Machines,
     questions: Vec<(&'static str, ExplainQuery)>,
 ) -> Result<Vec<Vec<Explanation>>> {
-    let url = control_plane_url()?;
+    let url = control_plane_url(INSPECT_PORT)?;
     machines.machine(CONTROL)?.run(move || {
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().context("creating a runtime")?;

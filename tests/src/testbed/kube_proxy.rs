@@ -85,7 +85,7 @@ impl RealKubeProxies {
         let address = plan::address(CONTROL).context("the plan has no address for the control plane")?.v4;
         let objects = manifests.documents()?;
         let control = machines.machine(CONTROL)?;
-        let api = control.run(|| Ok(RealApiServer::start_at(assets, address)?))?;
+        let api = control.run(|| RealApiServer::start_at(assets, address))?;
         let text = api.kubeconfig();
         control.run(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

@@ -315,23 +315,3 @@ impl Manifests {
         found.with_context(|| format!("no service called {name}"))
     }
 }
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::{Family, Manifests, Service, Via};
-
-    #[test]
-    fn written_yaml_reads_back_unchanged() {
-        let mut manifests = Manifests::default();
-        manifests.add(Service::new("web", &["a1", "node-c"])).unwrap();
-        let yaml = manifests.yaml(7).unwrap();
-        let documents: Vec<serde_json::Value> =
-            yaml.split("---\n").skip(1).map(|document| serde_saphyr::from_str(document).unwrap()).collect();
-        assert_eq!(documents.len(), 3 + 3 + 1);
-        assert_eq!(documents[3], manifests.service("web").unwrap().manifest().unwrap());
-        assert_eq!(documents[5]["endpoints"][1]["addresses"][0], "2001:db8:0:1::d");
-        let address = manifests.service("web").unwrap().socket_address(Via::ClusterIp, Family::V6, "udp").unwrap();
-        assert_eq!(address.to_string(), "[fd00:10:96::1]:80");
-    }
-}

@@ -238,16 +238,3 @@ fn ip(arguments: &[&str], input: &str) -> Result<()> {
     }
     Ok(())
 }
-
-#[cfg(test)]
-mod tests {
-    use super::owner;
-
-    #[test]
-    fn only_names_of_testbeds_contain_a_process_id() {
-        assert_eq!(owner("hg4711-0-node-a"), Some(4711));
-        assert_eq!(owner("hg-node-a"), None);
-        assert_eq!(owner("hgx1-0-node-a"), None);
-        assert_eq!(owner("cni-1234"), None);
-    }
-}

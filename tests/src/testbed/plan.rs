@@ -93,6 +93,9 @@ pub const CONTROL: &str = "control";
 /// The port of the control plane.
 pub const CONTROL_PORT: u16 = 7443;
 
+/// The port at which the control plane serves Inspect.
+pub const INSPECT_PORT: u16 = CONTROL_PORT + 1;
+
 /// The value of the agents' `--cluster-cidr`.
 pub const CLUSTER_CIDR: &str = "10.244.0.0/16,fd00:10:244::/48";
 

@@ -42,26 +42,3 @@ impl ReservedPort {
         self.address.port()
     }
 }
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use std::{
-        collections::BTreeSet,
-        net::{TcpListener, TcpStream},
-    };
-
-    use super::*;
-
-    #[test]
-    fn only_a_server_that_names_the_port_gets_it() {
-        let port = ReservedPort::reserve().unwrap();
-        assert_eq!(TcpStream::connect(port.address()).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
-        // With 500 ports, a duplicate is likely if the kernel hands out reserved ports.
-        let others: Vec<_> = (0..500).map(|_| ReservedPort::reserve().unwrap()).collect();
-        let numbers: BTreeSet<u16> = others.iter().chain([&port]).map(ReservedPort::number).collect();
-        assert_eq!(numbers.len(), 501);
-        let _listener = TcpListener::bind(port.address()).unwrap();
-        TcpStream::connect(port.address()).unwrap();
-    }
-}

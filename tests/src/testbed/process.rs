@@ -78,14 +78,14 @@ pub fn log_tail(path: &Path) -> String {
     }
 }
 
-/// The addresses at which a control plane serves agents and its pages, read from its log. `None` if
-/// the log does not contain the line with these addresses yet.
-pub fn control_plane_addresses(log: &str) -> Option<[SocketAddr; 2]> {
+/// The addresses at which a control plane serves agents, Inspect and its pages, read from its log.
+/// `None` if the log does not contain the line with these addresses yet.
+pub fn control_plane_addresses(log: &str) -> Option<[SocketAddr; 3]> {
     // A line without a newline may be incomplete.
     let (whole, _) = log.rsplit_once('\n')?;
     let line = whole.lines().find(|line| line.contains("control plane runs"))?;
     let address = |field: &str| line.split_once(field)?.1.split_whitespace().next()?.parse().ok();
-    Some([address(" listen=")?, address(" metrics=")?])
+    Some([address(" listen=")?, address(" inspect=")?, address(" metrics=")?])
 }
 
 /// A child process that is killed when this value is dropped.

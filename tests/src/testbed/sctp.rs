@@ -187,30 +187,3 @@ pub(super) fn ask(source: SocketAddr, to: SocketAddr, timeout: Duration) -> io::
         };
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::{Chunk, Packet, crc32c};
-
-    #[test]
-    fn crc32c_of_the_standard_check_string_is_correct() {
-        // The check value of CRC-32C from the catalogue of parametrised CRC algorithms.
-        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
-    }
-
-    #[test]
-    fn packets_decode_as_they_were_encoded_and_damaged_packets_are_rejected() {
-        for chunk in [
-            Chunk::Init { initiate_tag: 7 },
-            Chunk::InitAck { initiate_tag: 9, cookie: b"odd length!".to_vec() },
-            Chunk::Abort,
-        ] {
-            let packet = Packet { source_port: 1, destination_port: 8080, verification_tag: 42, chunk };
-            let mut bytes = packet.encode();
-            assert_eq!(bytes.len() % 4, 0);
-            assert_eq!(Packet::decode(&bytes), Some(packet));
-            bytes[13] ^= 1;
-            assert_eq!(Packet::decode(&bytes), None);
-        }
-    }
-}

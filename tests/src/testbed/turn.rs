@@ -44,39 +44,3 @@ pub(crate) fn ask_and_pause<T>(clients: usize, shortest: Duration, ask: impl FnO
 
 /// Pauses do not grow with long waits for an answer.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
-    use super::*;
-
-    #[test]
-    fn one_target_serves_one_client_at_a_time_and_other_targets_are_free() {
-        let to = |port: u16| SocketAddr::from(([192, 0, 2, 1], port));
-        let (inside, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        std::thread::scope(|scope| {
-            for transport in [Transport::Tcp, Transport::Http, Transport::Tcp, Transport::Http] {
-                let (inside, most) = (&inside, &most);
-                scope.spawn(move || {
-                    for _ in 0..200 {
-                        in_turn(&Request::new(transport, to(80)), || {
-                            most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-                            std::thread::yield_now();
-                            inside.fetch_sub(1, Ordering::SeqCst);
-                        });
-                    }
-                });
-            }
-        });
-        assert_eq!(most.into_inner(), 1);
-        // Requests to other targets need not wait for this series. One lock for all targets would
-        // deadlock.
-        let others = [(Transport::Udp, 80), (Transport::Tcp, 81)];
-        let asked = in_turn(&Request::new(Transport::Tcp, to(80)), || {
-            others.map(|(transport, port)| in_turn(&Request::new(transport, to(port)), || port))
-        });
-        assert_eq!(asked, [80, 81]);
-    }
-}

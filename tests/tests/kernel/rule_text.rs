@@ -3,12 +3,15 @@
 //! families, after full syncs, changes and a change of the layout. They also check that a cleanup
 //! leaves no rules.
 
+#[path = "../../../crates/core/tests/fake_kernel/iptables.rs"]
+mod fake_kernel;
+
 use std::{net::IpAddr, path::Path, sync::Arc};
 
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
     ServicePort, State, TrafficPolicy,
-    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel, ruleset},
+    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, ruleset},
 };
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane,
@@ -16,6 +19,7 @@ use headgate_node_agent::dataplane::{
 };
 use headgate_tests::testbed::{iptables as testbed_iptables, netns};
 
+use self::fake_kernel::FakeKernel;
 use crate::forwarding::{masquerade, node};
 
 fn service(i: u8) -> Service {

@@ -5,7 +5,6 @@
 mod ipvs_client;
 mod ipvs_rules;
 mod links;
-mod schedulers;
 mod uml;
 
 use std::{

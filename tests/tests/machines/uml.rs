@@ -37,15 +37,6 @@ mod kernel {
             assert!(std::env::temp_dir().starts_with("/run"));
         });
     }
-
-    #[test]
-    fn sleeps_at_least_as_long_as_requested() {
-        uml::inside(|| {
-            let started = std::time::Instant::now();
-            std::thread::sleep(Duration::from_millis(500));
-            assert!(started.elapsed() >= Duration::from_millis(500));
-        });
-    }
 }
 
 /// The runner's reports of tests that fail, hang or crash inside User-Mode Linux.

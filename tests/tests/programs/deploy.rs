@@ -127,14 +127,14 @@ fn optional_parts_of_the_chart_can_be_left_out() {
     command.args(["--set", "nodeAgent.setKernelParameters=false", "--set", "image.repository=registry.example/team"]);
     command.args(["--set", "nodeAgent.extraArgs={--v=4}", "--set", "image.tag=1.2.3"]);
     command.args(["--set", "nodeAgent.drainAddress=[::]:10261", "--set", "controlPlane.replicas=3"]);
-    command.args(["--set", "controlPlane.extraArgs={--peers=control-plane.example:7443}"]);
+    command.args(["--set", "controlPlane.extraArgs={--peers=control-plane.example:7444}"]);
     command.args(["--set", r"controlPlane.agentNodes=kubernetes.io/os=linux\,!example.com/virtual"]);
     command.args(["--set", "controlPlane.addresses={fd00::10,node.example}", "--set", "apiServer.host=fd00::1"]);
     let objects = by_name(&run(&mut command));
     let settings = &objects[&("ConfigMap".to_owned(), "headgate-settings".to_owned())]["data"];
     assert_eq!(settings["drainAddress"], "[::]:10261");
     assert_eq!(settings["controlPlane"], "https://[fd00::10]:7443,https://node.example:7443");
-    assert_eq!(settings["enrolment"], "[fd00::10]:7444,node.example:7444");
+    assert_eq!(settings["enrolment"], "[fd00::10]:7445,node.example:7445");
     let replicas =
         &objects[&("Deployment".to_owned(), "headgate-control-plane".to_owned())]["spec"]["template"]["spec"];
     let args = strings(&replicas["containers"][0]["args"]);
@@ -601,8 +601,8 @@ fn the_control_plane_accepts_only_clients_with_its_certificates() {
     accepts_only_its_clients(&folder);
 }
 
-/// The chart makes an authority and the certificate of the control plane if `certificates.create` is
-/// set. `headgatectl certs` continues with the files of this authority.
+/// The chart makes an authority and the certificate of the control plane if `certificates.create`
+/// is set. `headgatectl certs` continues with the files of this authority.
 #[test]
 fn certificates_of_the_chart_serve_the_programs() {
     let settings = json!({ "data": { "controlPlane": "https://127.0.0.1:7443", "apiServerHost": "192.0.2.10",
@@ -647,7 +647,8 @@ fn accepts_only_its_clients(folder: &tempfile::TempDir) {
     let port = ReservedPort::reserve().unwrap();
     let control_plane = Command::new(program("headgate-control-plane").unwrap())
         .arg(format!("--source=files:{}", path("manifests")))
-        .args([format!("--listen={}", port.address()), "--metrics-listen=127.0.0.1:0".to_owned()])
+        .args(["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"])
+        .arg(format!("--inspect-listen={}", port.address()))
         .args([format!("--tls-cert={}", path("control-plane/tls.crt"))])
         .args([format!("--tls-key={}", path("control-plane/tls.key"))])
         .args([format!("--tls-client-ca={}", path("control-plane/ca.crt"))])

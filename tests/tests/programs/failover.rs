@@ -16,16 +16,6 @@ use tokio::time::sleep;
 const LIMIT: Duration = Duration::from_secs(60);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn agents_move_from_a_replica_that_never_lists_to_one_that_follows_the_source() {
-    let mut scene = Scene::set(20, &[Mode::Open, Mode::Refusing]).await.unwrap();
-    scene.add_agents(12, &[0, 1]).unwrap();
-    scene.until_programmed().await.unwrap();
-    assert_eq!(scene.places().await.unwrap(), [12, 0]);
-    let moves = scene.moves();
-    assert!(moves.iter().all(|moves| *moves <= 1), "an agent moved more than once: {moves:?}");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn agents_leave_a_replica_that_loses_its_api_server_if_another_follows_the_source() {
     for cut in [Mode::Refusing, Mode::Silent] {
         let mut scene = Scene::set(20, &[Mode::Open, Mode::Open]).await.unwrap();
@@ -96,7 +86,7 @@ async fn agents_of_a_replica_that_never_lists_are_shown_as_waiting() {
     }
     let headgatectl = |arguments: &[&str]| {
         let mut command = Command::new(program("headgatectl").unwrap());
-        let output = command.args(["--server", &replica.url()]).args(arguments).output().unwrap();
+        let output = command.args(["--server", &replica.inspect_url()]).args(arguments).output().unwrap();
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
     };
     let text = headgatectl(&["agents"]);

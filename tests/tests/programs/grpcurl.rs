@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use headgate_tests::testbed::process::{program, tool};
+use headgate_tests::testbed::process::{control_plane_addresses, program, tool};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -19,6 +19,9 @@ use serde_json::Value;
 
 /// A guard against hanging. No test asserts on time.
 const GUARD: Duration = Duration::from_secs(60);
+
+/// The only method on the port for agents. That port has no reflection.
+const SYNC: &str = "headgate.v1.Discovery/Sync";
 
 const MANIFESTS: &str = "\
 apiVersion: v1
@@ -43,7 +46,8 @@ ports: [{name: http, port: 8080, protocol: TCP}]
 /// A control plane that is killed when the test ends.
 struct ControlPlane {
     child: Child,
-    address: String,
+    /// The address for agents, and the address for everything else.
+    addresses: [String; 2],
     /// The options with which grpcurl connects to the control plane.
     transport: Vec<String>,
 }
@@ -77,6 +81,7 @@ impl ControlPlane {
         let mut child = Command::new(program("headgate-control-plane").unwrap())
             .args(["--source", &source, "--listen", "127.0.0.1:0"])
             .args(security)
+            .env("NO_COLOR", "1")
             .args(["--metrics-listen", "127.0.0.1:0", "--replica-name", "replica-1", "--log", "info"])
             .stderr(Stdio::piped())
             .spawn()
@@ -90,11 +95,11 @@ impl ControlPlane {
                 drop(sender.send(line));
             }
         });
-        let mut control_plane = Self { child, address: String::new(), transport };
-        while control_plane.address.is_empty() {
-            let line = receiver.recv_timeout(GUARD).expect("the control plane does not log its address");
-            if let Some((_, rest)) = line.split_once("listen=") {
-                control_plane.address = rest.split_whitespace().next().unwrap().to_owned();
+        let mut control_plane = Self { child, addresses: Default::default(), transport };
+        while control_plane.addresses[0].is_empty() {
+            let line = receiver.recv_timeout(GUARD).expect("the control plane does not log its addresses");
+            if let Some([listen, inspect, _]) = control_plane_addresses(&format!("{line}\n")) {
+                control_plane.addresses = [listen, inspect].map(|address| address.to_string());
             }
         }
         control_plane
@@ -105,7 +110,7 @@ impl ControlPlane {
             .args(&self.transport)
             .args(["-max-time", "30"])
             .args(arguments)
-            .arg(&self.address)
+            .arg(&self.addresses[usize::from(!method.contains(&SYNC))])
             .args(method)
             .output()
             .unwrap();
@@ -131,6 +136,11 @@ impl Drop for ControlPlane {
         drop(self.child.kill());
         drop(self.child.wait());
     }
+}
+
+/// The options with which grpcurl reads a file of the protocol in place of reflection.
+fn protocol(file: &'static str) -> [&'static str; 4] {
+    ["-import-path", concat!(env!("CARGO_MANIFEST_DIR"), "/../proto"), "-proto", file]
 }
 
 #[test]
@@ -172,9 +182,13 @@ fn grpcurl_lists_and_calls_the_services_of_the_control_plane() {
         control_plane.json("headgate.v1.Inspect/ListEndpoints", "{\"namespace\": \"shop\", \"name\": \"web\"}");
     assert_eq!((endpoints.len(), &endpoints[0]["ports"][0]), (2, &"http 8080/TCP".into()));
 
-    let refused =
-        control_plane.call(&["-d", "{\"ack\": {\"version\": 1}}"], &["headgate.v1.Discovery/Sync"]).unwrap_err();
+    let agent = |message: &str| {
+        control_plane.call(&[&protocol("headgate/v1/discovery.proto")[..], &["-d", message]].concat(), &[SYNC])
+    };
+    let refused = agent("{\"ack\": {\"version\": 1}}").unwrap_err();
     assert!(refused.contains("InvalidArgument") && refused.contains("Hello"), "{refused}");
+    let standing = agent("{\"standing\": {\"nodeName\": \"n1\"}}").unwrap();
+    assert!(standing.contains("\"sourceState\": \"FOLLOWING\""), "{standing}");
     assert!(control_plane.stop(), "the program fails after SIGTERM");
 }
 
@@ -202,13 +216,14 @@ fn over_tls_readers_may_inspect_and_other_clients_get_the_reason_of_their_refusa
     let services = control_plane.json("headgate.v1.Inspect/ListServices", "{\"namespace\": \"shop\"}");
     assert_eq!(services[0]["name"], "web");
     let hello = "{\"hello\": {\"nodeName\": \"node-a\"}}";
-    let refused = control_plane.call(&["-d", hello], &["headgate.v1.Discovery/Sync"]).unwrap_err();
+    let refused = control_plane
+        .call(&[&protocol("headgate/v1/discovery.proto")[..], &["-d", hello]].concat(), &[SYNC])
+        .unwrap_err();
     assert!(refused.contains("PermissionDenied") && refused.contains("headgate://node/node-a"), "{refused}");
 
     // The certificate of a node permits neither reflection nor inspection. Without reflection,
     // grpcurl needs the protocol's files.
-    let protocol = Path::new(env!("CARGO_MANIFEST_DIR")).join("../proto");
-    let files = ["-import-path", protocol.to_str().unwrap(), "-proto", "headgate/v1/inspect.proto"];
+    let files = protocol("headgate/v1/inspect.proto");
     control_plane.transport = ControlPlane::tls(&certs, Some("nodes/node-a"));
     let refused = control_plane.call(&files, &["headgate.v1.Inspect/GetStatus"]).unwrap_err();
     assert!(refused.contains("PermissionDenied") && refused.contains("headgate://reader/NAME"), "{refused}");

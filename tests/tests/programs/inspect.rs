@@ -19,14 +19,14 @@ fn root() -> &'static Path {
 }
 
 /// A control plane that reads a copy of `docs/examples/web.yaml`.
-struct ControlPlane {
+pub(crate) struct ControlPlane {
     _process: KilledOnDrop,
     folder: tempfile::TempDir,
     port: ReservedPort,
 }
 
 impl ControlPlane {
-    fn start() -> Self {
+    pub(crate) fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let manifests = folder.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
@@ -34,7 +34,8 @@ impl ControlPlane {
         let port = ReservedPort::reserve().unwrap();
         let process = Command::new(program("headgate-control-plane").unwrap())
             .args(["--source", &format!("files:{}", manifests.display()), "--insecure-loopback"])
-            .args(["--listen", &port.address().to_string(), "--metrics-listen", "127.0.0.1:0"])
+            .args(["--listen", "127.0.0.1:0", "--inspect-listen", &port.address().to_string()])
+            .args(["--metrics-listen", "127.0.0.1:0"])
             .args(["--replica-name", "example"])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -63,6 +64,11 @@ impl ControlPlane {
         }
     }
 
+    /// The URL of its server.
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.port.address())
+    }
+
     fn manifests(&self) -> PathBuf {
         self.folder.path().join("manifests")
     }
@@ -76,8 +82,7 @@ impl ControlPlane {
 
     /// Returns standard output, or standard error if the command fails.
     fn headgatectl(&self, arguments: &[&str]) -> Result<String, String> {
-        let server = format!("http://{}", self.port.address());
-        run(Command::new(program("headgatectl").unwrap()).args(["--server", &server]).args(arguments))
+        run(Command::new(program("headgatectl").unwrap()).args(["--server", &self.url()]).args(arguments))
     }
 
     fn json(&self, arguments: &[&str]) -> Value {
@@ -169,9 +174,8 @@ fn status_shows_an_invalid_manifest_and_the_others_are_served() {
 #[test]
 fn watch_shows_an_edit() {
     let control_plane = ControlPlane::start();
-    let server = format!("http://{}", control_plane.port.address());
     let mut watch = Command::new(program("headgatectl").unwrap())
-        .args(["--server", &server, "watch", "shop/web", "-o", "json"])
+        .args(["--server", &control_plane.url(), "watch", "shop/web", "-o", "json"])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()

@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod chaos;
 mod claims;
 mod deploy;
 mod failover;

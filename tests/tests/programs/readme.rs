@@ -101,7 +101,9 @@ impl Session {
         fs::create_dir_all(folder.path().join("target/tools")).unwrap();
         symlink(program("headgatectl").unwrap().parent().unwrap(), folder.path().join("target/debug")).unwrap();
         symlink(tool("grpcurl"), folder.path().join("target/tools/grpcurl")).unwrap();
-        symlink(repository.join("docs"), folder.path().join("docs")).unwrap();
+        for name in ["docs", "proto"] {
+            symlink(repository.join(name), folder.path().join(name)).unwrap();
+        }
         let start: String = blocks(page, "sh").concat();
         let start: Vec<&str> = start.lines().filter(|line| !line.starts_with("cargo build ")).collect();
         let end = page.split("To end the example: `").nth(1).unwrap().split('`').next().unwrap();

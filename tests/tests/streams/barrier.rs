@@ -62,7 +62,7 @@ impl Pair {
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let [high, low] = u16::try_from(std::process::id() % 65_536).unwrap().to_be_bytes();
         let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, number * 3 + host), 7443));
-        let names: Vec<_> = (1..=count).map(|host| (address(host).ip().to_string(), 7443)).collect();
+        let names: Vec<_> = (1..=count).map(|host| (address(host).ip().to_string(), 7444)).collect();
         let start = async |host: u8| {
             let peers = Some(PeerSettings { names: names.clone(), tls: None });
             let settings = Settings { replica_name: format!("replica-{host}"), peers, uncovered_after, ..settings() };

@@ -3,10 +3,7 @@
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
 use bytes::{Buf as _, BufMut as _, Bytes};
-use headgate_core::{
-    Change, Dirty, State, digest,
-    reference::{Referable, Referrer},
-};
+use headgate_core::{Change, Dirty, State, digest, reference::Referable};
 use headgate_proto::{Decoder, digests_to_wire, frame::PREFIX_BYTES, v1};
 use prost::Message as _;
 use tokio::{sync::mpsc, time::timeout};
@@ -117,7 +114,7 @@ impl Client {
         held.epoch = welcome.epoch;
         let mut decoder = Decoder::default();
         if welcome.resume() == v1::welcome::ResumeMode::Log {
-            decoder.refer_to(Referrer::new(welcome.epoch), Referable::of(&held.state));
+            decoder.refer_to(Referable::of(&held.state));
         }
         Ok(Self {
             sender,
@@ -182,6 +179,7 @@ impl Client {
             Body::Drain(drain) => self.drains.push(drain),
             Body::Query(query) => self.queries.push(query),
             Body::Barrier(answer) => self.barriers.push(answer),
+            Body::Standing(_) => panic!("an answer to no question"),
         }
         Ok(Some(()))
     }
@@ -242,7 +240,7 @@ impl Client {
         self.held.version = end.version;
         self.finish(&end.positions);
         self.ends.push(end);
-        self.decoder.refer_to(Referrer::new(self.held.epoch), Referable::of(&self.held.state));
+        self.decoder.refer_to(Referable::of(&self.held.state));
     }
 }
 

@@ -30,7 +30,7 @@ fn nack(rejected: &[String], withdrawn: &[String], in_force: usize) -> Body {
 }
 
 async fn inspect(replica: &Replica) -> InspectClient<tonic::transport::Channel> {
-    InspectClient::new(channel(replica.running.local_addr).await)
+    InspectClient::new(channel(replica.running.inspect_addr).await)
 }
 
 /// The nodes that a replica lists, with their states.
@@ -185,7 +185,7 @@ async fn a_replica_that_has_not_listed_does_not_answer_for_a_pod_and_delays_nobo
     let [first, second] = pair.replicas.each_ref().map(|replica| replica.running.local_addr);
     let SocketAddr::V4(mut at) = second else { panic!("not IPv4") };
     at.set_ip(Ipv4Addr::from(u32::from(*at.ip()) + 1));
-    let names = [first, second, at.into()].map(|address| (address.ip().to_string(), address.port())).to_vec();
+    let names = [first, second, at.into()].map(|address| (address.ip().to_string(), address.port() + 1)).to_vec();
     let own =
         Settings { replica_name: "replica-3".into(), peers: Some(PeerSettings { names, tls: None }), ..settings() };
     let third = Replica::start_at(at.into(), own, Security::Plaintext, Limits::default()).await;

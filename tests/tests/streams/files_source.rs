@@ -425,35 +425,6 @@ async fn problems_of_files_say_what_is_wrong_with_them() {
     }
 }
 
-#[tokio::test]
-async fn an_object_that_is_removed_beside_an_unreadable_document_is_not_served_for_ever() {
-    let (web, api) = (service("web"), service_at("api", "10.0.0.2"));
-    let reading = Reading::of(&[("web.yaml", &(web.clone() + &api))]).await;
-    let broken = "name: {{ .Values.name }}\n";
-    reading.put("web.yaml", &(web.clone() + &api + broken));
-    reading.sink.until("the document is reported", |c| !c.problems.is_empty()).await;
-    reading.put("web.yaml", &(web + broken));
-    reading.sink.until("the removed Service is not served", |c| !c.serves("default", "api")).await;
-    reading.sink.look(|c| assert!(c.serves("default", "web")));
-}
-
-#[tokio::test]
-async fn a_removal_does_not_starve_while_the_file_changes() {
-    let text = |port: u32, rest: &str| service("other").replace("port: 80", &format!("port: {port}")) + rest;
-    let reading = Reading::of(&[("web.yaml", &text(80, &service_at("web", "10.0.0.2")))]).await;
-    let is_removed = || reading.sink.look(|c| !c.serves("default", "web"));
-    // The guard: 400 rewrites, 150 ms apart.
-    for round in 0..400 {
-        if is_removed() {
-            break;
-        }
-        reading.put("next", &text(1000 + round, ""));
-        fs::rename(reading.path("next"), reading.path("web.yaml")).unwrap();
-        tokio::time::sleep(std::time::Duration::from_millis(150)).await;
-    }
-    assert!(is_removed(), "the removed Service is served while the file changes");
-}
-
 /// As by a loop of `kubectl get … > web.yaml`: the file is empty or a half nearly all the time.
 #[tokio::test]
 async fn a_file_that_is_written_in_place_again_and_again_is_read_whole() {
@@ -486,18 +457,6 @@ async fn a_file_that_is_written_in_place_again_and_again_is_read_whole() {
         assert_eq!(c.endpoints("default", "other"), ["10.1.0.1", "10.1.0.2"]);
     });
     writer.abort();
-}
-
-#[tokio::test]
-async fn the_root_may_be_a_file() {
-    let folder = tempfile::tempdir().unwrap();
-    put(folder.path(), "all", &service("web"));
-    let root = folder.path().join("all");
-    let reading = Reading::started(folder, &root);
-    reading.sink.until("the file is read", |c| c.synced == 1 && c.serves("default", "web")).await;
-    reading.put("next", &(service("web") + &service_at("api", "10.0.0.2")));
-    fs::rename(reading.path("next"), &root).unwrap();
-    reading.sink.until("the file is read again", |c| c.serves("default", "api")).await;
 }
 
 #[tokio::test]

@@ -14,7 +14,7 @@ fn status_query() -> node_query::Kind {
 
 /// Asks a replica in the background. Returns the parts of the answer.
 fn ask(replica: &Replica, node: &str, kind: node_query::Kind) -> JoinHandle<Result<Vec<v1::NodeAnswer>, Status>> {
-    let (address, node) = (replica.running.local_addr, node.to_owned());
+    let (address, node) = (replica.running.inspect_addr, node.to_owned());
     tokio::spawn(async move {
         let mut inspect = InspectClient::new(channel(address).await);
         let request =
@@ -142,7 +142,7 @@ async fn errors_name_the_node_and_the_remedy() {
 }
 
 async fn headgatectl(replica: &Replica, arguments: &[&str]) -> (Option<i32>, String, String) {
-    let server = format!("http://{}", replica.running.local_addr);
+    let server = format!("http://{}", replica.running.inspect_addr);
     let mut command = Command::new(program("headgatectl").unwrap());
     let output = command.args(["--server", &server]).args(arguments).output();
     let output = timeout(GUARD, output).await.expect("headgatectl does not end").unwrap();

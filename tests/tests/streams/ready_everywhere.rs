@@ -51,7 +51,7 @@ impl Drop for Replica {
 /// The addresses of the two replicas of this process.
 fn addresses() -> [SocketAddr; 2] {
     let [high, low] = u16::try_from(std::process::id() % 65_536).unwrap().to_be_bytes();
-    [1, 2].map(|host| SocketAddr::from((Ipv4Addr::new(127, high, low, host), 7445)))
+    [1, 2].map(|host| SocketAddr::from((Ipv4Addr::new(127, high, low, host), 7448)))
 }
 
 impl Replica {
@@ -60,7 +60,7 @@ impl Replica {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("kubeconfig");
         std::fs::write(&path, kubeconfig).unwrap();
-        let peers = addresses().map(|address| address.to_string()).join(",");
+        let peers = addresses().map(|address| format!("{}:{}", address.ip(), address.port() + 1)).join(",");
         let arguments = [
             "headgate-control-plane",
             "--source=kubernetes",

@@ -8,7 +8,7 @@ use std::{
 
 use headgate_control_plane::{
     metrics::Metrics,
-    serve::{self, CancellationToken, Running, Security, Settings},
+    serve::{self, CancellationToken, Listen, Running, Security, Settings},
     store::{Limits, Store},
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
@@ -42,16 +42,14 @@ impl Replica {
         Self::start_at((Ipv4Addr::LOCALHOST, 0).into(), settings, security, limits).await
     }
 
-    /// Starts a replica like [`Self::start_limited`], at this address.
+    /// Starts a replica like [`Self::start_limited`], at this address for agents.
     pub(crate) async fn start_at(address: SocketAddr, settings: Settings, security: Security, limits: Limits) -> Self {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(limits, Arc::clone(&metrics)));
         let (serving, counting) = (Arc::clone(&store), Arc::clone(&metrics));
         let token = CancellationToken::new();
-        let running =
-            serve::start(address, Some((Ipv4Addr::LOCALHOST, 0).into()), security, settings, serving, counting, token)
-                .await
-                .unwrap();
+        let listen = Listen { metrics: Some((Ipv4Addr::LOCALHOST, 0).into()), ..Listen::at(address) };
+        let running = serve::start(listen, security, settings, serving, counting, token).await.unwrap();
         Self { store, metrics, running }
     }
 

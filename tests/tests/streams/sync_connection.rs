@@ -1,6 +1,6 @@
-//! Tests of connections for `Discovery.Sync` on the level of HTTP/2 (RFC 9113). The settings of
-//! some clients are unusual, and other clients break the protocol. `sync_stream` tests the streams
-//! on these connections.
+//! Tests of connections on the level of HTTP/2 (RFC 9113), most of them on the port for agents. The
+//! settings of some clients are unusual, and other clients break the protocol. `sync_stream` tests
+//! the streams on these connections.
 
 use std::{
     sync::{
@@ -16,13 +16,10 @@ use headgate_control_plane::{
     serve::{Security, Settings},
     transaction::Sink as _,
 };
-use headgate_core::{
-    Change, Dirty, State,
-    reference::{Referable, Referrer},
-};
+use headgate_core::{Change, Dirty, State, reference::Referable};
 use headgate_proto::{
     frame::{PREFIX_BYTES, frame},
-    v1::{self, inspect_client::InspectClient, server_message::Body},
+    v1::{self, inspect_client::InspectClient, peers_client::PeersClient, server_message::Body},
 };
 use http::Request;
 use prost::Message as _;
@@ -32,8 +29,12 @@ use tokio::{
     task::JoinHandle,
     time::timeout,
 };
-use tonic_health::pb::HealthCheckRequest;
-use tonic_reflection::pb::v1::{ServerReflectionRequest, server_reflection_request::MessageRequest};
+use tonic::{Code, Response, Status, Streaming};
+use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+use tonic_reflection::pb::v1::{
+    ServerReflectionRequest, server_reflection_client::ServerReflectionClient,
+    server_reflection_request::MessageRequest,
+};
 
 use crate::client::{Client, GUARD, channel, hello, message};
 use crate::replica::{self, Replica, cluster, service};
@@ -46,7 +47,6 @@ struct Stream {
     state: State,
     staged: Vec<Change>,
     decoder: headgate_proto::Decoder,
-    epoch: u64,
     version: u64,
 }
 
@@ -69,7 +69,6 @@ impl Stream {
             state: State::default(),
             staged: Vec::new(),
             decoder: headgate_proto::Decoder::default(),
-            epoch: 0,
             version: 0,
         }
     }
@@ -90,10 +89,9 @@ impl Stream {
         while self.version < version {
             match self.message().await.expect("the stream ended") {
                 Body::SnapshotChunk(chunk) => self.stage(chunk.changes.unwrap()),
-                Body::Welcome(welcome) => self.epoch = welcome.epoch,
                 Body::SnapshotEnd(end) => {
                     self.apply(end.version);
-                    self.decoder.refer_to(Referrer::new(self.epoch), Referable::of(&self.state));
+                    self.decoder.refer_to(Referable::of(&self.state));
                 }
                 Body::Batch(batch) => {
                     self.stage(batch.changes.unwrap());
@@ -178,25 +176,38 @@ async fn a_stream_ends_with_its_status_in_trailers() {
 }
 
 #[tokio::test]
-async fn other_requests_of_a_client_get_another_connection() {
+async fn each_port_tells_a_client_of_the_wrong_one_which_port_is_right() {
     let replica = Replica::start().await;
-    replica.put([service(1, 80)]);
-    let channel = channel(replica.running.local_addr).await;
-    let mut client = Client::open(channel.clone(), "n1", None).await.unwrap();
-    client.reach(1).await;
-    let mut inspect = InspectClient::new(channel);
-    let answered = async {
-        // The first request may fail, because the server accepts no further request on this
-        // connection. A later request uses a new connection.
-        while inspect.get_status(v1::GetStatusRequest::default()).await.is_err() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(GUARD, answered).await.expect("no connection for other requests");
-    replica.put([service(2, 80)]);
-    client.reach(2).await;
-    assert_eq!(replica.metric("headgate_streams"), 1);
+    let (agents, inspect) = (replica.running.local_addr, replica.running.inspect_addr);
+    let error = Client::open(channel(inspect).await, "n1", None).await.err().unwrap();
+    let right = format!("agents connect to port {}, --listen", agents.port());
+    assert!(error.code() == Code::Unimplemented && error.message().contains(&right), "{error}");
+    let connect = || channel(agents);
+    let named = v1::WatchRequest { namespace: "default".into(), name: "web".into() };
+    let checked = HealthCheckRequest { service: "headgate.v1.Discovery".into() };
+    let peer = v1::PeerIdentity { replica: "replica-2".into(), epoch: 7 };
+    let list = MessageRequest::ListServices(String::new());
+    let listed = tokio_stream::once(ServerReflectionRequest { host: String::new(), message_request: Some(list) });
+    let refused = [
+        InspectClient::new(connect().await).get_status(v1::GetStatusRequest::default()).await.map(drop),
+        ended(InspectClient::new(connect().await).list_services(v1::ListServicesRequest::default()).await).await,
+        ended(InspectClient::new(connect().await).watch(named).await).await,
+        ended(PeersClient::new(connect().await).join(peer).await).await,
+        HealthClient::new(connect().await).check(checked).await.map(drop),
+        ended(ServerReflectionClient::new(connect().await).server_reflection_info(listed).await).await,
+    ];
+    let right = format!("Inspect, health and reflection are on port {}, --inspect-listen", inspect.port());
+    for error in refused.map(Result::unwrap_err) {
+        assert!(error.code() == Code::InvalidArgument && error.message().contains(&right), "{error}");
+    }
     replica.running.stop().await;
+}
+
+/// The status that ends a stream.
+async fn ended<T>(opened: Result<Response<Streaming<T>>, Status>) -> Result<(), Status> {
+    let mut messages = opened?.into_inner();
+    while messages.message().await?.is_some() {}
+    Ok(())
 }
 
 /// A client that writes HTTP/2 frames itself.
@@ -294,41 +305,28 @@ async fn bytes_may_arrive_one_at_a_time() {
     replica.running.stop().await;
 }
 
-/// The bytes that a client sends up to `Hello`. The header block begins with the bytes `begin`.
-fn opening_with(settings: &[u8], begin: &[u8]) -> Vec<u8> {
-    let block = [begin, &sync_headers()].concat();
-    let hello = frame(&hello("n1", None));
-    [PREFACE.to_vec(), wire_frame(4, 0, 0, settings), wire_frame(1, 4, 1, &block), wire_frame(0, 0, 1, &hello)].concat()
-}
-
 #[tokio::test]
-async fn both_ends_respect_the_size_of_the_header_table() {
+async fn a_client_that_allows_no_header_table_is_served() {
     let replica = Replica::start().await;
     // The client allows no header table, so the answer must begin with a size update (RFC 9113,
     // section 4.3.1).
     let mut wire = Wire::connect(&replica).await;
-    wire.send(&opening_with(&[0, 1, 0, 0, 0, 0], &[0x20])).await;
+    let block = [&[0x20][..], &sync_headers()].concat();
+    let hello = frame(&hello("n1", None));
+    wire.send(&[PREFACE, &wire_frame(4, 0, 0, &[0, 1, 0, 0, 0, 0]), &wire_frame(1, 4, 1, &block)].concat()).await;
+    wire.send(&wire_frame(0, 0, 1, &hello)).await;
     let (_, _, block) = wire.until(1).await;
     assert_eq!(block[..2], [0x20, 0x88], "expected a block that begins with a table size of 0 and :status 200");
     wire.until(0).await;
-    // One client announces the largest header table that the server allows. Another client
-    // announces a table that is one byte larger.
-    let mut wire = Wire::connect(&replica).await;
-    wire.send(&opening_with(&[], &[0x3f, 0xe1, 0x1f])).await;
-    wire.until(0).await;
-    let mut wire = Wire::connect(&replica).await;
-    wire.send(&opening_with(&[], &[0x3f, 0xe2, 0x1f])).await;
-    assert_ne!(wire.until(7).await.2[4..8], [0; 4], "expected GOAWAY with an error");
-    assert!(wire.frame().await.is_none());
     replica.running.stop().await;
 }
 
-/// Opens a connection on which the server has answered a request other than `Sync`.
+/// Opens a connection to the port for Inspect, on which the server has answered a request.
 async fn general(
     replica: &Replica,
     settings: &h2::client::Builder,
 ) -> (SendRequest<Bytes>, JoinHandle<Result<(), h2::Error>>) {
-    let socket = TcpStream::connect(replica.running.local_addr).await.unwrap();
+    let socket = TcpStream::connect(replica.running.inspect_addr).await.unwrap();
     let (mut requests, connection) = settings.handshake(socket).await.unwrap();
     let connection = tokio::spawn(connection);
     ask(&mut requests).await;
@@ -339,31 +337,6 @@ async fn general(
 async fn ask(requests: &mut SendRequest<Bytes>) {
     let (answer, _) = requests.send_request(post("/a/b"), true).unwrap();
     assert!(timeout(GUARD, answer).await.unwrap().unwrap().headers().contains_key("grpc-status"));
-}
-
-#[tokio::test]
-async fn sync_after_another_request_needs_a_new_connection() {
-    let replica = Replica::start().await;
-    replica.put([service(1, 80)]);
-    let (mut requests, connection) = general(&replica, &h2::client::Builder::new()).await;
-    let (health, mut sender) = requests.send_request(post("/grpc.health.v1.Health/Watch"), false).unwrap();
-    sender.send_data(frame(&HealthCheckRequest::default()), true).unwrap();
-    let mut health = timeout(GUARD, health).await.unwrap().unwrap().into_body();
-    assert!(timeout(GUARD, health.data()).await.unwrap().is_some());
-    let (answer, _sender) = requests.send_request(sync_request(), false).unwrap();
-    let error = timeout(GUARD, answer).await.unwrap().unwrap_err();
-    // The client may repeat the request (RFC 9113, section 8.7), but not on this connection.
-    assert_eq!(error.reason(), Some(h2::Reason::REFUSED_STREAM), "{error}");
-    assert!(timeout(GUARD, requests.ready()).await.unwrap().is_err(), "the connection accepts more requests");
-    assert_eq!(replica.metric("headgate_requests_denied_total{reason=\"sync_behind_others\"}"), 1);
-    // The server completes open requests, and then ends the connection.
-    replica.store.cut_off(None);
-    assert!(timeout(GUARD, health.data()).await.unwrap().is_some(), "the other answer on the connection ended");
-    drop((health, sender));
-    timeout(GUARD, connection).await.expect("the connection does not end").unwrap().unwrap();
-    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", None).await.unwrap();
-    client.reach(1).await;
-    replica.running.stop().await;
 }
 
 #[tokio::test]

@@ -117,7 +117,7 @@ impl Drop for Agent {
 }
 
 async fn verify(replica: &Replica, node: &str) -> Result<Vec<v1::VerifyNodesResponse>, Status> {
-    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
     let asked = async {
         let mut answer = inspect
             .verify_nodes(v1::VerifyNodesRequest { node: node.into(), ..Default::default() })
@@ -231,7 +231,7 @@ async fn the_agents_own_differences_are_shown_and_a_second_verification_confirms
 }
 
 async fn agent_info(replica: &Replica, node: &str) -> v1::AgentInfo {
-    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
     let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
     loop {
         let agent = agents.message().await.unwrap().expect("the node is not listed");
@@ -505,7 +505,7 @@ async fn what_an_agent_cannot_verify_is_named() {
 
 async fn headgatectl(replica: &Replica, arguments: &[&str]) -> (Option<i32>, String, String) {
     let mut command = Command::new(program("headgatectl").unwrap());
-    command.args(["--server", &format!("http://{}", replica.running.local_addr)]).args(arguments);
+    command.args(["--server", &format!("http://{}", replica.running.inspect_addr)]).args(arguments);
     let output = timeout(GUARD, command.output()).await.expect("headgatectl does not end").unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     (output.status.code(), text(output.stdout), text(output.stderr))

@@ -34,7 +34,7 @@ impl Answer {
 /// Runs headgatectl against these replicas.
 fn headgatectl(replicas: &[&Replica], arguments: &str) -> JoinHandle<Answer> {
     let servers: Vec<String> =
-        replicas.iter().map(|replica| format!("http://{}", replica.running.local_addr)).collect();
+        replicas.iter().map(|replica| format!("http://{}", replica.running.inspect_addr)).collect();
     let mut command = Command::new(program("headgatectl").unwrap());
     command.args(["--server", &servers.join(",")]).args(arguments.split_whitespace());
     tokio::spawn(async move {
@@ -168,8 +168,8 @@ async fn wait_without_any_node_succeeds_only_with_allow_absent() {
 /// Starts two replicas that know each other.
 async fn pair() -> [Replica; 2] {
     let [high, low] = u16::try_from(std::process::id() % 65_536).unwrap().to_be_bytes();
-    let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, host), 7444));
-    let names = [1, 2].map(|host| (address(host).ip().to_string(), 7444));
+    let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, host), 7446));
+    let names = [1, 2].map(|host| (address(host).ip().to_string(), 7447));
     let start = async |host: u8| {
         let peers = Some(PeerSettings { names: names.to_vec(), tls: None });
         let settings = Settings { replica_name: format!("replica-{host}"), peers, ..settings() };
@@ -210,7 +210,7 @@ async fn any_replica_answers_for_all_and_waits_for_one_that_is_behind() {
     assert!(wide.contains("REPLICA") && wide.contains("replica-2"), "{wide}");
     drop(a);
     let Replica { running, .. } = one;
-    let gone = format!("http://{}", running.local_addr);
+    let gone = format!("http://{}", running.inspect_addr);
     running.stop().await;
     // The first replica is gone, so the second one answers.
     let answer = headgatectl(&[&two], &format!("--server {gone} agents --failing")).await.unwrap();

@@ -1,13 +1,13 @@
 //! Hostile objects, which try to break the rules of other services or the streams of all agents.
 
-use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};
+use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES, References};
 
 use super::*;
 
 /// The size of a message that contains only this resource.
 fn bytes(change: &Change) -> usize {
     let mut builder = ChangesBuilder::default();
-    builder.push(change, 1);
+    builder.push(change, 1, References::default());
     builder.estimated_bytes()
 }
 

@@ -1,29 +1,29 @@
-//! All services of a replica except the streams of agents: Inspect, `Standing`, health and
-//! reflection over gRPC, and pages over HTTP. The *general server* of [`super::transport`] serves
-//! the gRPC requests.
+//! All services of a replica except the streams of agents: Inspect, Peers, health and reflection
+//! over gRPC, and pages over HTTP. The *general server* of [`super::transport`] serves the gRPC
+//! requests.
 
-mod discovery;
 mod fleetwide;
 mod inspect;
 mod pages;
 mod peers;
-mod standing;
 mod wait;
 
-use std::{sync::Arc, time::SystemTime};
+use std::{future::ready, sync::Arc, time::SystemTime};
 
+use axum::body::Body;
 use headgate_proto::{
     FILE_DESCRIPTOR_SET,
     v1::{inspect_server::InspectServer, peers_server::PeersServer},
 };
+use http::Uri;
 use tonic::{
     Request, Status,
     service::{Routes, interceptor::InterceptedService},
 };
 use tonic_health::ServingStatus;
 
+use self::inspect::Inspector;
 pub(crate) use self::pages::serve as serve_pages;
-use self::{discovery::Discovery, inspect::Inspector};
 use super::{
     context::{Context, Lifecycle, Warning},
     stream::Streams,
@@ -83,12 +83,17 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
     let peers = PeersServer::new(peers).max_decoding_message_size(MAX_REQUEST_BYTES);
     let reflection_v1 = reflection().build_v1()?.max_decoding_message_size(MAX_REQUEST_BYTES);
     let reflection_v1alpha = reflection().build_v1alpha()?.max_decoding_message_size(MAX_REQUEST_BYTES);
-    Ok(Routes::new(Discovery(Arc::clone(&streams.fleet)))
-        .add_service(InterceptedService::new(inspect, readers_only(context)))
+    let port = context.settings.ports.agents;
+    let elsewhere = move |uri: Uri| {
+        let text = format!("{} is not a method on this port; agents connect to port {port}, --listen", uri.path());
+        ready(Status::unimplemented(text).into_http::<Body>())
+    };
+    let routes = Routes::new(InterceptedService::new(inspect, readers_only(context)))
         .add_service(InterceptedService::new(peers, replicas_only(context)))
         .add_service(health.max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(InterceptedService::new(reflection_v1, readers_only(context)))
-        .add_service(InterceptedService::new(reflection_v1alpha, readers_only(context))))
+        .add_service(InterceptedService::new(reflection_v1alpha, readers_only(context)));
+    Ok(routes.into_axum_router().fallback(elsewhere).into())
 }
 
 /// Returns a filter that rejects requests of clients that may not use Inspect and reflection. The

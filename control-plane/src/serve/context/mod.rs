@@ -12,7 +12,7 @@ use std::{sync::Arc, time::Duration};
 use headgate_core::node_state::SourceState;
 use tokio::sync::watch;
 
-pub use self::settings::{EnrolmentSettings, PeerSettings, PeerTls, ReadinessSettings, Settings};
+pub use self::settings::{EnrolmentSettings, PeerSettings, PeerTls, Ports, ReadinessSettings, Settings};
 pub(crate) use self::{
     failures::Failures,
     network::Network,

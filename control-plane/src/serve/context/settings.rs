@@ -36,6 +36,17 @@ pub struct Settings {
     pub enrolment: Option<EnrolmentSettings>,
     /// How conditions of readiness gates are set. `None` turns this off.
     pub readiness: Option<ReadinessSettings>,
+    /// The bound ports. The start of the servers sets this field.
+    pub ports: Ports,
+}
+
+/// The gRPC ports of a replica, for the errors that clients of the wrong port receive.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Ports {
+    /// The port of `--listen`.
+    pub agents: u16,
+    /// The port of `--inspect-listen`.
+    pub inspect: u16,
 }
 
 /// How conditions of readiness gates are set.
@@ -106,6 +117,7 @@ impl Default for Settings {
             uncovered_after: Duration::from_secs(600),
             enrolment: None,
             readiness: None,
+            ports: Ports::default(),
         }
     }
 }

@@ -18,7 +18,7 @@ use std::{
 
 use tokio::{
     sync::watch,
-    task::yield_now,
+    task::{unconstrained, yield_now},
     time::{Instant, MissedTickBehavior, interval},
 };
 use tokio_util::sync::CancellationToken;
@@ -188,7 +188,8 @@ impl Drop for Visited {
 pub(crate) fn start(context: &Arc<Context>, stopped: &CancellationToken) {
     for shard in 0..context.visits.timed() {
         let context = Arc::clone(context);
-        let visits = async move { visit_all(&context, shard).await };
+        // tokio would stop a task after some writes to sockets. This task yields by itself.
+        let visits = unconstrained(async move { visit_all(&context, shard).await });
         tokio::spawn(stopped.clone().run_until_cancelled_owned(visits));
     }
     let visits = Arc::clone(&context.visits);

@@ -22,13 +22,20 @@ pub(crate) struct Admitted {
 /// The end of the stream, with the status that discovery.proto specifies. The agent may retry with
 /// another `Hello`.
 pub(crate) fn admit(hello: &v1::Hello, peer: &Peer) -> Result<Admitted, End> {
-    check_subdomain(&hello.node_name).map_err(|problem| {
-        End::refusal("invalid_hello", Status::invalid_argument(format!("Hello.node_name: {problem}")))
-    })?;
-    peer.may_follow(&hello.node_name, SystemTime::now())
-        .map_err(|denied| End::refusal(denied.reason(), Status::from(denied)))?;
+    admit_node(&hello.node_name, peer)?;
     let resume = hello.resume.as_ref().map(resume).transpose()?;
     Ok(Admitted { node: hello.node_name.as_str().into(), resume })
+}
+
+/// Checks the name of an agent's node against the identity that the peer has proved.
+///
+/// # Errors
+///
+/// The end of the stream, as for [`admit`].
+pub(super) fn admit_node(node_name: &str, peer: &Peer) -> Result<(), End> {
+    check_subdomain(node_name)
+        .map_err(|problem| End::refusal("invalid_hello", Status::invalid_argument(format!("node_name: {problem}"))))?;
+    peer.may_follow(node_name, SystemTime::now()).map_err(|denied| End::refusal(denied.reason(), Status::from(denied)))
 }
 
 fn resume(wire: &v1::Resume) -> Result<Resume, End> {

@@ -36,8 +36,8 @@ pub(crate) fn closed_by_agent() -> End {
 ///
 /// # Errors
 ///
-/// The end of the stream, after a second `Hello`.
-pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Streams) -> Result<(), End> {
+/// The end of the stream, after a message that may only be the first.
+pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Streams, now: Instant) -> Result<(), End> {
     let Context { metrics, warnings, .. } = &*streams.context;
     let Some(body) = message.body else {
         // The message is empty, or has a type that only newer agents send (discovery.proto, section
@@ -46,21 +46,21 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Stre
         return Ok(());
     };
     match body {
-        Body::Hello(_) => {
-            let text = "Hello may be sent only once, as the first message of a stream";
+        Body::Hello(_) | Body::Standing(_) => {
+            let text = "Hello and a request for the standing may be only the first message of a stream";
             return Err(End::refusal("second_hello", Status::invalid_argument(text)));
         }
         Body::Ack(ack) => {
             metrics.count_agent_message("ack");
             if was_sent(ack.version, agent, metrics) {
-                agent.ack(&ack, Instant::now().into_std());
+                agent.ack(&ack, now.into_std());
             }
         }
         Body::Nack(nack) => {
             metrics.count_agent_message("nack");
             metrics.count_rejected_resources(nack.rejections.len());
             if let Some(first) = nack.rejections.first()
-                && warnings.admit(Warning::Rejected, Instant::now())
+                && warnings.admit(Warning::Rejected, now)
             {
                 let count = nack.rejections.len();
                 // The texts come from a peer, so they are cut before they are logged.
@@ -71,7 +71,7 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Stre
         }
         Body::ApplyFailed(failed) => {
             metrics.count_agent_message("apply_failed");
-            if warnings.admit(Warning::ApplyFailed, Instant::now()) {
+            if warnings.admit(Warning::ApplyFailed, now) {
                 tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = clip(&failed.error), "agent failed to program its kernel and retries");
             }
             if failed.version <= agent.sent_version() {

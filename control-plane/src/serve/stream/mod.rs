@@ -5,6 +5,7 @@ mod hello;
 mod inbound;
 mod session;
 mod snapshot_queue;
+mod standing;
 
 use std::sync::Arc;
 
@@ -12,6 +13,7 @@ use self::snapshot_queue::SnapshotQueue;
 pub(crate) use self::{
     inbound::{closed_by_agent, malformed, too_large},
     session::{Session, closed_before_hello, no_hello_in_time, stopping},
+    standing::{ANSWERED, standing},
 };
 use super::{
     barrier::Barrier,
@@ -20,9 +22,6 @@ use super::{
     fleet::Fleet,
 };
 use crate::{metrics::Metrics, store::Store};
-
-/// The path of the gRPC method of a stream.
-pub(crate) const SYNC_PATH: &str = "/headgate.v1.Discovery/Sync";
 
 /// The state that all streams share.
 pub(crate) struct Streams {

@@ -54,6 +54,20 @@ pub(crate) fn closed_before_hello() -> End {
     End::refusal("no_hello", Status::invalid_argument("the stream closed before Hello"))
 }
 
+/// Counts a stream of a node, and refuses streams that follow each other too quickly.
+///
+/// # Errors
+///
+/// The end of the stream.
+pub(super) fn admit_stream(streams: &Streams, peer: &Peer, node: &str, now: Instant) -> Result<(), End> {
+    if streams.fleet.may_open(node, now.into_std()) {
+        return Ok(());
+    }
+    streams.context.failures.count(Network::of(peer.address.ip()), now);
+    let text = format!("node {node} opens streams too often; wait some seconds before the next stream");
+    Err(End::refusal("too_many_streams", Status::resource_exhausted(text)))
+}
+
 /// A stream whose `Hello` was accepted.
 pub(crate) struct Session {
     streams: Arc<Streams>,
@@ -103,6 +117,7 @@ impl Session {
         peer: &Peer,
         first: &v1::AgentMessage,
         signal: &Arc<Signal>,
+        now: Instant,
     ) -> Result<Self, End> {
         let Some(v1::agent_message::Body::Hello(hello)) = &first.body else {
             let text = "the first message of a stream must be Hello";
@@ -113,16 +128,18 @@ impl Session {
             let text = "this replica starts, and the other replicas do not know it yet: try again";
             return Err(End::plain("starting", Status::unavailable(text)));
         }
-        if !streams.fleet.may_open(&admitted.node, std::time::Instant::now()) {
-            streams.context.failures.count(Network::of(peer.address.ip()), Instant::now());
-            let text =
-                format!("node {} opens streams too often; wait some seconds before the next stream", admitted.node);
-            return Err(End::refusal("too_many_streams", Status::resource_exhausted(text)));
-        }
-        Ok(Self::start(streams, peer, hello, admitted, signal))
+        admit_stream(streams, peer, &admitted.node, now)?;
+        Ok(Self::start(streams, peer, hello, admitted, signal, now))
     }
 
-    fn start(streams: &Arc<Streams>, peer: &Peer, hello: &v1::Hello, admitted: Admitted, signal: &Arc<Signal>) -> Self {
+    fn start(
+        streams: &Arc<Streams>,
+        peer: &Peer,
+        hello: &v1::Hello,
+        admitted: Admitted,
+        signal: &Arc<Signal>,
+        now: Instant,
+    ) -> Self {
         // The wait is registered before the store is read. Otherwise, the stream could miss a
         // position that moves between the read and the registration.
         let context = &streams.context;
@@ -169,7 +186,7 @@ impl Session {
             node_revision: 0,
             has_drained: false,
             has_resumed: false,
-            next_heartbeat: Instant::now() + context.settings.heartbeat_interval,
+            next_heartbeat: now + context.settings.heartbeat_interval,
             sent_source,
             lateness: Lateness::default(),
             expiry: peer.expiry(),
@@ -193,8 +210,8 @@ impl Session {
     /// # Errors
     ///
     /// The end of the stream.
-    pub(crate) fn take(&self, message: v1::AgentMessage) -> Result<(), End> {
-        inbound::take(message, &self.agent, &self.streams)
+    pub(crate) fn take(&self, message: v1::AgentMessage, now: Instant) -> Result<(), End> {
+        inbound::take(message, &self.agent, &self.streams, now)
     }
 
     /// Returns why the stream has to end, or `None` if the stream continues.

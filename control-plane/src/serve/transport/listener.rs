@@ -1,129 +1,130 @@
-//! Accepts connections, and runs their TLS handshakes within limits.
+//! Accepts connections on both gRPC ports, and runs their TLS handshakes, within limits that the
+//! ports share.
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
 use rustls::HandshakeKind;
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::mpsc,
-    task::JoinHandle,
-    time::{Instant, MissedTickBehavior, interval, sleep, timeout},
+    time::{Instant, sleep, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
-use tokio_util::{either::Either, sync::CancellationToken};
+use tokio_util::{either::Either, sync::CancellationToken, task::TaskTracker};
 
 use super::{
     ACCEPT_RETRY,
-    handshakes::{Evicted, Handshakes},
+    connection_limits::{Connections, Held},
+    handshakes::{Handshakes, Silent},
     tls::{Security, ServerTls},
 };
 use crate::{
     identity::{self, Identity, Peer},
-    metrics::Metrics,
     serve::context::{Context, Warning},
 };
 
 /// The longest time that a handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often silent handshakes are evicted while connections wait.
-const EVICTION_INTERVAL: Duration = Duration::from_millis(100);
-
-/// The channel for connections that are ready for HTTP/2.
-type Ready = mpsc::Sender<Connection>;
-
-/// Starts a task that accepts connections until `shutdown` is cancelled. Returns the receiver of
-/// connections that are ready for HTTP/2, and the task.
-pub(crate) fn accept(
-    listener: TcpListener,
+/// What the listeners of both ports share.
+#[derive(Clone)]
+pub(crate) struct Entrance {
     security: Security,
     context: Arc<Context>,
+    handshakes: Arc<Handshakes>,
+    connections: Arc<Connections>,
+    /// The tasks that serve connections.
+    pub(crate) tasks: TaskTracker,
     shutdown: CancellationToken,
-) -> (mpsc::Receiver<Connection>, JoinHandle<()>) {
-    let (sender, receiver) = mpsc::channel(16);
-    let accept = async move {
-        tokio::select! {
-            () = accept_all(listener, security, context, sender) => {}
-            () = shutdown.cancelled() => {}
-        }
-    };
-    (receiver, tokio::spawn(accept))
 }
 
-async fn accept_all(listener: TcpListener, security: Security, context: Arc<Context>, ready: Ready) {
-    let handshakes = Handshakes::new(Arc::clone(&context.metrics), Arc::clone(&context.failures));
-    let mut eviction = interval(EVICTION_INTERVAL);
-    eviction.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            _ = eviction.tick(), if handshakes.has_waiting() => {
-                handshakes.evict_silent(Instant::now());
-                continue;
-            }
-        };
-        let (stream, address) = match accepted {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                if context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
-                    tracing::warn!(%error, "a connection cannot be accepted");
+impl Entrance {
+    /// Returns an entrance that is open until `shutdown` is cancelled. Connections that are not
+    /// served by then are dropped.
+    pub(crate) fn new(security: Security, context: Arc<Context>, shutdown: CancellationToken) -> Self {
+        let handshakes = Handshakes::new(Arc::clone(&context.metrics), Arc::clone(&context.failures));
+        Self { security, context, handshakes, connections: Arc::default(), tasks: TaskTracker::new(), shutdown }
+    }
+
+    /// Accepts connections. `serve` serves each of them after its handshake, in a task of its own.
+    pub(crate) async fn accept<F>(
+        self,
+        listener: TcpListener,
+        serve: impl Fn(Connection, Held) -> F + Clone + Send + Sync + 'static,
+    ) where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        while let Some(accepted) = self.shutdown.run_until_cancelled(listener.accept()).await {
+            let (stream, address) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    if self.context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+                        tracing::warn!(%error, "a connection cannot be accepted");
+                    }
+                    sleep(ACCEPT_RETRY).await;
+                    continue;
                 }
-                sleep(ACCEPT_RETRY).await;
-                continue;
+            };
+            if let Err(error) = stream.set_nodelay(true) {
+                tracing::debug!(%address, %error, "TCP_NODELAY cannot be set");
             }
-        };
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%address, %error, "TCP_NODELAY cannot be set");
-        }
-        match &security {
-            Security::Plaintext => {
-                let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
-                // If the receiver no longer exists, the server has stopped. The connection closes.
-                let _ = ready.send(Connection { io: Either::Left(stream), peer }).await;
+            match &self.security {
+                Security::Plaintext => {
+                    let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
+                    self.admit(Connection { io: Either::Left(stream), peer }, &serve);
+                }
+                Security::Tls(tls) => self.secure_in_turn(stream, address, Arc::clone(tls), serve.clone()),
             }
-            Security::Tls(tls) => secure_in_turn(stream, address, tls, &handshakes, &context, &ready),
         }
     }
-}
 
-/// Starts a task that waits until the limit admits another handshake, and then runs the handshake
-/// of the connection.
-fn secure_in_turn(
-    stream: TcpStream,
-    address: SocketAddr,
-    tls: &Arc<ServerTls>,
-    handshakes: &Arc<Handshakes>,
-    context: &Arc<Context>,
-    ready: &Ready,
-) {
-    let Some(handshake) = handshakes.enter(address.ip()) else {
-        return refused(address, context);
-    };
-    let (tls, context, ready) = (Arc::clone(tls), Arc::clone(context), ready.clone());
-    tokio::spawn(async move {
-        let secured = handshake.run(|| secure(stream, address, &tls, &context.metrics)).await;
-        let (reason, error) = match secured {
-            // If the receiver no longer exists, the connection closes.
-            Ok(Ok(connection)) => return drop(ready.send(connection).await),
-            Ok(Err(failure)) => failure,
-            Err(Evicted::QueueFull) => return refused(address, &context),
-            Err(Evicted::Silent) => {
-                ("silent", "the client sent nothing for too long while other connections waited".to_owned())
+    /// Starts a task that waits until the limit admits another handshake, and then runs the
+    /// handshake of the connection.
+    fn secure_in_turn<F>(
+        &self,
+        stream: TcpStream,
+        address: SocketAddr,
+        tls: Arc<ServerTls>,
+        serve: impl Fn(Connection, Held) -> F + Send + Sync + 'static,
+    ) where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let Some(handshake) = self.handshakes.enter(address.ip()) else {
+            return self.refuse(address, "too_many_handshakes");
+        };
+        let entrance = self.clone();
+        let secure = async move {
+            let (reason, error) = match handshake.run(|| secure(stream, address, &tls, &entrance.context)).await {
+                Ok(Ok(connection)) => return entrance.admit(connection, &serve),
+                Ok(Err(failure)) => failure,
+                Err(Silent) => {
+                    ("silent", "the client sent nothing for too long while other connections waited".to_owned())
+                }
+            };
+            entrance.context.metrics.count_handshake_failed(reason);
+            if entrance.context.warnings.admit(Warning::Handshake, Instant::now()) {
+                tracing::warn!(%address, reason, error, "TLS handshake failed");
             }
         };
-        context.metrics.count_handshake_failed(reason);
-        if context.warnings.admit(Warning::Handshake, Instant::now()) {
-            tracing::warn!(%address, reason, error, "TLS handshake failed");
-        }
-    });
-}
+        tokio::spawn(self.shutdown.clone().run_until_cancelled_owned(secure));
+    }
 
-/// Counts and logs a connection that was closed because too many connections wait for handshakes.
-fn refused(address: SocketAddr, context: &Context) {
-    let reason = "too_many_handshakes";
-    context.metrics.count_connection_refused(reason);
-    if context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
-        tracing::warn!(%address, reason, "connection refused");
+    /// Serves a connection, unless there are too many.
+    fn admit<F>(&self, connection: Connection, serve: &impl Fn(Connection, Held) -> F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        match self.connections.hold(&connection.peer.identity) {
+            Ok(held) => drop(self.tasks.spawn(serve(connection, held))),
+            Err(reason) => self.refuse(connection.peer.address, reason),
+        }
+    }
+
+    /// Counts and logs a connection that is closed because a limit is reached.
+    fn refuse(&self, address: SocketAddr, reason: &'static str) {
+        self.context.metrics.count_connection_refused(reason);
+        if self.context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+            tracing::warn!(%address, reason, "connection refused");
+        }
     }
 }
 
@@ -136,7 +137,7 @@ async fn secure(
     stream: TcpStream,
     address: SocketAddr,
     tls: &ServerTls,
-    metrics: &Metrics,
+    context: &Context,
 ) -> Result<Connection, (&'static str, String)> {
     let handshake = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(tls.config()).accept(stream)).await;
     let stream = handshake
@@ -149,7 +150,7 @@ async fn secure(
     let certificate = certificate.ok_or_else(|| ("no_certificate", "the client sent no certificate".to_owned()))?;
     let (identity, validity) =
         identity::from_certificate(certificate).map_err(|error| ("malformed_certificate", error))?;
-    metrics.count_handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+    context.metrics.count_handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
     let peer = Peer { address, identity, not_after: Some(validity.not_after) };
     Ok(Connection { io: Either::Right(Box::new(stream)), peer })
 }

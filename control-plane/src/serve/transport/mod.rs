@@ -1,13 +1,11 @@
-//! Connections: limits, TLS, the choice of a server for each connection, and HTTP/2 for streams.
+//! Connections: limits, TLS, and HTTP/2.
 //!
-//! There are two servers on the gRPC port. [`sync_connection`] carries one stream of an agent. The
-//! *general server*, [`general_connection`], answers all other requests. This module does not
-//! depend on the services of the general server.
+//! There are two gRPC ports. On the port for agents, [`sync_connection`] carries one stream on each
+//! connection. On the other port, the *general server*, [`general_connection`], answers everything
+//! else. This module does not depend on the services of the general server.
 
 mod budget;
 mod connection_limits;
-mod connections;
-mod first_request;
 mod general_connection;
 mod handshakes;
 mod listener;

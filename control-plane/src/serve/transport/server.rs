@@ -1,40 +1,38 @@
-//! Starts and stops the servers of the gRPC port.
+//! Starts and stops the servers of the gRPC ports.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
-use tokio::net::TcpListener;
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio::{net::TcpListener, time::Instant};
+use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
-use super::{LINGER, connections, general_connection::General, listener, tls::Security};
+use super::{LINGER, general_connection::General, listener::Entrance, sync_connection, tls::Security};
 use crate::serve::{context::Lifecycle, stream::Streams};
 
-/// Serves streams, and `routes` on the general server, until `shutdown` is cancelled and the
+/// Serves streams at `agents`, and `routes` at `inspect`, until `shutdown` is cancelled and the
 /// streams have ended. Then cancels `stopped`.
 pub(crate) async fn serve(
-    listener: TcpListener,
+    [agents, inspect]: [TcpListener; 2],
     security: Security,
     routes: Routes,
     streams: Arc<Streams>,
     shutdown: CancellationToken,
     stopped: CancellationToken,
 ) {
-    let (accepted, accept) = listener::accept(listener, security, Arc::clone(&streams.context), shutdown.clone());
-    let tasks = TaskTracker::new();
+    let entrance = Entrance::new(security, Arc::clone(&streams.context), shutdown.clone());
     let general = General::new(routes, Arc::clone(&streams.context), shutdown.clone(), stopped.clone());
-    let dispatch = connections::dispatch(accepted, Arc::clone(&streams), general, tasks.clone(), shutdown.clone());
+    let of_agents = Arc::clone(&streams);
+    let serve = move |connection, held| sync_connection::serve_accepted(&of_agents, connection, held);
+    tokio::spawn(entrance.clone().accept(agents, serve));
+    let serve = move |connection, held| general.clone().serve(connection, held);
+    tokio::spawn(entrance.clone().accept(inspect, serve));
     shutdown.cancelled().await;
     drain(&streams).await;
-    tasks.close();
-    if tokio::time::timeout(LINGER, tasks.wait()).await.is_err() {
+    entrance.tasks.close();
+    if tokio::time::timeout(LINGER, entrance.tasks.wait()).await.is_err() {
         // Some clients do not read, so the end of their streams cannot be written.
         streams.context.visits.abort();
     }
-    accept.abort();
-    dispatch.abort();
     stopped.cancel();
 }
 

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use nix::unistd::{Whence, lseek};
+use rustix::fs::{SeekFrom, seek};
 
 /// Maximum size of a file. Larger files are refused.
 const FILE_LIMIT_BYTES: u64 = 256 * 1024 * 1024;
@@ -142,7 +142,7 @@ pub(super) fn read_file(path: &Path) -> io::Result<Option<(Stamp, Vec<u8>)>> {
     (&file).take(FILE_LIMIT_BYTES + 1).read_to_end(&mut content)?;
     // A file that is truncated is empty some time before its notification is queued. Both happen
     // under the lock of the inode, for which this call waits. What it returns is of no interest.
-    let _ = lseek(&file, 0, Whence::SeekHole);
+    let _ = seek(&file, SeekFrom::Hole(0));
     if content.len() as u64 > FILE_LIMIT_BYTES {
         return Err(io::Error::other(format!("it is larger than {FILE_LIMIT_BYTES} bytes")));
     }

@@ -163,6 +163,7 @@ fn unix_ms() -> u64 {
 }
 
 /// The events for the objects that a file defines.
-pub(crate) fn manifest_events(name: &str, bytes: &[u8]) -> Vec<Event> {
+#[must_use]
+pub fn manifest_events(name: &str, bytes: &[u8]) -> Vec<Event> {
     documents::parse(name, bytes).definitions.into_iter().map(|definition| definition.event).collect()
 }

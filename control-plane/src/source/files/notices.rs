@@ -10,15 +10,20 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    os::{fd::AsFd, unix::net::UnixStream},
+    ffi::OsStr,
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::{ffi::OsStrExt as _, net::UnixStream},
+    },
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
-use nix::{
-    errno::Errno,
-    poll::{PollFd, PollFlags, poll},
-    sys::inotify::{AddWatchFlags as Mask, InitFlags, Inotify, InotifyEvent, WatchDescriptor},
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    fs::inotify::{self, CreateFlags, Event, ReadFlags as Mask, Reader, WatchFlags},
+    io::Errno,
 };
 
 use super::{
@@ -43,9 +48,9 @@ const WRITING_LIMIT: usize = 10_000;
 pub(super) struct Notices {
     root: PathBuf,
     /// `None` if the system gives no notifications.
-    inotify: Option<Inotify>,
+    inotify: Option<OwnedFd>,
     /// The path of each watch.
-    watched: HashMap<WatchDescriptor, PathBuf>,
+    watched: HashMap<i32, PathBuf>,
     /// The first and the last notification since the last scan.
     pending: Option<(Instant, Instant)>,
     /// When the folder was last scanned because of [`LONGEST_UNREST`].
@@ -57,7 +62,7 @@ pub(super) struct Notices {
 
 impl Notices {
     pub(super) fn new(root: PathBuf) -> Self {
-        let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).inspect_err(warn).ok();
+        let inotify = inotify::init(CreateFlags::CLOEXEC | CreateFlags::NONBLOCK).inspect_err(warn).ok();
         let (watched, unread) = (HashMap::new(), BTreeMap::new());
         Self { root, inotify, watched, pending: None, hurried: None, unread }
     }
@@ -75,10 +80,10 @@ impl Notices {
 
     /// Watches a file or a folder until the next scan, which renews the watch.
     pub(super) fn watch(&mut self, path: &Path) {
-        let reads = Mask::IN_ACCESS | Mask::IN_OPEN | Mask::IN_CLOSE_NOWRITE;
-        match self.inotify.as_ref().map(|inotify| inotify.add_watch(path, Mask::IN_ALL_EVENTS - reads)) {
+        let events = WatchFlags::ALL_EVENTS - WatchFlags::ACCESS - WatchFlags::OPEN - WatchFlags::CLOSE_NOWRITE;
+        match self.inotify.as_ref().map(|inotify| inotify::add_watch(inotify, path, events)) {
             Some(Ok(watch)) => drop(self.watched.insert(watch, path.to_owned())),
-            Some(Err(error @ Errno::ENOSPC)) => {
+            Some(Err(error @ Errno::NOSPC)) => {
                 warn(&error);
                 (self.inotify, self.unread) = (None, BTreeMap::new());
             }
@@ -90,38 +95,43 @@ impl Notices {
     /// closed.
     pub(super) fn wait(&mut self, time: Duration, stopped: &UnixStream) -> bool {
         let files = [stopped.as_fd()].into_iter().chain(self.inotify.as_ref().map(AsFd::as_fd));
-        let mut files: Vec<_> = files.map(|file| PollFd::new(file, PollFlags::POLLIN)).collect();
-        // A part of a millisecond would be no wait at all.
-        let milliseconds = u16::try_from(time.as_millis() + 1).unwrap_or(u16::MAX);
+        let mut files: Vec<_> = files.map(|file| PollFd::from_borrowed_fd(file, PollFlags::IN)).collect();
+        let timeout = Timespec::try_from(time).ok();
         // After an error, the caller looks again what is due.
-        let is_stopped = poll(&mut files, milliseconds).is_ok() && files[0].any() == Some(true);
+        let is_stopped = poll(&mut files, timeout.as_ref()).is_ok() && !files[0].revents().is_empty();
         self.take_in(Instant::now());
         is_stopped
     }
 
     /// Takes in all notifications so far.
     fn take_in(&mut self, now: Instant) {
-        while let Some(Ok(events)) = self.inotify.as_ref().map(Inotify::read_events) {
-            events.into_iter().for_each(|event| self.note(event, now));
+        let Some(inotify) = self.inotify.take() else { return };
+        let mut buffer = [MaybeUninit::uninit(); 4096];
+        let mut reader = Reader::new(&inotify, &mut buffer);
+        while let Ok(event) = reader.next() {
+            self.note(&inotify, &event, now);
         }
+        self.inotify = Some(inotify);
     }
 
-    fn note(&mut self, event: InotifyEvent, now: Instant) {
-        let folder = match self.watched.get(&event.wd) {
+    fn note(&mut self, inotify: &OwnedFd, event: &Event<'_>, now: Instant) {
+        let mask = event.events();
+        let folder = match self.watched.get(&event.wd()) {
             // Notifications were lost, so every file may have changed.
-            _ if event.mask.contains(Mask::IN_Q_OVERFLOW) => &self.root,
+            _ if mask.contains(Mask::QUEUE_OVERFLOW) => &self.root,
             Some(folder) => folder,
             // The folder has another name now.
             None => {
-                let _ = self.inotify.as_ref().map(|inotify| inotify.rm_watch(event.wd));
+                let _ = inotify::remove_watch(inotify, event.wd());
                 return;
             }
         };
-        let path = event.name.map_or_else(|| folder.clone(), |name| folder.join(name));
-        if !is_relevant(event.mask, &path, &self.root) {
+        let name = event.file_name().map(|name| OsStr::from_bytes(name.to_bytes()));
+        let path = name.map_or_else(|| folder.clone(), |name| folder.join(name));
+        if !is_relevant(mask, &path, &self.root) {
             return;
         }
-        if event.mask.contains(Mask::IN_MODIFY) {
+        if mask.contains(Mask::MODIFY) {
             if self.unread.len() < WRITING_LIMIT {
                 self.unread.entry(path).or_insert((now, true)).1 = true;
             }
@@ -129,7 +139,7 @@ impl Notices {
             return;
         }
         let mut first = now;
-        if !event.mask.contains(Mask::IN_ATTRIB) {
+        if !mask.contains(Mask::ATTRIB) {
             // The file was closed, or another file or folder has this name now. A pause between
             // scans remains, however often that happens.
             let has_rested = self.hurried.is_none_or(|hurried| hurried + QUIET <= now);
@@ -174,8 +184,8 @@ fn warn(error: &Errno) {
 fn is_relevant(mask: Mask, path: &Path, root: &Path) -> bool {
     let Ok(inside) = path.strip_prefix(root) else { return root.starts_with(path) };
     let Some(name) = inside.file_name() else { return true };
-    let of_files = Mask::IN_MODIFY | Mask::IN_CLOSE_WRITE | Mask::IN_CREATE | Mask::IN_DELETE;
-    let is_of_file = mask.intersects(of_files) && !mask.contains(Mask::IN_ISDIR);
+    let of_files = Mask::MODIFY | Mask::CLOSE_WRITE | Mask::CREATE | Mask::DELETE;
+    let is_of_file = mask.intersects(of_files) && !mask.contains(Mask::ISDIR);
     let is_ignored = is_hidden(name) && !name.as_encoded_bytes().starts_with(b"..");
     !is_ignored && (!is_of_file || is_manifest(inside))
 }
@@ -286,14 +296,14 @@ mod tests {
             is_relevant(mask, &root.join(path), root)
         };
         for path in [".a.yaml.swp", "notes.txt", "/some/other/x.yaml", "/some/wherever"] {
-            assert!(!is_relevant(Mask::IN_MODIFY, path), "{path}");
+            assert!(!is_relevant(Mask::MODIFY, path), "{path}");
         }
-        assert!(!is_relevant(Mask::IN_CREATE | Mask::IN_ISDIR, ".git"));
+        assert!(!is_relevant(Mask::CREATE | Mask::ISDIR, ".git"));
         for path in ["..data", "folder.d", "a.yaml", "", "/some"] {
-            assert!(is_relevant(Mask::IN_MOVED_TO, path), "{path}");
+            assert!(is_relevant(Mask::MOVED_TO, path), "{path}");
         }
         for path in ["folder", ""] {
-            assert!(is_relevant(Mask::IN_CREATE | Mask::IN_ISDIR, path), "{path}");
+            assert!(is_relevant(Mask::CREATE | Mask::ISDIR, path), "{path}");
         }
     }
 }

@@ -202,7 +202,8 @@ impl Applier {
 }
 
 /// The events in the lines of a watch, up to the first line that cannot be decoded.
-pub(crate) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
+#[must_use]
+pub fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     let lines = bytes.split(|byte| *byte == b'\n').map_while(|text| wire::line(kind, text).ok());
     let event = |line| match line {
         wire::Line::Object { event, .. } => event,
@@ -212,6 +213,7 @@ pub(crate) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
 }
 
 /// The objects on a page of a list; empty if the page cannot be decoded.
-pub(crate) fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
+#[must_use]
+pub fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     wire::page(kind, bytes).map(|(page, _)| page.events).unwrap_or_default()
 }

@@ -68,15 +68,14 @@ proptest! {
     fn every_reader_reaches_the_state_of_the_store(
         actions in prop::collection::vec(any_action(), 1..80),
         max_tombstones in 0..8_usize,
-        ring_bytes in prop_oneof![Just(0_usize), Just(300), Just(1 << 20)],
         max_delta_changes in prop_oneof![Just(0_usize), Just(5), Just(1000)],
         part_bytes in prop_oneof![Just(1_usize), Just(100), Just(1 << 18)],
         split_bytes in prop_oneof![Just(0_usize), Just(8 * 400), Just(1 << 20)],
     ) {
         let limits =
-            Limits { max_tombstones, ring_bytes, delta_cache_bytes: 500, max_delta_changes, part_bytes, split_bytes };
+            Limits { max_tombstones, delta_cache_bytes: 500, max_delta_changes, part_bytes, split_bytes };
         let store = store(limits);
-        let mut readers: Vec<(Reader, Cursor)> = (0..READERS).map(|_| (Reader::of(&store), store.cursor(None).1)).collect();
+        let mut readers: Vec<(Reader, Cursor)> = (0..READERS).map(|_| (Reader::default(), store.cursor(None).1)).collect();
         for action in actions {
             match action {
                 Action::Commit(changes) => store.put(changes),
@@ -104,8 +103,7 @@ proptest! {
         let inner = store.read();
         prop_assert!(inner.log.tombstones() <= max_tombstones);
         let live = inner.state.digests().resource_count();
-        let referable = Referable::of(&inner.state);
-        prop_assert_eq!(inner.names.len(), referable.services.len() + referable.placements.len() + referable.ports.len());
+        prop_assert_eq!(inner.placements.len(), Referable::of(&inner.state).placements.len());
         prop_assert!(inner.log.len() as u64 <= live + inner.log.tombstones() as u64);
         prop_assert!(inner.log.len() <= max_tombstones + max_delta_changes);
     }
@@ -115,7 +113,6 @@ proptest! {
 fn readers_on_other_threads_reach_the_state_of_the_store_during_commits() {
     let store = store(Limits {
         max_tombstones: 20,
-        ring_bytes: 2000,
         delta_cache_bytes: 500,
         max_delta_changes: 40,
         part_bytes: 100,
@@ -125,7 +122,7 @@ fn readers_on_other_threads_reach_the_state_of_the_store_during_commits() {
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
-                let mut reader = Reader::of(&store);
+                let mut reader = Reader::default();
                 let mut cursor = store.cursor(None).1;
                 while reader.ends.is_empty() || reader.version < commits.into() {
                     match store.next_frame(&mut cursor) {

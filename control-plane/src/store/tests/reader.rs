@@ -3,10 +3,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use headgate_core::{
-    Change, Dirty, State, digest,
-    reference::{Referable, Referrer},
-};
+use headgate_core::{Change, Dirty, State, digest, reference::Referable};
 use headgate_proto::{Decoder, MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES, v1};
 use prost::Message as _;
 use v1::server_message::Body;
@@ -28,15 +25,9 @@ pub(super) struct Reader {
     pub(super) removals: usize,
     pub(super) references: usize,
     pub(super) decoder: Decoder,
-    epoch: u64,
 }
 
 impl Reader {
-    /// A reader that holds nothing, for the first stream of a store.
-    pub(super) fn of(store: &Store) -> Self {
-        Self { epoch: store.epoch(), ..Self::default() }
-    }
-
     pub(super) fn read(&mut self, frame: &Bytes) {
         assert!(frame.len() - PREFIX_BYTES <= MAX_SERVER_MESSAGE_BYTES, "{} bytes", frame.len());
         match v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body.unwrap() {
@@ -62,8 +53,8 @@ impl Reader {
     }
 
     fn stage(&mut self, changes: v1::Changes) {
-        let groups = changes.endpoints.iter().filter(|group| group.service != 0).count();
-        self.references += groups + changes.known_placements.len() + changes.known_port_lists.len();
+        let groups = changes.endpoints.iter().filter(|group| !group.service.is_empty()).count();
+        self.references += groups + changes.known_placements.len();
         let (changes, rejections) = self.decoder.changes(changes).unwrap();
         assert_eq!(rejections, []);
         self.staged.extend(changes);
@@ -105,11 +96,10 @@ impl Reader {
     }
 
     fn refer(&mut self) {
-        self.decoder.refer_to(Referrer::new(self.epoch), Referable::of(&self.state));
+        self.decoder.refer_to(Referable::of(&self.state));
     }
 
     pub(super) fn read_all(&mut self, store: &Store, cursor: &mut Cursor) -> Vec<Bytes> {
-        self.epoch = store.epoch();
         let mut frames = Vec::new();
         while let Some(frame) = store.next_frame(cursor) {
             self.read(&frame);
@@ -123,8 +113,6 @@ impl Reader {
         self.staged.clear();
         let (mode, cursor) = store.cursor(Some(&resume_of(self, epoch)));
         self.by_digests = mode == ResumeMode::Digests;
-        self.epoch = store.epoch();
-        self.decoder.forget_references();
         if mode == ResumeMode::Log {
             self.refer();
         }

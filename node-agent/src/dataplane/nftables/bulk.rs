@@ -30,7 +30,7 @@ impl NftablesFamily {
                 }
                 let mut transaction = Transaction::new();
                 transaction.add_table(&kernel.table(family));
-                elements::fixed_sets(&table, family).iter().for_each(|set| drop(transaction.add_set(set)));
+                elements::fixed_sets(&table, family).iter().for_each(|set| transaction.add_set(set));
                 elements::write(&[], part.into_iter(), &table, &mut transaction);
                 if let Err(error) = kernel.commit(family, &transaction) {
                     break Some((transaction, error));

@@ -3,7 +3,7 @@
 use std::{collections::HashSet, io, sync::Arc, time::Instant};
 
 use headgate_core::Family;
-use nftables_netlink::{Fault, Kernel as _, Nftables, NftablesError, Table, Transaction, refusals};
+use nftables_netlink::{Fault, Nftables, NftablesError, Table, Transaction, refusals};
 use tracing::{info, warn};
 
 use super::{

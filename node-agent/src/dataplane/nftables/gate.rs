@@ -3,7 +3,7 @@
 //! itself if nobody renews the elements.
 
 use headgate_core::{Family, Protocol};
-use nftables_netlink::{Kernel as _, Nftables, NftablesError, Transaction};
+use nftables_netlink::{Nftables, NftablesError, Transaction};
 
 use super::{
     elements::{gate_element, names},

@@ -1,7 +1,7 @@
 //! The removal of tables: this dataplane's tables, and the tables of kube-proxy's mode nftables.
 
 use headgate_core::Family;
-use nftables_netlink::{Kernel as _, Nftables, NftablesError, TableName, Transaction};
+use nftables_netlink::{Nftables, NftablesError, TableName, Transaction};
 
 use super::{
     super::{DataplaneError, Leftover, kernel_modules::NF_TABLES},

@@ -36,7 +36,7 @@ use headgate_core::{
     masquerade::MasqueradeConfig,
     nftables::{Existing, Ledger, Lookup, NftablesConfig, Plan},
 };
-use nftables_netlink::{Kernel as _, Nftables, NftablesError, Transaction, probe};
+use nftables_netlink::{Nftables, NftablesError, Transaction, probe};
 
 use self::{
     compare::{Comparison, Programmed},
@@ -45,10 +45,7 @@ use self::{
 };
 use super::{Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics};
 use crate::{
-    decoders::{
-        self,
-        nftables::{Dump, pack},
-    },
+    decoders::{self, nftables::Dump},
     node_inputs::NodeInputs,
     sysctl::route_localnet,
 };
@@ -388,8 +385,7 @@ impl Dataplane for NftablesFamily {
     fn decode(&mut self, kernel: &mut Connection) -> Result<forwarding::Table, DataplaneError> {
         let (family, reader) = (self.family(), kernel.reader()?);
         let table = table_name(family);
-        let dump = Dump::read(reader, &table, |reader, set| reader.elements_as(&table, set, pack))
-            .map_err(|error| failure("reading the table of this agent", &error))?;
+        let dump = Dump::read(reader, &table).map_err(|error| failure("reading the table of this agent", &error))?;
         let LayoutConfig { detector, listeners, .. } = &self.layout_config;
         let gate = (!listeners.is_empty()).then_some(elements::names::GATE);
         Ok(match dump {

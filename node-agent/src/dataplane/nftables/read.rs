@@ -4,7 +4,7 @@ use headgate_core::{
     Family,
     nftables::{Element, Shape},
 };
-use nftables_netlink::{ElementData, Kernel as _, Nftables, NftablesError, Rule, Set, SetData, Value};
+use nftables_netlink::{ElementData, Nftables, NftablesError, Rule, Set, SetData, Value};
 
 use super::{
     Found,

@@ -11,7 +11,7 @@ use headgate_core::{
     frontends::Frontend,
     nftables::{Counted, Element},
 };
-use nftables_netlink::{Expression, Kernel as _, Nftables, NftablesError};
+use nftables_netlink::{Expression, Nftables, NftablesError};
 
 use super::{
     elements::{counter_sets, decode},

@@ -1,6 +1,6 @@
 //! How many connections and UDP sessions the limit of open files allows.
 
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Descriptors for everything except connections and datagrams.
 const OTHER_DESCRIPTORS: u64 = 2_000;
@@ -38,11 +38,9 @@ impl Capacity {
 
 /// Raises the limit of open files as far as the process may. Returns the limit.
 pub(super) fn raise_open_files() -> u64 {
-    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 1024 };
-    match setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
-        Ok(()) => hard,
-        Err(_) => soft,
-    }
+    let limit = getrlimit(Resource::Nofile);
+    let is_raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).is_ok();
+    if is_raised { limit.maximum } else { limit.current }.unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

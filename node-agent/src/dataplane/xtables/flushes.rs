@@ -20,7 +20,7 @@ use headgate_core::{
     iptables::{Table, names::CANARY},
 };
 use nftables_netlink::{Changed, Presence};
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
 use super::{
     super::{
@@ -115,10 +115,10 @@ fn size(programs: &Programs, table: Table) -> Option<u32> {
         return None;
     }
     let (domain, level) = match programs.family() {
-        Family::V4 => (AddressFamily::Inet, libc::SOL_IP),
-        Family::V6 => (AddressFamily::Inet6, libc::SOL_IPV6),
+        Family::V4 => (AddressFamily::INET, libc::SOL_IP),
+        Family::V6 => (AddressFamily::INET6, libc::SOL_IPV6),
     };
-    let socket = socket(domain, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None).ok()?;
+    let socket = socket_with(domain, SocketType::DGRAM, SocketFlags::CLOEXEC, None).ok()?;
     // `struct ipt_getinfo`, which `struct ip6t_getinfo` equals: the name of the table in 32 bytes,
     // a mask, five offsets at which the built-in chains begin, five at which they end, and two
     // counts. The offsets of a chain that the table lacks are equal.

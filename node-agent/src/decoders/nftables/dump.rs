@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use headgate_core::{Family, Protocol, address_from_bytes, frontends::Frontend};
 use nftables_netlink::{
-    BaseChain, ChainType, DataType, Element, ElementData, Expression, Hook, Kernel, NftablesError, Set, SetData,
+    BaseChain, ChainType, DataType, Element, ElementData, Expression, Hook, Nftables, NftablesError, Set, SetData,
     TableName, ValueType, Verdict,
 };
 
@@ -40,11 +40,10 @@ pub(super) struct SetDump {
 }
 
 /// The key of an element, followed by its data.
-pub type Packed = Box<[u8]>;
+type Packed = Box<[u8]>;
 
 /// Returns the compact form of an element.
-#[must_use]
-pub fn pack(element: Element) -> Packed {
+fn pack(element: Element) -> Packed {
     let mut bytes = element.key.0;
     if let Some(ElementData::Value(value)) = element.data {
         bytes.extend(value.0);
@@ -53,16 +52,12 @@ pub fn pack(element: Element) -> Packed {
 }
 
 impl Dump {
-    /// Reads a table. `list` returns the elements of a set in the compact form, sorted. The result
-    /// is `None` if the table does not exist. Does not read the elements that packets add.
+    /// Reads a table. The result is `None` if the table does not exist. Does not read the elements
+    /// that packets add.
     ///
     /// # Errors
     /// The errors of `kernel`.
-    pub fn read<K: Kernel>(
-        kernel: &mut K,
-        name: &TableName,
-        mut list: impl FnMut(&mut K, &str) -> Result<Vec<Packed>, NftablesError>,
-    ) -> Result<Option<Self>, NftablesError> {
+    pub fn read(kernel: &mut Nftables, name: &TableName) -> Result<Option<Self>, NftablesError> {
         let family = if name.family == nftables_netlink::Family::Ip6 { Family::V6 } else { Family::V4 };
         let listed = kernel.chains(name)?;
         if listed.is_empty() {
@@ -89,7 +84,7 @@ impl Dump {
                 });
                 dumped.verdicts = verdicts.collect();
             } else if !dumped.is_recorded {
-                dumped.elements = list(kernel, &set.name)?;
+                dumped.elements = kernel.elements_as(name, &set.name, pack)?;
             }
             sets.insert(set.name, dumped);
         }
@@ -212,5 +207,62 @@ impl SetDump {
 
     fn key_of<'a>(&self, element: &'a [u8]) -> &'a [u8] {
         element.get(..self.key_bytes).unwrap_or(element)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    impl Dump {
+        /// The elements of each set whose data differs from that in an earlier dump, as sets and
+        /// keys.
+        pub(crate) fn replaced_since(&self, before: &Self) -> BTreeSet<(String, Vec<u8>)> {
+            let mut replaced = BTreeSet::new();
+            for (name, set) in &self.sets {
+                let Some(old) = before.sets.get(name) else { continue };
+                for (key, data) in set.range(&[]) {
+                    if old.get(key).is_some_and(|old| old != data) {
+                        replaced.insert((name.clone(), key.to_vec()));
+                    }
+                }
+            }
+            replaced
+        }
+
+        /// Makes lookups miss these elements: in the rules of a set for which `misses` returns
+        /// true, given the set, the chain, and the number of the rule among those of the chain that
+        /// look for an element of the set.
+        pub(crate) fn miss(
+            &mut self,
+            elements: &BTreeSet<(String, Vec<u8>)>,
+            misses: impl Fn(&str, &str, usize) -> bool,
+        ) {
+            for name in elements.iter().map(|(set, _)| set.clone()).collect::<BTreeSet<_>>() {
+                let Some(set) = self.sets.get(&name) else { continue };
+                let is_kept = |element: &&Packed| !elements.contains(&(name.clone(), set.key_of(element).to_vec()));
+                let other = SetDump {
+                    elements: set.elements.iter().filter(is_kept).cloned().collect(),
+                    verdicts: set.verdicts.clone(),
+                    ..*set
+                };
+                let other_name = format!("{name}, incomplete");
+                for (chain_name, chain) in &mut self.chains {
+                    let finds =
+                        |expression: &Expression| matches!(expression, Expression::Lookup { set, .. } if *set == name);
+                    let rules = chain.rules.iter_mut().filter(|rule| rule.iter().any(finds)).enumerate();
+                    for (_, rule) in rules.filter(|(number, _)| misses(&name, chain_name, *number)) {
+                        for expression in rule {
+                            if let Expression::Lookup { set, .. } = expression
+                                && *set == name
+                            {
+                                set.clone_from(&other_name);
+                            }
+                        }
+                    }
+                }
+                self.sets.insert(other_name, other);
+            }
+        }
     }
 }

@@ -268,7 +268,7 @@ impl<'a> Interpreter<'a> {
                 }
                 Expression::Counter { .. } | Expression::NoTrack | Expression::Log { .. } => true,
                 Expression::Lookup { set, key, result } => {
-                    match self.lookup(&set.name, *key, result, &mut registers, packet) {
+                    match self.lookup(set, *key, result, &mut registers, packet) {
                         Found::Yes => true,
                         Found::No => false,
                         Found::Admitted(ranges) => {
@@ -349,7 +349,7 @@ impl<'a> Interpreter<'a> {
         let is_translation = rest.iter().all(|expression| {
             matches!(expression, Expression::DynamicSet(_) | Expression::Limit { .. } | Expression::Nat { .. })
         });
-        let (name, set) = self.dump.sets.get_key_value(&set.name)?;
+        let (name, set) = self.dump.sets.get_key_value(set)?;
         let is_plain = !set.has_ranges && !set.is_recorded && self.full != Some(name);
         let start_bytes = set.key_bytes.checked_sub(4)?;
         let is_at_end = start_bytes % 4 == 0 && numbers.to.index() as usize == key.index() as usize + start_bytes / 4;

@@ -20,7 +20,7 @@ use headgate_core::{
 };
 use nftables_netlink::{ChainType, Hook};
 
-pub use self::dump::{Dump, Packed, pack};
+pub use self::dump::Dump;
 use self::interpreter::Interpreter;
 
 /// The maximum number of steps for each rule, expression and element of a dump.

@@ -1,8 +1,8 @@
 //! Deletes stale UDP flows from the kernel's connection tracking table, after the rules are in
 //! place.
 //!
-//! [`headgate_core::conntrack`] decides which flows are stale. This module lists flows over netlink
-//! with filters that the kernel evaluates, and deletes the stale flows. This work runs in a
+//! [`headgate_core::conntrack`] decides which flows are stale. This module lists the UDP flows over
+//! netlink, and deletes the stale flows. This work runs in a
 //! separate thread, so that a large table does not delay programming. A failed pass is repeated
 //! until it succeeds. Each repetition includes the changes that arrived in the meantime.
 
@@ -13,7 +13,7 @@ pub use sweep::{NodeAddresses, SweepError, Swept, sweep};
 
 use std::{
     io,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::mpsc::{self, RecvTimeoutError},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -24,13 +24,15 @@ use headgate_core::{
     forwarding::Table,
 };
 use prometheus_client::metrics::{counter::Counter, family::Family as Labelled, histogram::Histogram};
+use tokio::sync::watch;
 use tracing::{debug, info, warn};
 
 use crate::{
     backoff::Backoff,
     interfaces::Interfaces,
     metric_registry::{AGENT, KUBE_PROXY, Labels, MetricRegistry, family_label, sync_histogram},
-    observers::{NodePorts, Observer, Scope},
+    node_inputs::NodeInputs,
+    observers::{Observer, Scope},
 };
 
 /// Metrics of the cleanup. `duration` and `deleted` have kube-proxy's names and meanings.
@@ -80,19 +82,19 @@ pub struct ConntrackCleaner {
 }
 
 impl ConntrackCleaner {
-    /// Starts the thread, which works in the network namespace of the caller. `node_ports` provides
-    /// the addresses that answer NodePorts, and `interfaces` provides all addresses of the node.
+    /// Starts the thread, which works in the network namespace of the caller. `inputs` provides the
+    /// addresses that answer NodePorts, and `interfaces` provides all addresses of the node.
     /// `earlier` is the state of the last run, so that flows to what was removed since end, too.
     ///
     /// # Errors
     /// The operating system cannot start a thread.
     pub fn start(
         metrics: ConntrackMetrics,
-        node_ports: NodePorts,
+        inputs: watch::Receiver<NodeInputs>,
         interfaces: Interfaces,
         earlier: &State,
     ) -> io::Result<Self> {
-        let passes = Passes { metrics, node_ports, interfaces };
+        let passes = Passes { metrics, inputs, interfaces };
         let mut cleaner = Self::with(Worker::start(move |cleanup| passes.pass(cleanup))?);
         cleaner.tracker.remember(earlier);
         Ok(cleaner)
@@ -124,111 +126,94 @@ impl Observer for ConntrackCleaner {
     }
 }
 
-/// The thread that deletes stale flows, and the work that waits for this thread. Dropping the
-/// worker stops the thread after the current pass.
+/// The thread that deletes stale flows. Dropping the worker stops the thread after the current
+/// pass.
 #[derive(Debug)]
 struct Worker {
-    inbox: Arc<Inbox>,
+    cleanups: Option<mpsc::Sender<Cleanup>>,
     thread: Option<JoinHandle<()>>,
-}
-
-#[derive(Debug, Default)]
-struct Inbox {
-    inner: Mutex<InboxState>,
-    arrived: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct InboxState {
-    // Cleanup rules that the thread has not received yet. After a failed pass, the thread merges
-    // these rules into the cleanup rules of the failed pass before the next attempt.
-    newer: Cleanup,
-    stop: bool,
 }
 
 impl Worker {
     /// Starts the thread. The thread calls `pass` for each cleanup, and repeats the call until the
     /// pass succeeds.
     fn start(pass: impl FnMut(&Cleanup) -> Result<(), SweepError> + Send + 'static) -> io::Result<Self> {
-        let inbox = Arc::new(Inbox::default());
-        let inbox_of_thread = Arc::clone(&inbox);
-        let thread = thread::Builder::new().name("conntrack".into()).spawn(move || work(&inbox_of_thread, pass))?;
-        Ok(Self { inbox, thread: Some(thread) })
+        let (cleanups, arrived) = mpsc::channel();
+        let thread = thread::Builder::new().name("conntrack".into()).spawn(move || work(&arrived, pass))?;
+        Ok(Self { cleanups: Some(cleanups), thread: Some(thread) })
     }
 
     fn hand_over(&self, cleanup: Cleanup) {
-        if cleanup.rules().next().is_some() {
-            self.inbox.lock().newer.merge_queued(cleanup);
-            self.inbox.arrived.notify_one();
+        let is_needed = cleanup.rules().next().is_some();
+        if let Some(cleanups) = self.cleanups.as_ref().filter(|_| is_needed) {
+            // Sending fails only after a panic of the thread, which `drop` reports.
+            let _ = cleanups.send(cleanup);
         }
     }
 }
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.inbox.lock().stop = true;
-        self.inbox.arrived.notify_one();
+        self.cleanups = None;
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             warn!("the thread that cleans the connection tracking table panicked; this is a defect of the agent");
         }
     }
 }
 
-impl Inbox {
-    fn lock(&self) -> MutexGuard<'_, InboxState> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Moves new cleanup rules into `pending`, and waits until `pending` is not empty and
-    /// `not_before` has passed. Returns false when the thread must stop.
-    fn wait(&self, pending: &mut Cleanup, not_before: Option<Instant>) -> bool {
-        let mut state = self.lock();
-        loop {
-            if state.stop {
-                return false;
-            }
-            pending.merge(std::mem::take(&mut state.newer));
-            let pause = not_before.map(|at| at.saturating_duration_since(Instant::now())).unwrap_or_default();
-            state = if pending.is_empty() {
-                self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner)
-            } else if pause.is_zero() {
-                return true;
-            } else {
-                self.arrived.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0
-            };
+fn work(arrived: &mpsc::Receiver<Cleanup>, mut pass: impl FnMut(&Cleanup) -> Result<(), SweepError>) {
+    let mut pending = Pending::default();
+    loop {
+        let newer = match pending.due_at {
+            Some(at) => arrived.recv_timeout(at.saturating_duration_since(Instant::now())),
+            None => arrived.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        };
+        match newer {
+            Ok(newer) => pending.add(newer, Instant::now()),
+            Err(RecvTimeoutError::Timeout) => pending.done(pass(&pending.cleanup), Instant::now()),
+            Err(RecvTimeoutError::Disconnected) => return,
         }
     }
 }
 
-fn work(inbox: &Inbox, mut pass: impl FnMut(&Cleanup) -> Result<(), SweepError>) {
-    let (mut pending, mut not_before, mut backoff) = (Cleanup::default(), None, Backoff::default());
-    while inbox.wait(&mut pending, not_before) {
-        not_before = match pass(&pending) {
-            Ok(()) => {
-                pending = Cleanup::default();
-                backoff.reset();
-                None
-            }
+/// The cleanup that the next pass makes, and its time.
+#[derive(Debug, Default)]
+struct Pending {
+    cleanup: Cleanup,
+    /// `None` if there is nothing to clean up.
+    due_at: Option<Instant>,
+    backoff: Backoff,
+}
+
+impl Pending {
+    fn add(&mut self, newer: Cleanup, now: Instant) {
+        self.cleanup.merge(newer);
+        self.due_at = (!self.cleanup.is_empty()).then(|| self.due_at.unwrap_or(now));
+    }
+
+    fn done(&mut self, result: Result<(), SweepError>, now: Instant) {
+        match result {
+            Ok(()) => *self = Self::default(),
             Err(error) => {
-                let pause = backoff.next_pause();
-                warn!(%error, attempts = backoff.attempts(), "stale UDP flows may be left; the cleanup is tried again");
-                Some(Instant::now() + pause)
+                self.due_at = Some(now + self.backoff.next_pause());
+                let attempts = self.backoff.attempts();
+                warn!(%error, attempts, "stale UDP flows may be left; the cleanup is tried again");
             }
-        };
+        }
     }
 }
 
 /// Makes passes over the connection tracking table, and records each pass in metrics and log.
 struct Passes {
     metrics: ConntrackMetrics,
-    node_ports: NodePorts,
+    inputs: watch::Receiver<NodeInputs>,
     interfaces: Interfaces,
 }
 
 impl Passes {
     fn pass(&self, cleanup: &Cleanup) -> Result<(), SweepError> {
         let interfaces = self.interfaces.borrow().clone();
-        let addresses = NodeAddresses::of(cleanup, &self.node_ports, interfaces.as_deref())?;
+        let addresses = NodeAddresses::of(cleanup, &self.inputs.borrow(), interfaces.as_deref())?;
         let mut result = Ok(());
         for family in Family::BOTH {
             let (mut swept, started) = (Swept::default(), Instant::now());

@@ -6,20 +6,12 @@ use std::{
     net::{IpAddr, Ipv4Addr},
 };
 
-use headgate_core::{
-    Family,
-    conntrack::{Cleanup, Filter},
-    iptables::NodePortAddresses,
-};
+use headgate_core::{Family, conntrack::Cleanup, iptables::NodePortAddresses};
 use headgate_netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Refusal, Request};
 
 use super::wire::{self, Entry};
-use crate::observers::NodePorts;
+use crate::node_inputs::NodeInputs;
 
-/// Maximum number of filters per family. If a pass needs more filters, it lists all UDP entries of
-/// the family once instead: in a table of a million entries, one filtered list takes a quarter to a
-/// third of the time of a complete list (bench `conntrack`).
-const FILTER_LIMIT: usize = 3;
 /// Maximum number of attempts to get one list that the kernel does not interrupt. After the last
 /// attempt, the pass continues with the entries that it has read.
 const ATTEMPTS: u32 = 5;
@@ -72,13 +64,13 @@ impl NodeAddresses {
     ///
     /// # Errors
     /// [`SweepError::Addresses`] if the addresses of the interfaces are needed but not known yet.
-    pub fn of(cleanup: &Cleanup, node_ports: &NodePorts, interfaces: Option<&[IpAddr]>) -> Result<Self, SweepError> {
+    pub fn of(cleanup: &Cleanup, inputs: &NodeInputs, interfaces: Option<&[IpAddr]>) -> Result<Self, SweepError> {
         if !cleanup.needs_node_addresses() {
             return Ok(Self::default());
         }
         let mut own = HashSet::new();
         for family in Family::BOTH {
-            match node_ports.of(family) {
+            match inputs.node_ports(family) {
                 NodePortAddresses::Only(addresses) => own.extend(addresses),
                 NodePortAddresses::All => {
                     let all = interfaces.ok_or(SweepError::Addresses)?;
@@ -112,59 +104,34 @@ pub fn sweep(
     addresses: &NodeAddresses,
     swept: &mut Swept,
 ) -> Result<(), SweepError> {
-    let of_family = |filter: &Filter| filter.family == family;
-    let mut lists: Vec<Request> = Vec::new();
-    for list in cleanup.filters(FILTER_LIMIT).iter().filter(|filter| of_family(filter)).map(wire::list) {
-        // Requests omit IPv6 addresses, so several filters may produce the same request.
-        if !lists.contains(&list) {
-            lists.push(list);
-        }
-    }
-    if lists.is_empty() {
+    if !cleanup.concerns(family) {
         return Ok(());
     }
     let mut deletions = Deletions::open()?;
-    for list in &lists {
-        list_and_delete(cleanup, list, addresses, &mut deletions, swept)?;
-    }
-    deletions.flush(swept)?;
-    deletions.finish()
-}
-
-/// Deletes stale entries while it reads the list, so that memory stays bounded for any number of
-/// entries.
-fn list_and_delete(
-    cleanup: &Cleanup,
-    list: &Request,
-    addresses: &NodeAddresses,
-    deletions: &mut Deletions,
-    swept: &mut Swept,
-) -> Result<(), SweepError> {
     for attempt in 1..=ATTEMPTS {
         let mut result = Ok(());
         swept.lists += 1;
         let dumped = Connection::open(libc::NETLINK_NETFILTER).and_then(|mut connection| {
-            connection.dump(list.clone(), |kind, payload| {
+            connection.dump(wire::list(family), |kind, payload| {
                 let Some(entry) = (kind == wire::MESSAGE_NEW).then(|| Entry::parse(payload)).flatten() else { return };
                 swept.listed += 1;
                 let (original, answered_by) = (entry.original_destination, entry.reply_source);
-                // The kernel also lists entries that are not stale. Kernels before 5.8 list all
-                // entries.
                 if result.is_ok() && cleanup.is_stale(original, answered_by, |address| addresses.contains(address)) {
+                    // Batches are sent while the list is read, so that memory stays bounded.
                     result = deletions.push(entry.delete(), swept);
                 }
             })
         });
         result?;
         match dumped {
-            Ok(Dumped::Whole) => return Ok(()),
-            Ok(Dumped::Interrupted) => {}
+            Ok(Dumped::Whole) => break,
+            Ok(Dumped::Interrupted) => swept.incomplete += u64::from(attempt == ATTEMPTS),
             Err(error) if error.is_transient() && attempt < ATTEMPTS => {}
             Err(error) => return Err(SweepError::List(error)),
         }
     }
-    swept.incomplete += 1;
-    Ok(())
+    deletions.flush(swept)?;
+    deletions.finish()
 }
 
 /// Collects deletions and sends them in batches.
@@ -191,8 +158,7 @@ impl Deletions {
         let kept = &mut self.kept;
         let result = self.connection.execute(requests, |_, refusal| {
             swept.deleted = swept.deleted.saturating_sub(1);
-            // ENOENT: the entry expired meanwhile, or was already deleted because another list
-            // contained it.
+            // ENOENT: the entry expired meanwhile, or an interrupted list contained it, too.
             if refusal.code != libc::ENOENT {
                 let count = kept.as_ref().map_or(0, |(count, _)| *count) + 1;
                 *kept = Some((count, refusal));

@@ -3,7 +3,7 @@ use std::{net::Ipv4Addr, sync::mpsc};
 
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Service, ServiceKey, ServicePort,
-    conntrack::Filter,
+    conntrack::Suspects,
     forwarding::{Entry, Fate},
     frontends::Frontend,
 };
@@ -50,34 +50,41 @@ fn gone(last: u8) -> Change {
     Change::RemoveEndpoint(ServiceKey::new("ns", "dns"), pod(last).address)
 }
 
-fn answered_by(last: u8) -> Filter {
-    Filter::answered_by((pod(last).address, 53).into())
+fn answered_by(last: u8) -> Suspects {
+    Suspects::Sources([(pod(last).address, 53).into()].into())
+}
+
+/// The suspects of the cleanup's only rule.
+fn suspects(cleanup: &Cleanup) -> Suspects {
+    let rules: Vec<_> = cleanup.rules().collect();
+    assert_eq!(rules.len(), 1, "{cleanup:?}");
+    rules[0].1.suspects.clone()
 }
 
 #[test]
 fn a_failed_pass_is_repeated_with_the_changes_that_arrived_meanwhile() {
     let mut world = World::default();
     world.step([service(), endpoint(1), endpoint(2), endpoint(3)]);
-    let (filters, passes) = mpsc::channel();
+    let (searched, passes) = mpsc::channel();
     let (answer, answers) = mpsc::channel::<bool>();
     let worker = Worker::start(move |cleanup| {
-        filters.send(cleanup.filters(8)).unwrap();
+        searched.send(suspects(cleanup)).unwrap();
         let kept = || SweepError::Kept { count: 1, last: Refusal::of_code(libc::EBUSY) };
         if answers.recv().unwrap() { Ok(()) } else { Err(kept()) }
     })
     .unwrap();
     worker.hand_over(world.step([gone(1)]));
-    assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(1)]);
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), answered_by(1));
     // During the pass, endpoint 2 is removed and endpoint 1 is added again, so that the flows of
     // endpoint 1 are no longer stale.
     worker.hand_over(world.step([gone(2)]));
     worker.hand_over(world.step([endpoint(1)]));
     answer.send(false).unwrap();
-    assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(2)]);
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), answered_by(2));
     answer.send(true).unwrap();
     // The flows of endpoint 2 are deleted, so the next pass does not search for them.
     worker.hand_over(world.step([gone(3)]));
-    assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(3)]);
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), answered_by(3));
     answer.send(true).unwrap();
     drop(worker);
     assert!(passes.try_recv().is_err());
@@ -93,9 +100,9 @@ fn the_thread_stops_during_the_pause_after_a_failed_pass() {
 
 #[test]
 fn the_step_after_a_full_sync_searches_all_flows_of_its_services() {
-    let (filters, passes) = mpsc::channel();
+    let (searched, passes) = mpsc::channel();
     let worker = Worker::start(move |cleanup| {
-        filters.send(cleanup.filters(8)).unwrap();
+        searched.send(suspects(cleanup)).unwrap();
         Ok(())
     });
     let mut cleaner = ConntrackCleaner::with(worker.unwrap());
@@ -108,15 +115,14 @@ fn the_step_after_a_full_sync_searches_all_flows_of_its_services() {
         cleaner.plan(&state, &node, if full { Scope::All } else { Scope::Services(&dirty.services) });
         cleaner.applied();
     };
-    let by_destination = [Filter::to(Frontend::Address("10.96.0.10".parse().unwrap(), Protocol::Udp, 53))];
     step(vec![service(), endpoint(1), endpoint(2), endpoint(3)], true);
-    assert_eq!(passes.recv_timeout(GUARD).unwrap(), by_destination);
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), Suspects::Any);
     // The full sync may have programmed endpoints that the tracker never saw, so this step
-    // searches by destination and not by endpoint.
+    // suspects all flows.
     step(vec![gone(1)], false);
-    assert_eq!(passes.recv_timeout(GUARD).unwrap(), by_destination);
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), Suspects::Any);
     step(vec![gone(2)], false);
-    assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(2)]);
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), answered_by(2));
 }
 
 /// What was removed while no agent ran is known from the state of the last run, or from its rules.
@@ -144,7 +150,7 @@ fn flows_to_what_was_removed_while_the_agent_was_away_are_deleted() {
         cleaner.plan(&State::default(), &NodeFacts::named("node-1"), Scope::All);
         cleaner.applied();
         let cleanup = passes.recv_timeout(GUARD).unwrap();
-        assert_eq!(cleanup.filters(8), [answered_by(1)]);
+        assert_eq!(suspects(&cleanup), answered_by(1));
         let original = (Ipv4Addr::new(10, 96, 0, 10), 53).into();
         assert!(cleanup.is_stale(original, (pod(1).address, 53).into(), |_| false));
         assert!(!cleanup.is_stale(original, original, |_| false), "another program may use the address now");

@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use headgate_core::{Family, address_from_bytes, conntrack::Filter};
+use headgate_core::{Family, address_from_bytes};
 use headgate_netlink::{Request, attributes};
 
 const SUBSYSTEM: u16 = (libc::NFNL_SUBSYS_CTNETLINK as u16) << 8;
@@ -33,14 +33,9 @@ pub const SOURCE_PORT: u16 = 2;
 pub const DESTINATION_PORT: u16 = 3;
 
 const FILTER_ORIGINAL_FLAGS: u16 = 1;
-const FILTER_REPLY_FLAGS: u16 = 2;
-// `CTA_FILTER_FLAG`: the parts of a tuple that a filter compares
-// (`net/netfilter/nf_internals.h`).
-const COMPARE_SOURCE_ADDRESS: u32 = 1 << 0;
-const COMPARE_DESTINATION_ADDRESS: u32 = 1 << 1;
+/// `CTA_FILTER_FLAG(CTA_PROTO_NUM)`: the filter compares the protocol
+/// (`net/netfilter/nf_internals.h`).
 const COMPARE_PROTOCOL: u32 = 1 << 3;
-const COMPARE_SOURCE_PORT: u32 = 1 << 4;
-const COMPARE_DESTINATION_PORT: u32 = 1 << 5;
 
 const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
 const PROTOCOL_UDP: u8 = libc::IPPROTO_UDP as u8;
@@ -76,61 +71,14 @@ pub fn put_address(request: Request, kind: u16, address: IpAddr) -> Request {
     }
 }
 
-/// Returns the request to list the entries that match a filter.
-///
-/// The kernel may list more entries, so the caller must compare each entry with the filter:
-///
-/// - Kernels before 5.8 do not filter.
-/// - The request omits IPv6 addresses. Kernels up to at least 6.18 compare IPv6 addresses wrongly:
-///   they list the entries whose address differs, because `ctnetlink_filter_match_tuple` inverts
-///   the result of `ipv6_addr_cmp`.
+/// Returns the request to list the UDP entries of a family. Kernels before 5.8 list all entries.
 #[must_use]
-pub fn list(filter: &Filter) -> Request {
-    let family = filter.family;
-    let can_filter_by = |address: &IpAddr| address.is_ipv4();
-    let mut compare_original = COMPARE_PROTOCOL;
-    let original_address = filter.original_address.filter(can_filter_by);
-    if original_address.is_some() {
-        compare_original |= COMPARE_DESTINATION_ADDRESS;
-    }
-    if filter.original_port.is_some() {
-        compare_original |= COMPARE_DESTINATION_PORT;
-    }
-    let request = Request::new(MESSAGE_GET, FLAG_DUMP, &header(family)).nested(TUPLE_ORIGINAL, |tuple| {
-        put_end(tuple, destination_address(family), original_address, DESTINATION_PORT, filter.original_port)
-    });
-    let Some(source) = filter.reply_source else {
-        return request.nested(FILTER, |flags| flags.attribute(FILTER_ORIGINAL_FLAGS, &compare_original.to_ne_bytes()));
-    };
-    let reply_address = Some(source.ip()).filter(can_filter_by);
-    let mut compare_reply = COMPARE_PROTOCOL | COMPARE_SOURCE_PORT;
-    if reply_address.is_some() {
-        compare_reply |= COMPARE_SOURCE_ADDRESS;
-    }
-    request
-        .nested(TUPLE_REPLY, |tuple| {
-            put_end(tuple, source_address(family), reply_address, SOURCE_PORT, Some(source.port()))
+pub fn list(family: Family) -> Request {
+    Request::new(MESSAGE_GET, FLAG_DUMP, &header(family))
+        .nested(TUPLE_ORIGINAL, |tuple| {
+            tuple.nested(TUPLE_PROTOCOL, |protocol| protocol.attribute(PROTOCOL_NUMBER, &[PROTOCOL_UDP]))
         })
-        .nested(FILTER, |flags| {
-            flags
-                .attribute(FILTER_ORIGINAL_FLAGS, &compare_original.to_ne_bytes())
-                .attribute(FILTER_REPLY_FLAGS, &compare_reply.to_ne_bytes())
-        })
-}
-
-/// Adds one end of a UDP tuple to a request: the address and the port, if they are given.
-fn put_end(tuple: Request, address_kind: u16, address: Option<IpAddr>, port_kind: u16, port: Option<u16>) -> Request {
-    let tuple = match address {
-        Some(address) => tuple.nested(TUPLE_IP, |ip| put_address(ip, address_kind, address)),
-        None => tuple,
-    };
-    tuple.nested(TUPLE_PROTOCOL, |protocol| {
-        let protocol = protocol.attribute(PROTOCOL_NUMBER, &[PROTOCOL_UDP]);
-        match port {
-            Some(port) => protocol.attribute(port_kind, &port.to_be_bytes()),
-            None => protocol,
-        }
-    })
+        .nested(FILTER, |flags| flags.attribute(FILTER_ORIGINAL_FLAGS, &COMPARE_PROTOCOL.to_ne_bytes()))
 }
 
 /// A UDP entry of a list. The entry borrows from the received message, because most entries are not
@@ -221,8 +169,6 @@ fn port(value: &[u8]) -> Option<u16> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use headgate_core::{Protocol, frontends::Frontend};
-
     use super::*;
 
     fn hex(bytes: &[u8]) -> String {
@@ -233,29 +179,9 @@ mod tests {
     #[cfg(target_endian = "little")]
     #[test]
     fn list_requests_have_the_encoding_of_the_kernel() {
-        let to = Filter::to(Frontend::Address("10.96.0.10".parse().unwrap(), Protocol::Udp, 53));
         assert_eq!(
-            hex(list(&to).payload()),
-            "02000000 \
-             24000180 0c000180 08000200 0a60000a 14000280 05000100 11000000 06000300 00350000 \
-             0c001980 08000100 2a000000 "
-        );
-        let by = Filter::answered_by("10.244.0.1:5353".parse().unwrap());
-        assert_eq!(
-            hex(list(&by).payload()),
-            "02000000 10000180 0c000280 05000100 11000000 \
-             24000280 0c000180 08000100 0af40001 14000280 05000100 11000000 06000200 14e90000 \
-             14001980 08000100 08000000 08000200 19000000 "
-        );
-    }
-
-    #[cfg(target_endian = "little")]
-    #[test]
-    fn list_requests_omit_ipv6_addresses() {
-        let to = Filter::to(Frontend::Address("fd00:96::10".parse().unwrap(), Protocol::Udp, 53));
-        assert_eq!(
-            hex(list(&to).payload()),
-            "0a000000 18000180 14000280 05000100 11000000 06000300 00350000 0c001980 08000100 28000000 "
+            hex(list(Family::V4).payload()),
+            "02000000 10000180 0c000280 05000100 11000000 0c001980 08000100 08000000 "
         );
     }
 

@@ -45,17 +45,15 @@ pub fn new(
 ) -> (Follower<ServiceTargets>, Checker) {
     let (follower, mailbox) = Follower::new(targets::targets);
     let checks = Checks::new(timing, fastrand::u64(..));
-    (
-        follower,
-        Checker { mailbox, shared, metrics, checks, reported: FailingEndpoints::default(), started: Instant::now() },
-    )
+    let (reported, started) = (FailingEndpoints::default(), Instant::now());
+    (follower, Checker { mailbox, shared, metrics, checks, reported, started })
 }
 
 /// Checks endpoints in the network namespace of the runtime's threads, at most [`MAX_RUNNING`] at a
 /// time.
 #[derive(Debug)]
 pub struct Checker {
-    mailbox: Arc<Mailbox<ServiceTargets>>,
+    mailbox: Mailbox<ServiceTargets>,
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
     checks: Checks,

@@ -8,15 +8,20 @@
 mod page;
 mod server;
 
-pub use page::IsHealthy;
 pub use server::Server;
+
+use std::{sync::Arc, time::Duration};
 
 use headgate_core::health_check_port::{HealthCheckPort, health_check_port};
 use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
+use tokio::sync::watch;
 
+use self::page::Health;
 use crate::{
     metric_registry::{AGENT, MetricRegistry},
-    observers::{Follower, NodePorts},
+    node_inputs::NodeInputs,
+    observers::Follower,
+    state::backlog::Backlog,
 };
 
 /// Metrics of the health-check node ports.
@@ -44,12 +49,17 @@ pub type HealthCheckPorts = Follower<HealthCheckPort>;
 
 /// Returns the observer, and the server. The caller runs the server on the async runtime.
 ///
-/// `is_healthy` tests whether the proxy as a whole works. If the proxy does not work, every port
-/// answers 503.
+/// `inputs` provides the addresses that answer. If a change in `backlog` has waited for longer than
+/// `patience`, the proxy as a whole does not work, and every port answers 503.
 #[must_use]
-pub fn new(metrics: HealthCheckMetrics, node_ports: NodePorts, is_healthy: IsHealthy) -> (HealthCheckPorts, Server) {
+pub fn new(
+    metrics: HealthCheckMetrics,
+    inputs: watch::Receiver<NodeInputs>,
+    backlog: Arc<Backlog>,
+    patience: Duration,
+) -> (HealthCheckPorts, Server) {
     let (ports, mailbox) = Follower::new(|state, key, node| health_check_port(state, key, node));
-    (ports, Server::new(mailbox, metrics, node_ports, is_healthy))
+    (ports, Server::new(mailbox, metrics, inputs, Health { backlog, patience }))
 }
 
 #[cfg(test)]

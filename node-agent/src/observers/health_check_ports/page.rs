@@ -2,7 +2,6 @@
 
 use std::{
     convert::Infallible,
-    fmt,
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -25,21 +24,14 @@ use tokio::{
 };
 use tracing::{debug, warn};
 
-/// A test of whether the proxy as a whole works.
-#[derive(Clone)]
-pub struct IsHealthy(Arc<dyn Fn() -> bool + Send + Sync>);
+use crate::state::backlog::Backlog;
 
-impl IsHealthy {
-    /// Calls `test` at every request, so `test` must be quick.
-    pub fn new(test: impl Fn() -> bool + Send + Sync + 'static) -> Self {
-        Self(Arc::new(test))
-    }
-}
-
-impl fmt::Debug for IsHealthy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("IsHealthy").field(&(self.0)()).finish()
-    }
+/// Whether the proxy as a whole works: no change in the backlog has waited for too long. `/livez`
+/// uses the same test.
+#[derive(Debug, Clone)]
+pub(super) struct Health {
+    pub(super) backlog: Arc<Backlog>,
+    pub(super) patience: Duration,
 }
 
 /// The header with the number of local endpoints. Load balancers may use this number as the node's
@@ -58,12 +50,12 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 pub(super) struct Page {
     key: Arc<ServiceKey>,
     local_endpoints: AtomicU32,
-    is_healthy: IsHealthy,
+    health: Health,
 }
 
 impl Page {
-    pub(super) fn new(key: Arc<ServiceKey>, local_endpoints: u32, is_healthy: IsHealthy) -> Self {
-        Self { key, local_endpoints: AtomicU32::new(local_endpoints), is_healthy }
+    pub(super) fn new(key: Arc<ServiceKey>, local_endpoints: u32, health: Health) -> Self {
+        Self { key, local_endpoints: AtomicU32::new(local_endpoints), health }
     }
 
     pub(super) fn set_local_endpoints(&self, count: u32) {
@@ -73,7 +65,7 @@ impl Page {
     /// The answer to every request. As in kube-proxy, method and path do not matter.
     fn answer(&self) -> Response {
         let local_endpoints = self.local_endpoints.load(Ordering::Relaxed);
-        let is_proxy_healthy = (self.is_healthy.0)();
+        let is_proxy_healthy = self.health.backlog.health(self.health.patience).is_alive();
         let body = serde_json::json!({
             "service": { "namespace": self.key.namespace.as_str(), "name": self.key.name.as_str() },
             "localEndpoints": local_endpoints,
@@ -125,7 +117,10 @@ mod tests {
 
     fn status(local_endpoints: u32, is_healthy: bool) -> (StatusCode, String) {
         let key = Arc::new(ServiceKey::new("shop", "web"));
-        let response = Page::new(key, local_endpoints, IsHealthy::new(move || is_healthy)).answer();
+        let backlog = Arc::new(Backlog::default());
+        backlog.queue_other();
+        let patience = if is_healthy { Duration::from_secs(3_600) } else { Duration::ZERO };
+        let response = Page::new(key, local_endpoints, Health { backlog, patience }).answer();
         let header = |name: &str| response.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
         assert_eq!(header("content-type").as_deref(), Some("application/json"));
         assert_eq!(header("x-content-type-options").as_deref(), Some("nosniff"));

@@ -8,17 +8,18 @@ use std::{
 };
 
 use headgate_core::{Family, ServiceKey, health_check_port::HealthCheckPort, iptables::NodePortAddresses};
-use tokio::{task::JoinHandle, time::interval};
+use tokio::{sync::watch, task::JoinHandle, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::{
     HealthCheckMetrics,
-    page::{self, IsHealthy, Page},
+    page::{self, Health, Page},
 };
 use crate::{
     listen::{Families, listen},
-    observers::{Changes, Mailbox, NodePorts},
+    node_inputs::NodeInputs,
+    observers::{Changes, Mailbox},
 };
 
 /// Time between two attempts to open a socket. Also the time between two checks for changed
@@ -28,10 +29,10 @@ const RETRY_PERIOD: Duration = Duration::from_secs(5);
 /// Serves all health-check node ports of this node.
 #[derive(Debug)]
 pub struct Server {
-    mailbox: Arc<Mailbox<HealthCheckPort>>,
+    mailbox: Mailbox<HealthCheckPort>,
     metrics: HealthCheckMetrics,
-    node_ports: NodePorts,
-    is_healthy: IsHealthy,
+    inputs: watch::Receiver<NodeInputs>,
+    health: Health,
     wanted: BTreeMap<Arc<ServiceKey>, HealthCheckPort>,
     open: BTreeMap<Arc<ServiceKey>, BTreeMap<SocketAddr, Listener>>,
     // The last error for each wanted socket that is not open.
@@ -53,14 +54,14 @@ impl Drop for Listener {
 
 impl Server {
     pub(super) fn new(
-        mailbox: Arc<Mailbox<HealthCheckPort>>,
+        mailbox: Mailbox<HealthCheckPort>,
         metrics: HealthCheckMetrics,
-        node_ports: NodePorts,
-        is_healthy: IsHealthy,
+        inputs: watch::Receiver<NodeInputs>,
+        health: Health,
     ) -> Self {
-        let addresses = Family::BOTH.map(|family| node_ports.of(family));
+        let addresses = Family::BOTH.map(|family| inputs.borrow().node_ports(family).clone());
         let (wanted, open, failed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { mailbox, metrics, node_ports, is_healthy, wanted, open, failed, addresses }
+        Self { mailbox, metrics, inputs, health, wanted, open, failed, addresses }
     }
 
     /// Serves until `shutdown`.
@@ -91,7 +92,7 @@ impl Server {
     /// node's addresses changed, updates the sockets of all services. Closes the unwanted sockets
     /// before it opens new sockets, so that a service can get a port that another service had.
     async fn update_sockets(&mut self, mut keys: BTreeSet<Arc<ServiceKey>>) {
-        let addresses = Family::BOTH.map(|family| self.node_ports.of(family));
+        let addresses = Family::BOTH.map(|family| self.inputs.borrow().node_ports(family).clone());
         if addresses != self.addresses {
             self.addresses = addresses;
             keys.extend(self.wanted.keys().cloned());
@@ -132,7 +133,7 @@ impl Server {
         match listen(address, Families::Own) {
             Ok(socket) => {
                 info!(service = %key, %address, "opened a health-check node port");
-                let page = Arc::new(Page::new(Arc::clone(key), local_endpoints, self.is_healthy.clone()));
+                let page = Arc::new(Page::new(Arc::clone(key), local_endpoints, self.health.clone()));
                 let task = tokio::spawn(page::serve(socket, Arc::clone(&page)));
                 self.open.entry(Arc::clone(key)).or_default().insert(address, Listener { page, task });
                 self.failed.remove(&(Arc::clone(key), address));

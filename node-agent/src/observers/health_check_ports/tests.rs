@@ -2,23 +2,17 @@
 use std::{
     io::{Read as _, Write as _},
     net::{IpAddr, SocketAddr, TcpListener, TcpStream},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, NodeFacts, Placement, Protocol, Service, ServiceKey, ServicePort, State,
     TrafficPolicy, iptables::NodePortAddresses,
 };
-use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::*;
 use crate::{
-    node_inputs::NodeInputs,
     observers::{Observer as _, Scope},
     tests::ReservedPort,
 };
@@ -30,7 +24,7 @@ const GUARD: Duration = Duration::from_secs(30);
 struct World {
     state: State,
     ports: HealthCheckPorts,
-    is_healthy: Arc<AtomicBool>,
+    backlog: Arc<Backlog>,
     metrics: HealthCheckMetrics,
     inputs: watch::Sender<NodeInputs>,
     _stop: DropGuard,
@@ -38,17 +32,13 @@ struct World {
 
 impl World {
     fn start() -> Self {
-        let is_healthy = Arc::new(AtomicBool::new(true));
-        let healthy = Arc::clone(&is_healthy);
         let inputs = NodeInputs { node_ports_v4: only(&["127.0.0.1"]), ..NodeInputs::default() };
         let (inputs, receiver) = watch::channel(inputs);
-        let node_ports = NodePorts::of_inputs(receiver);
-        let metrics = HealthCheckMetrics::default();
-        let is_proxy_healthy = IsHealthy::new(move || healthy.load(Ordering::Relaxed));
-        let (ports, server) = new(metrics.clone(), node_ports, is_proxy_healthy);
+        let (metrics, backlog) = (HealthCheckMetrics::default(), Arc::<Backlog>::default());
+        let (ports, server) = new(metrics.clone(), receiver, Arc::clone(&backlog), Duration::ZERO);
         let stop = CancellationToken::new();
         tokio::spawn(server.run(stop.clone()));
-        Self { state: State::default(), ports, is_healthy, metrics, inputs, _stop: stop.drop_guard() }
+        Self { state: State::default(), ports, backlog, metrics, inputs, _stop: stop.drop_guard() }
     }
 
     fn plan(&mut self, changes: impl IntoIterator<Item = Change>) {
@@ -131,7 +121,7 @@ async fn answers_contain_the_local_endpoints_and_the_health_of_the_proxy() {
     answers(port, "web", "503", 0).await;
     world.step([endpoint("web", 1), endpoint("web", 2)]);
     answers(port, "web", "200", 2).await;
-    world.is_healthy.store(false, Ordering::Relaxed);
+    world.backlog.queue_other();
     answers(port, "web", "503", 2).await;
     assert_eq!(get(port).unwrap().1["serviceProxyHealthy"], false);
 }

@@ -12,7 +12,7 @@ fn new_addresses_of_interfaces_are_used_at_once() {
     let node_ports = NodePortSelector { primary: false, cidrs: vec!["10.0.0.0/8".parse().unwrap()] };
     let (addresses, interfaces) = watch::channel(None);
     let shared = Arc::new(AgentState::new("node-1"));
-    let dataplane = Box::new(InMemoryDataplane::new().0);
+    let dataplane = Box::new(in_memory::dataplane().0);
     let (reconciler, _progress) = Reconciler::new(dataplane, Arc::clone(&shared), SyncMetrics::default(), timing());
     let settings = NodeSettings { node_ports, ..NodeSettings::default() };
     let reconciler = reconciler.with_node_settings(settings).with_interfaces(interfaces);
@@ -23,7 +23,7 @@ fn new_addresses_of_interfaces_are_used_at_once() {
         let known: Vec<IpAddr> = known.iter().map(|address| address.parse().unwrap()).collect();
         let selected = known.iter().copied().filter(|address| address.to_string().starts_with("10.")).collect();
         addresses.send_replace(Some(known.into()));
-        shared.interfaces_changed();
+        shared.signal(Wake::Interfaces);
         let expected = NodePortAddresses::Only(selected);
         let resolved = inputs.wait_for(|inputs| inputs.node_ports_v4 == expected);
         runtime.block_on(async { tokio::time::timeout(GUARD, resolved).await.unwrap().map(drop) }).unwrap();

@@ -1,10 +1,14 @@
 //! The loop with a real ledger, and a kernel of iptables in memory.
 
+#[path = "../../../../crates/core/tests/fake_kernel/iptables.rs"]
+mod fake_kernel;
+
 use headgate_core::{
     forwarding,
-    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, ruleset},
+    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, ruleset},
 };
 
+use self::fake_kernel::FakeKernel;
 use super::*;
 
 /// A dataplane with a real ledger and a kernel in memory. The first partial sync fails as if
@@ -92,7 +96,7 @@ fn ledger_loop(
     let (shared, metrics) = (Arc::new(AgentState::new("node-1")), SyncMetrics::default());
     let (reconciler, progress) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing);
     let thread = Some(std::thread::spawn(|| reconciler.run()));
-    let (_, control) = InMemoryDataplane::new();
+    let (_, control) = in_memory::dataplane();
     Loop { shared, control, metrics, progress, thread }
 }
 

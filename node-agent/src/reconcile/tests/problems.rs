@@ -35,7 +35,7 @@ impl ConnectionProxy for Reporter {
 
 #[test]
 fn a_problem_of_the_proxy_is_published_at_once() {
-    let (dataplane, control) = InMemoryDataplane::new();
+    let (dataplane, control) = in_memory::dataplane();
     let reporter = Arc::new(Reporter::default());
     control.carry_with(Arc::clone(&reporter) as Arc<dyn ConnectionProxy>);
     let (shared, metrics) = (Arc::new(AgentState::new("node-1")), SyncMetrics::default());

@@ -8,7 +8,6 @@
 //! The proxy has one processor. The client and the server share another processor.
 
 pub mod datagrams;
-pub mod failures;
 mod load;
 
 use std::{

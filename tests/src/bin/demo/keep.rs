@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
 use headgate_tests::testbed::manifests::{NAMESPACE, Via};
-use headgate_tests::testbed::plan::{self, CONTROL, CONTROL_PORT};
+use headgate_tests::testbed::plan::{self, CONTROL, INSPECT_PORT};
 use headgate_tests::testbed::process::program;
 use headgate_tests::testbed::{Backend, Family, Testbed};
 
@@ -22,7 +22,7 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
     let inside = format!("ip netns exec {}", name(CONTROL)?);
     let on_node = format!("ip netns exec {}", name("node-a")?);
     let headgatectl =
-        format!("{inside} {} --server http://{control}:{CONTROL_PORT}", program("headgatectl")?.display());
+        format!("{inside} {} --server http://{control}:{INSPECT_PORT}", program("headgatectl")?.display());
     let grpcurl = format!("{inside} {} -plaintext", grpcurl());
     let save = match bed.backend() {
         Backend::IptablesLegacy | Backend::Ipvs | Backend::UserspaceIptables => "iptables-legacy-save",
@@ -47,11 +47,11 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
         (
             "The same information over gRPC",
             vec![
-                format!("{grpcurl} {control}:{CONTROL_PORT} list"),
-                format!("{grpcurl} {control}:{CONTROL_PORT} headgate.v1.Inspect/ListAgents"),
+                format!("{grpcurl} {control}:{INSPECT_PORT} list"),
+                format!("{grpcurl} {control}:{INSPECT_PORT} headgate.v1.Inspect/ListAgents"),
                 format!(
                     "{grpcurl} -d '{{\"namespace\": \"{NAMESPACE}\", \"name\": \"{SERVICE}\"}}' \
-                     {control}:{CONTROL_PORT} headgate.v1.Inspect/ListEndpoints"
+                     {control}:{INSPECT_PORT} headgate.v1.Inspect/ListEndpoints"
                 ),
             ],
         ),

@@ -11,7 +11,7 @@ use super::super::live::{targets, while_asking};
 use super::super::run::run;
 use super::{CHANGED_BY_HAND, agent, tool};
 use crate::testbed::manifests::{Service, Via};
-use crate::testbed::plan::{self, CONTROL, CONTROL_PORT};
+use crate::testbed::plan::{self, CONTROL, INSPECT_PORT};
 use crate::testbed::process::program;
 use crate::testbed::{AgentSetup, Backend, Family, Outcome, Request, Testbed, Transport};
 use crate::uml::modules::WithoutModules;
@@ -164,7 +164,7 @@ pub fn a_missing_scheduler_is_replaced_until_its_module_loads(bed: &Testbed) -> 
     expect_page(bed, "/metrics", "headgate_agent_degraded_modes 1")?;
     expect_page(bed, "/status", "modprobe ip_vs_mh")?;
     let replica = format!(
-        "http://{}:{CONTROL_PORT}",
+        "http://{}:{INSPECT_PORT}",
         plan::address(CONTROL).context("the plan has no address for the control plane")?.v4
     );
     let headgatectl = program("headgatectl")?;

@@ -3,3 +3,4 @@
 
 mod kernel;
 mod services;
+mod table;

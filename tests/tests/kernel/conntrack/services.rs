@@ -10,7 +10,6 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use headgate_core::Family as CoreFamily;
 use headgate_tests::{
-    bench::conntrack::entries,
     testbed::{
         AgentSetup, Backend, Manifests, Outcome, Testbed,
         client::HeldConnection,
@@ -21,6 +20,8 @@ use headgate_tests::{
     },
     uml,
 };
+
+use super::table::entries;
 
 /// Clients in pods, on nodes and outside, each with the kind of address that it uses.
 const WAYS: [(&str, Via); 7] = [

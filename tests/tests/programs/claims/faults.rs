@@ -9,7 +9,7 @@ use std::{
 use anyhow::Result;
 use fastrand::Rng;
 use headgate_tests::{
-    apiserver::{Cut, RequestFault, RequestFilter, Verb},
+    apiserver::{Cut, Kind, RequestFault, RequestFilter, Verb},
     failover::Mode,
 };
 use nix::sys::signal::Signal;
@@ -36,7 +36,7 @@ pub(super) enum Fault {
     CutAgents,
     CutPeers,
     CutSource,
-    /// Lists and watches fail or break.
+    /// Lists and watches fail, break or expire.
     FailLists,
     /// A Node is deleted and created again, while its agent is dead or alive.
     NodeAgain,
@@ -115,7 +115,11 @@ impl World {
                     RequestFault::Status { code: 503, retry_after_seconds: None },
                 );
                 api.fail_next(4, RequestFilter::verb(Verb::Watch), RequestFault::Cut(Cut::Reset));
-                api.cut_watches(None, Cut::Close);
+                api.cut_watches(Some(Kind::EndpointSlice), Cut::Close);
+                // The other watches and pages of lists expire, so their kinds are listed again.
+                api.compact();
+                api.expire_watches(None);
+                api.expire_continue_tokens();
             }
             Fault::NodeAgain => {
                 if rng.bool() {

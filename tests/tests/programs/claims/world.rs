@@ -106,9 +106,9 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The URL of the replica at a place.
+/// The URL of the replica at a place, for headgatectl.
 pub(super) fn url(place: usize) -> String {
-    format!("http://{}", replica_address(place, 7443))
+    format!("http://{}", replica_address(place, 7444))
 }
 
 fn host(place: usize) -> u8 {
@@ -162,7 +162,8 @@ impl Relays {
             let mut gates = Vec::new();
             for link in Link::all() {
                 let server = match link {
-                    Link::Agent(_, place) | Link::Peer(_, place) => replica_address(place, 7443),
+                    Link::Agent(_, place) => replica_address(place, 7443),
+                    Link::Peer(_, place) => replica_address(place, 7444),
                     Link::Source(_) => api,
                 };
                 let edit = if let Link::Agent(node, _) = link { Some(edit(&rejecting[node])) } else { None };

@@ -88,8 +88,8 @@ fn open_connections_of_mode_userspace_may_end_before_the_program_ends() {
 fn a_part_that_cannot_start_ends_the_program() {
     let rig = rig();
     for (argument, reason) in [
-        ("--listen=203.0.113.7:7443", "--listen: cannot listen on 203.0.113.7:7443"),
-        ("--listen=10.0.0.1:7443", "is neither a loopback address nor in a range reserved for tests"),
+        ("--inspect-listen=203.0.113.7:7444", "--inspect-listen: cannot listen on 203.0.113.7:7444"),
+        ("--inspect-listen=10.0.0.1:7444", "is neither a loopback address nor in a range reserved for tests"),
         ("--config=/missing.yaml", "/missing.yaml"),
     ] {
         let (status, log) = rig.all_in_one(&[argument]).ended();

@@ -52,7 +52,7 @@ impl Bed {
         rig.put("service", SERVICE);
         rig.put("slice", &slice([READY, READY]));
         rig.put("node-a", &node("node-a"));
-        let peers = "--peers=127.0.0.1:7443,127.0.0.2:7443";
+        let peers = "--peers=127.0.0.1:7444,127.0.0.2:7444";
         let first = rig.control_plane(
             &["--listen=127.0.0.1:7443", "--insecure-loopback", "--metrics-listen=127.0.0.1:7480", peers],
             &[],
@@ -92,7 +92,7 @@ fn a_pod_that_stops_waits_until_the_kernel_has_removed_it() {
     let rules = bed.rig.rules("iptables-nft-save", "nat");
     assert!(!rules.iter().any(|rule| rule.contains("10.244.1.1:8080")), "{rules:?}");
     // headgatectl asks a replica without an agent.
-    let servers = ["--server=http://127.0.0.2:7443", "drain", "shop/web-1"];
+    let servers = ["--server=http://127.0.0.2:7444", "drain", "shop/web-1"];
     assert_eq!(bed.rig.headgatectl(&servers).unwrap(), "drained\n");
     let with_uid = [&servers[..], &["--uid=u1"]].concat();
     assert_eq!(bed.rig.headgatectl(&with_uid).unwrap(), "drained\n");

@@ -6,7 +6,8 @@ use headgate_tests::testbed::process::program;
 
 use super::rig::{Program, Rig, eventually, node, service, slice};
 
-const TLS_PORT: &str = "127.0.0.1:7444";
+/// The ports of the control plane with TLS: for agents, and for headgatectl.
+const WITH_TLS: [&str; 2] = ["127.0.0.1:7453", "127.0.0.1:7454"];
 
 /// The options for three TLS files in a folder that `headgatectl certs` created.
 fn tls(certs: &Path, files: [&str; 3], authorities: &str) -> Vec<String> {
@@ -14,9 +15,9 @@ fn tls(certs: &Path, files: [&str; 3], authorities: &str) -> Vec<String> {
     options.iter().zip(files).map(|(option, file)| format!("{option}={}", certs.join(file).display())).collect()
 }
 
-/// Starts a rig with two control planes. The control plane without TLS listens on port 7443 and
-/// serves metrics on port 7480. The control plane with TLS listens on port 7444. The certificates
-/// are in the folder `certs`.
+/// Starts a rig with two control planes. The control plane without TLS listens on the ports 7443
+/// and 7444, and serves metrics on port 7480. The control plane with TLS listens on [`WITH_TLS`].
+/// The certificates are in the folder `certs`.
 fn with_and_without_tls() -> (Rig, Program) {
     let rig = Rig::serving(&[
         ("node", node("")),
@@ -27,7 +28,7 @@ fn with_and_without_tls() -> (Rig, Program) {
     let out = format!("--out={}", certs.display());
     rig.headgatectl(&["certs", &out, "--server-ip=127.0.0.1", "--node=node-a", "--reader=me"]).unwrap();
     let files = tls(&certs, ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt"], "--tls-client-ca");
-    let with_tls = rig.control_plane(&[&format!("--listen={TLS_PORT}"), "--metrics-listen=127.0.0.1:0"], &files);
+    let with_tls = rig.control_plane(&[&format!("--listen={}", WITH_TLS[0]), "--metrics-listen=127.0.0.1:0"], &files);
     eventually("the control plane with TLS listens", || {
         let log = with_tls.log();
         if log.contains("control plane runs") { Ok(()) } else { Err(log) }
@@ -51,20 +52,23 @@ fn headgatectl_reports_a_wrong_scheme_or_port_of_its_server() {
     // command three times.
     for command in commands.iter().cycle().take(12) {
         let expected = ["the server speaks TLS, but the URL begins with http://", "Write https:// in --server"];
-        says(&format!("http://{TLS_PORT}"), command, false, expected);
+        says(&format!("http://{}", WITH_TLS[1]), command, false, expected);
     }
     for command in commands {
         let expected = ["The server does not speak TLS: check the port", "an http:// URL"];
-        says("https://127.0.0.1:7443", command, true, expected);
+        says("https://127.0.0.1:7444", command, true, expected);
         says("https://127.0.0.1:7480", command, true, expected);
         says(
             "http://127.0.0.1:7480",
             command,
             false,
-            ["the server speaks HTTP, but is not a control plane", "--listen"],
+            ["the server speaks HTTP, but is not a control plane", "--inspect-listen"],
         );
+        let expected = ["this port serves only agents", "are on port 7444, --inspect-listen"];
+        says("http://127.0.0.1:7443", command, false, expected);
     }
-    let mut right = vec!["--server=https://127.0.0.1:7444", "services"];
+    let right = format!("--server=https://{}", WITH_TLS[1]);
+    let mut right = vec![right.as_str(), "services"];
     right.extend(tls.iter().map(String::as_str));
     assert!(rig.headgatectl(&right).unwrap().contains("web"));
 }
@@ -83,9 +87,11 @@ fn the_agent_reports_a_wrong_scheme_or_port_of_its_control_plane() {
             if log.contains(expected) { Ok(()) } else { Err(log) }
         });
     };
-    says("http://127.0.0.1:7444", "the control plane speaks TLS, and its URL begins with http://; write https:// in");
+    let with_tls_url = |scheme: &str, port: usize| format!("{scheme}://{}", WITH_TLS[port]);
+    says(&with_tls_url("http", 0), "the control plane speaks TLS, and its URL begins with http://; write https:// in");
     says("https://127.0.0.1:7443", "does not speak TLS, although its URL begins with https://; give the control plane");
     says("http://127.0.0.1:7480", "no control plane answers; check the port in --control-plane");
+    says(&with_tls_url("https", 1), "is not a method on this port; agents connect to port 7453, --listen");
     // The control plane with TLS also logs a clear message about the agent that did not use TLS.
     let log = with_tls.log();
     assert!(log.contains("the client does not speak TLS; use https:// in its URL"), "{log}");

@@ -17,17 +17,6 @@ fn node_port_jumps(rules: &[String]) -> Vec<String> {
         .collect()
 }
 
-// rows: 46
-#[test]
-fn row_46_node_ports_answer_on_every_address_by_default() {
-    let rig = web();
-    let _agent = rig.agent(&[]);
-    rig.until_programmed();
-    let rules = rig.rules("iptables-nft-save", "nat");
-    let jump = rules.iter().find(|rule| rule.ends_with("-j KUBE-NODEPORTS")).unwrap();
-    assert!(jump.contains("--dst-type LOCAL") && !jump.contains(" -d "), "{jump}");
-}
-
 // rows: 47
 #[test]
 fn row_47_ranges_restrict_node_ports_and_follow_the_interfaces() {
@@ -122,35 +111,6 @@ fn row_48_node_ports_on_localhost_can_be_turned_off() {
         assert!(rig.run_agent(&["--init-only", argument]).0.success());
         assert_eq!(guards(), if expected == "1" { 2 } else { 0 }, "{argument}, again");
     }
-}
-
-// rows: 113
-#[test]
-fn row_113_each_mode_detects_local_pods() {
-    let rig = web();
-    let detects = |arguments: &[&str], program: &str, rule: &str| {
-        let agent = rig.agent(arguments);
-        super::rig::eventually(&format!("{arguments:?}: {rule}"), || {
-            let rules = rig.rules(program, "nat");
-            let marks = |found: &&String| found.starts_with("-A KUBE-SVC") && found.ends_with("-j KUBE-MARK-MASQ");
-            let found: Vec<&String> = rules.iter().filter(marks).collect();
-            if found.iter().any(|found| found.contains(rule)) { Ok(()) } else { Err(rules.join("\n")) }
-        });
-        assert!(agent.terminate().0.success());
-    };
-    detects(&["--cluster-cidr=10.244.0.0/16,fd00:244::/48"], "iptables-nft-save", "! -s 10.244.0.0/16");
-    detects(&["--detect-local-mode=NodeCIDR"], "iptables-nft-save", "! -s 10.244.1.0/24");
-    let bridge = ["--detect-local-mode=BridgeInterface", "--pod-bridge-interface=cni0"];
-    detects(&bridge, "iptables-nft-save", "! -i cni0");
-    let prefix = ["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth"];
-    detects(&prefix, "iptables-nft-save", "! -i veth+");
-    // The rules of the previous agent detect pods by interface. In mode ClusterCIDR, a family
-    // without a range has no detector.
-    let agent = rig.agent(&["--cluster-cidr=fd00:244::/48"]);
-    rig.until_rules("no detector for IPv4", "nat", |rules| {
-        !rules.iter().any(|rule| rule.starts_with("-A KUBE-SVC") && rule.ends_with("-j KUBE-MARK-MASQ"))
-    });
-    assert!(agent.terminate().0.success());
 }
 
 // rows: 107, 112, 113

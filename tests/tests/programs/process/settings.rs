@@ -49,30 +49,6 @@ fn row_87_invalid_packets_are_dropped_unless_connection_tracking_is_liberal() {
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_be_liberal")), "1");
 }
 
-// rows: 90
-#[test]
-fn row_90_the_mark_can_be_chosen() {
-    let rig = web();
-    let _agent = rig.agent(&["--iptables-masquerade-bit=20"]);
-    rig.until_programmed();
-    let rules = rig.rules("iptables-nft-save", "nat");
-    assert!(rules.iter().any(|rule| rule == "-A KUBE-MARK-MASQ -j MARK --set-xmark 0x100000/0x100000"), "{rules:?}");
-    assert!(rules.iter().any(|rule| rule == "-A KUBE-POSTROUTING -j MARK --set-xmark 0x100000/0x0"), "{rules:?}");
-}
-
-// rows: 18
-#[test]
-fn row_18_external_ips_are_not_programmed_when_the_gate_is_off() {
-    let rig = web();
-    let agent = rig.agent(&[]);
-    let has = |rules: &[String]| rules.iter().any(|rule| rule.contains("198.51.100.7"));
-    rig.until_rules("the externalIP is programmed", "nat", has);
-    assert!(agent.terminate().0.success());
-    let _agent = rig.agent(&["--feature-gates=AllowServiceExternalIPs=false"]);
-    let rules = rig.until_rules("the externalIP is removed", "nat", |rules| !has(rules));
-    assert!(rules.iter().any(|rule| rule.contains("10.96.0.10")), "{rules:?}");
-}
-
 /// No kernel parameter lets packets from ::1 leave the loopback interface. A node without a proxy
 /// is worse than this limit, so the agent starts and names it.
 #[test]

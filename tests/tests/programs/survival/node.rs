@@ -1,17 +1,17 @@
 //! The node under test, and a recorder of the rules that its agent writes.
 
 use std::{
-    fs::{self, Permissions},
+    cell::Cell,
+    fs,
     io::{Read as _, Write as _},
     net::{SocketAddr, TcpStream},
-    os::unix::fs::PermissionsExt as _,
     path::PathBuf,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
 use headgate_tests::{
-    cases::live,
+    cases::{WriteLog, live},
     testbed::{
         AgentSetup, Backend, Family, Manifests, Outcome, Request, Testbed, Transport, client,
         iptables::{self, Variant},
@@ -186,64 +186,32 @@ pub(crate) fn metrics(bed: &Testbed) -> Result<String> {
     })
 }
 
-/// Wraps the programs that write rules. The wrapper records each run and its input, and then runs
-/// the program.
+/// Records what the agent writes.
 pub(crate) struct Writes {
-    folder: PathBuf,
+    log: WriteLog,
+    /// The length of the scripts that [`Self::take_input`] has returned.
+    taken: Cell<usize>,
 }
 
 impl Writes {
     pub(crate) fn watch(bed: &Testbed) -> Result<Self> {
-        let folder = bed.machines().folder().join("tools");
-        fs::create_dir(&folder).context("creating a folder for the tools")?;
-        let shown = folder.display();
-        for family in ["iptables", "ip6tables"] {
-            for variant in ["legacy", "nft"] {
-                let name = format!("{family}-{variant}-restore");
-                let program = find_program(&name)?;
-                // A run with --version or --test writes nothing.
-                let script = format!(
-                    "#!/bin/sh\ncase \"$*\" in *--version*|*--test*) exec '{0}' \"$@\";; esac\n\
-                     echo \"{name} $*\" >> '{shown}/runs'\ntee -a '{shown}/input' | '{0}' \"$@\"\n",
-                    program.display()
-                );
-                let path = folder.join(&name);
-                fs::write(&path, script).with_context(|| format!("writing {}", path.display()))?;
-                fs::set_permissions(&path, Permissions::from_mode(0o755)).context("making a tool executable")?;
-            }
-        }
-        Ok(Self { folder })
+        Ok(Self { log: WriteLog::create(bed.machines().folder())?, taken: Cell::new(0) })
     }
 
     /// The setup for an agent that uses the wrapped programs.
     pub(crate) fn setup(&self) -> AgentSetup {
-        AgentSetup { tools: Some(self.folder.clone()), ..AgentSetup::default() }
+        AgentSetup { tools: Some(self.log.tools.clone()), ..AgentSetup::default() }
     }
 
-    /// The number of runs so far.
+    /// The number of writes so far.
     pub(crate) fn count(&self) -> Result<usize> {
-        Ok(self.read("runs")?.lines().count())
+        self.log.count()
     }
 
-    /// The input of all runs since the last call.
+    /// The input of all writes since the last call.
     pub(crate) fn take_input(&self) -> Result<String> {
-        let text = self.read("input")?;
-        if !text.is_empty() {
-            fs::remove_file(self.folder.join("input")).context("removing the recorded input")?;
-        }
-        Ok(text)
+        let scripts = self.log.scripts()?;
+        let from = self.taken.replace(scripts.len());
+        Ok(scripts[from..].to_owned())
     }
-
-    fn read(&self, name: &str) -> Result<String> {
-        match fs::read_to_string(self.folder.join(name)) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
-            read => read.with_context(|| format!("reading {name}")),
-        }
-    }
-}
-
-fn find_program(name: &str) -> Result<PathBuf> {
-    let path = std::env::var_os("PATH").context("PATH is not set")?;
-    let found = std::env::split_paths(&path).map(|folder| folder.join(name)).find(|candidate| candidate.is_file());
-    found.with_context(|| format!("{name} is not installed: run `make setup`"))
 }

@@ -210,9 +210,9 @@ impl Agent {
                     }
                 }
             }
-            Effect::Reject(nack) => {
-                assert_eq!(self.program, Program::Old, "{nack:?}");
-                self.rejections += nack.rejections.len() as u64;
+            Effect::Reject(rejections) => {
+                assert_eq!(self.program, Program::Old, "{rejections:?}");
+                self.rejections += rejections.len() as u64;
             }
             Effect::Drain { .. } | Effect::Query(_) | Effect::Barrier(_) => {}
         }

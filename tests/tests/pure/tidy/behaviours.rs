@@ -16,7 +16,7 @@ fn every_behaviour_has_a_test_or_a_reason_and_the_page_shows_it() {
 
 #[test]
 fn every_number_has_one_row() {
-    let mut numbers: Vec<u8> = SECTIONS.iter().flat_map(|section| section.rows).map(|row| row.number).collect();
+    let mut numbers: Vec<u8> = SECTIONS.iter().flat_map(|section| &section.rows).map(|row| row.number).collect();
     numbers.sort_unstable();
     assert_eq!(numbers, (1..=115).collect::<Vec<u8>>());
 }

@@ -3,11 +3,7 @@
 //! An import is a `use` or a path in code. The imported module is the module that defines the item,
 //! so re-exports are followed. Modules under `#[cfg(test)]` are left out.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt::Write as _,
-    path::{Path, PathBuf},
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
@@ -15,83 +11,70 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 pub(super) type Module = Vec<String>;
 
 /// An import of one module by another.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone)]
 pub(super) struct Import {
     pub(super) from: Module,
     pub(super) to: Module,
-    /// A file and a line, such as `src/run.rs:12`.
-    pub(super) place: String,
-    /// The imported path, such as `crate::store::Store`.
-    pub(super) path: String,
+    /// Where the import is and what it names, such as `run.rs:12 imports crate::store::Store`.
+    pub(super) shown: String,
 }
 
 /// The modules of a crate and their imports.
 #[derive(Debug, Default)]
 pub(super) struct Crate {
-    modules: BTreeSet<Module>,
-    /// The names that `use` brings into a module, each with its path.
-    names: BTreeMap<(Module, String), Vec<String>>,
-    imports: Vec<Import>,
-}
-
-/// A path as written in the source, before it is resolved.
-struct Written {
-    module: Module,
-    segments: Vec<String>,
-    place: String,
+    pub(super) modules: BTreeSet<Module>,
+    pub(super) imports: Vec<Import>,
+    /// The paths of names that `use` brings into a module, and what they stand for.
+    names: BTreeMap<Module, Module>,
 }
 
 /// Reads the tokens of one file.
 struct Reader<'a> {
-    krate: &'a mut Crate,
-    file: String,
-    test_modules: &'a mut BTreeSet<Module>,
-    written: &'a mut Vec<Written>,
+    file: &'a str,
+    test_modules: BTreeSet<Module>,
+    /// Each path, before it is resolved: the module that contains it, the path, and its line.
+    paths: Vec<(Module, Vec<String>, usize)>,
+    /// Each name that `use` brings into a module, with its path.
+    uses: Vec<(Module, String, Vec<String>)>,
 }
 
 impl Crate {
-    /// Reads `folder/src`. Panics when a file cannot be read or is not valid Rust.
-    pub(super) fn read(folder: &Path) -> Self {
-        let (mut krate, mut written, mut test_modules) = (Self::default(), Vec::new(), BTreeSet::new());
-        let files = source_files(&folder.join("src"));
-        krate.modules = files.keys().cloned().collect();
-        for (module, file) in &files {
-            let text = std::fs::read_to_string(file).unwrap();
-            let tokens: TokenStream = text.parse().unwrap_or_else(|error| panic!("{}: {error}", file.display()));
-            let file = file.strip_prefix(folder).unwrap().display().to_string();
-            let mut reader = Reader { krate: &mut krate, file, test_modules: &mut test_modules, written: &mut written };
-            reader.read(module, tokens);
+    /// Reads a crate from its files: the path below `src`, and the text. Panics when a text is not
+    /// valid Rust.
+    pub(super) fn read(files: &[(String, String)]) -> Self {
+        let (mut krate, mut test_modules) = (Self::default(), BTreeSet::new());
+        let mut readers = Vec::new();
+        for (file, text) in files.iter().filter(|(file, _)| file != "main.rs") {
+            let mut module: Module = file.trim_end_matches(".rs").split('/').map(str::to_owned).collect();
+            module.pop_if(|last| last == "mod" || last == "lib");
+            let mut reader = Reader { file, test_modules: BTreeSet::new(), paths: Vec::new(), uses: Vec::new() };
+            reader.read(&module, text.parse().unwrap_or_else(|error| panic!("{file}: {error}")));
+            krate.modules.insert(module);
+            test_modules.append(&mut reader.test_modules);
+            readers.push(reader);
         }
         let is_test = |module: &Module| (1..=module.len()).any(|length| test_modules.contains(&module[..length]));
         krate.modules.retain(|module| !is_test(module));
-        for Written { module, segments, place } in written {
-            if is_test(&module) {
-                continue;
+        for (module, name, path) in readers.iter().flat_map(|reader| &reader.uses) {
+            if let Some(target) = krate.absolute(module, path) {
+                krate.names.insert([module.as_slice(), std::slice::from_ref(name)].concat(), target);
             }
-            let Some(path) = krate.absolute(&module, &segments) else {
-                continue;
-            };
-            let to = krate.definition(path);
-            krate.imports.push(Import { from: module, to, place, path: segments.join("::") });
+        }
+        for Reader { file, paths, .. } in readers {
+            for (from, path, line) in paths.into_iter().filter(|(module, ..)| !is_test(module)) {
+                let Some(to) = krate.absolute(&from, &path) else { continue };
+                let shown = format!("{file}:{line} imports {}", path.join("::"));
+                krate.imports.push(Import { from, to: krate.definition(to), shown });
+            }
         }
         krate
     }
 
-    /// Every module that is not only for tests, including the root.
-    pub(super) fn modules(&self) -> impl Iterator<Item = &Module> {
-        self.modules.iter()
-    }
-
-    /// Every import, in the order of the files.
-    pub(super) fn imports(&self) -> &[Import] {
-        &self.imports
-    }
-
     /// Turns a path into the path from the crate's root. Returns `None` when the path names another
     /// crate or a local name.
-    fn absolute(&self, module: &[String], segments: &[String]) -> Option<Vec<String>> {
+    fn absolute(&self, module: &[String], path: &[String]) -> Option<Vec<String>> {
         let mut base = module.to_vec();
-        let mut rest = segments;
+        let mut rest = path;
         match rest.first()?.as_str() {
             "crate" => base.clear(),
             "self" => {}
@@ -104,7 +87,7 @@ impl Crate {
             }
             child => {
                 base.push(child.to_owned());
-                return self.modules.contains(&base).then(|| [base, rest[1..].to_vec()].concat());
+                self.modules.get(&base)?;
             }
         }
         base.extend_from_slice(&rest[1..]);
@@ -117,8 +100,7 @@ impl Crate {
         // loops.
         for _ in 0..16 {
             let known = (0..=path.len()).rev().find(|length| self.modules.contains(&path[..*length])).unwrap_or(0);
-            let next = path.get(known).and_then(|name| self.names.get(&(path[..known].to_vec(), name.clone())));
-            match next {
+            match path.get(..=known).and_then(|name| self.names.get(name)) {
                 Some(target) => path = [target.as_slice(), &path[known + 1..]].concat(),
                 None => {
                     path.truncate(known);
@@ -138,33 +120,27 @@ impl Crate {
     }
 
     fn cycle_in(&self, folder: &[String]) -> Option<String> {
-        let depth = folder.len();
-        let mut edges: BTreeMap<&str, BTreeMap<&str, &Import>> = BTreeMap::new();
-        for import in &self.imports {
-            let both_inside = import.from.starts_with(folder) && import.to.starts_with(folder);
-            let (Some(from), Some(to)) = (import.from.get(depth), import.to.get(depth)) else {
-                continue;
-            };
-            if both_inside && from != to {
-                edges.entry(from).or_default().entry(to).or_insert(import);
+        let mut edges: BTreeMap<&str, BTreeMap<&str, &str>> = BTreeMap::new();
+        for Import { from, to, shown } in &self.imports {
+            let both_inside = from.starts_with(folder) && to.starts_with(folder);
+            if let (true, Some(from), Some(to)) = (both_inside, from.get(folder.len()), to.get(folder.len()))
+                && from != to
+            {
+                edges.entry(from).or_default().entry(to).or_insert(shown);
             }
         }
         let mut done = BTreeSet::new();
-        let starts: Vec<&str> = edges.keys().copied().collect();
-        let circle = starts.into_iter().find_map(|start| find_circle(&edges, start, &mut Vec::new(), &mut done))?;
-        let mut sentence = format!("modules of crate::{} import each other in a circle:", folder.join("::"));
-        for (index, from) in circle.iter().enumerate() {
-            let to = circle[(index + 1) % circle.len()];
-            let import = edges[from][to];
-            write!(sentence, "\n  {from} -> {to}: {} imports {}", import.place, import.path).unwrap();
-        }
-        Some(sentence)
+        let circle = edges.keys().find_map(|start| find_circle(&edges, start, &mut Vec::new(), &mut done))?;
+        let next = circle.iter().cycle().skip(1);
+        let steps: Vec<String> =
+            circle.iter().zip(next).map(|(from, to)| format!("\n  {from} -> {to}: {}", edges[from][to])).collect();
+        Some(format!("modules of crate::{} import each other in a circle:{}", folder.join("::"), steps.concat()))
     }
 }
 
 /// The modules of the first circle that can be reached from `at`, in order.
 fn find_circle<'a>(
-    edges: &BTreeMap<&'a str, BTreeMap<&'a str, &Import>>,
+    edges: &BTreeMap<&'a str, BTreeMap<&'a str, &str>>,
     at: &'a str,
     path: &mut Vec<&'a str>,
     done: &mut BTreeSet<&'a str>,
@@ -176,164 +152,100 @@ fn find_circle<'a>(
         return None;
     }
     path.push(at);
-    let next = edges.get(at).into_iter().flatten();
-    let circle = next.map(|(to, _)| *to).find_map(|to| find_circle(edges, to, path, done));
+    let circle = edges.get(at).into_iter().flatten().find_map(|(to, _)| find_circle(edges, to, path, done));
     path.pop();
     circle
-}
-
-/// The source files below a folder by module, without a program's `main.rs`.
-fn source_files(source: &Path) -> BTreeMap<Module, PathBuf> {
-    let (mut files, mut folders) = (BTreeMap::new(), vec![source.to_owned()]);
-    while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(&folder).unwrap() {
-            let path = entry.unwrap().path();
-            if path.is_dir() {
-                folders.push(path);
-                continue;
-            }
-            if path.extension().is_none_or(|extension| extension != "rs") || path == source.join("main.rs") {
-                continue;
-            }
-            let inside = path.strip_prefix(source).unwrap().with_extension("");
-            let mut module: Module = inside.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
-            module.pop_if(|last| last == "mod" || last == "lib");
-            files.insert(module, path);
-        }
-    }
-    files
 }
 
 impl Reader<'_> {
     fn read(&mut self, module: &[String], tokens: TokenStream) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         let mut at = 0;
-        let mut is_for_tests = false;
-        while at < tokens.len() {
-            match &tokens[at] {
-                TokenTree::Punct(mark) if mark.as_char() == '#' => {
-                    if let Some(TokenTree::Group(attribute)) = tokens.get(at + 1) {
-                        is_for_tests |= attribute.to_string().replace(' ', "") == "[cfg(test)]";
+        while let Some(token) = tokens.get(at) {
+            at += 1;
+            let rest = &tokens[at..];
+            match (token, rest.first()) {
+                // An item for tests ends with a semicolon or with a block.
+                (TokenTree::Punct(mark), Some(TokenTree::Group(attribute)))
+                    if mark.as_char() == '#' && attribute.to_string().replace(' ', "") == "[cfg(test)]" =>
+                {
+                    let end = rest.iter().position(|token| is_mark(token, ';') || is_block(token)).unwrap_or(0);
+                    self.test_modules.extend(name_of_module(&rest[..=end]).map(|name| [module, &[name]].concat()));
+                    at += end + 1;
+                }
+                (TokenTree::Ident(word), Some(TokenTree::Ident(name))) if word == "mod" => {
+                    at += 1;
+                    if let Some(TokenTree::Group(body)) = tokens.get(at) {
+                        self.read(&[module, &[name.to_string()]].concat(), body.stream());
                         at += 1;
                     }
                 }
-                TokenTree::Ident(word) if word == "mod" => {
-                    at += self.read_module(module, &tokens[at..], is_for_tests);
-                    is_for_tests = false;
+                // The `use` in `impl Trait + use<'a>` is no import.
+                (TokenTree::Ident(word), Some(next)) if word == "use" && !is_mark(next, '<') => {
+                    let end = rest.iter().position(|token| is_mark(token, ';')).unwrap();
+                    self.read_use(module, &[], &rest[..end]);
+                    at += end;
                 }
-                TokenTree::Ident(word) if word == "use" && is_use(&tokens, at) => {
-                    let length = tokens[at..].iter().position(|token| is_mark(token, ';')).unwrap();
-                    if !is_for_tests {
-                        self.read_use(module, &[], &tokens[at + 1..at + length]);
-                    }
-                    at += length;
-                    is_for_tests = false;
+                // `pub(in crate::…)` limits visibility, and is no import.
+                (TokenTree::Ident(word), Some(TokenTree::Group(limit)))
+                    if word == "pub" && limit.delimiter() == Delimiter::Parenthesis =>
+                {
+                    at += 1;
                 }
-                // `pub(in crate::…)` limits visibility, and is not an import.
-                TokenTree::Ident(word) if word == "pub" && is_restriction(tokens.get(at + 1)) => at += 1,
-                TokenTree::Ident(_) => at += self.read_path(module, &tokens[at..], is_for_tests),
-                TokenTree::Group(group) => {
-                    if !is_for_tests {
-                        self.read(module, group.stream());
+                (TokenTree::Ident(first), _) => {
+                    let mut path = vec![first.to_string()];
+                    while let [colon, other, TokenTree::Ident(next), ..] = &tokens[at..]
+                        && is_mark(colon, ':')
+                        && is_mark(other, ':')
+                    {
+                        path.push(next.to_string());
+                        at += 3;
                     }
-                    if group.delimiter() == Delimiter::Brace {
-                        is_for_tests = false;
+                    if path.len() > 1 {
+                        self.paths.push((module.to_vec(), path, token.span().start().line));
                     }
                 }
-                token if is_mark(token, ';') => is_for_tests = false,
+                (TokenTree::Group(group), _) => self.read(module, group.stream()),
                 _ => {}
             }
-            at += 1;
         }
-    }
-
-    /// Reads `mod name;` or `mod name { … }`. Returns the number of tokens that follow `mod`.
-    fn read_module(&mut self, module: &[String], tokens: &[TokenTree], is_for_tests: bool) -> usize {
-        let Some(TokenTree::Ident(name)) = tokens.get(1) else {
-            return 0;
-        };
-        let inner = [module, &[name.to_string()]].concat();
-        if is_for_tests {
-            self.test_modules.insert(inner);
-        } else if let Some(TokenTree::Group(body)) = tokens.get(2) {
-            self.krate.modules.insert(inner.clone());
-            self.read(&inner, body.stream());
-        }
-        2
     }
 
     /// Reads a `use` tree after a prefix.
     fn read_use(&mut self, module: &[String], prefix: &[String], tree: &[TokenTree]) {
-        let mut segments = prefix.to_vec();
-        let mut tokens = tree.iter().peekable();
-        while let Some(token) = tokens.next() {
+        let mut path = prefix.to_vec();
+        let mut name = None;
+        for token in tree {
             match token {
-                TokenTree::Ident(word) if word == "as" => {
-                    let Some(TokenTree::Ident(name)) = tokens.next() else {
-                        continue;
-                    };
-                    return self.note_use(module, segments, &name.to_string(), token);
-                }
-                TokenTree::Ident(word) => segments.push(word.to_string()),
+                TokenTree::Ident(word) if word == "as" => name = Some(String::new()),
+                TokenTree::Ident(word) if name.is_some() => name = Some(word.to_string()),
+                TokenTree::Ident(word) => path.push(word.to_string()),
                 TokenTree::Group(group) => {
                     let inner: Vec<TokenTree> = group.stream().into_iter().collect();
-                    for part in inner.split(|token| is_mark(token, ',')).filter(|part| !part.is_empty()) {
-                        self.read_use(module, &segments, part);
-                    }
-                    return;
+                    let parts = inner.split(|token| is_mark(token, ',')).filter(|part| !part.is_empty());
+                    return parts.for_each(|part| self.read_use(module, &path, part));
                 }
                 TokenTree::Punct(_) | TokenTree::Literal(_) => {}
             }
         }
-        segments.pop_if(|last| last == "self" && !prefix.is_empty());
-        let (Some(name), Some(last)) = (segments.last().cloned(), tree.last()) else {
-            return;
-        };
-        self.note_use(module, segments, &name, last);
-    }
-
-    fn note_use(&mut self, module: &[String], segments: Vec<String>, name: &str, at: &TokenTree) {
-        if let Some(target) = self.krate.absolute(module, &segments) {
-            self.krate.names.insert((module.to_vec(), name.to_owned()), target);
+        path.pop_if(|last| last == "self" && !prefix.is_empty());
+        if let Some(name) = name.or_else(|| path.last().cloned()) {
+            self.paths.push((module.to_vec(), path.clone(), tree[0].span().start().line));
+            self.uses.push((module.to_vec(), name, path));
         }
-        self.note(module, segments, at);
     }
+}
 
-    /// Reads a path in code that begins with `crate`, `self`, `super` or a child module. Returns
-    /// the number of its tokens after the first.
-    fn read_path(&mut self, module: &[String], tokens: &[TokenTree], is_for_tests: bool) -> usize {
-        let mut segments = vec![tokens[0].to_string()];
-        let mut length = 0;
-        while let [colon, other, TokenTree::Ident(next), ..] = &tokens[length + 1..]
-            && is_mark(colon, ':')
-            && is_mark(other, ':')
-        {
-            segments.push(next.to_string());
-            length += 3;
-        }
-        if length > 0 && !is_for_tests {
-            self.note(module, segments, &tokens[0]);
-        }
-        length
-    }
+/// The name of the module that the tokens of an item define, if they define one.
+fn name_of_module(item: &[TokenTree]) -> Option<String> {
+    let at = item.iter().position(|token| matches!(token, TokenTree::Ident(word) if word == "mod"))?;
+    item.get(at + 1).map(ToString::to_string)
+}
 
-    fn note(&mut self, module: &[String], segments: Vec<String>, at: &TokenTree) {
-        let place = format!("{}:{}", self.file, at.span().start().line);
-        self.written.push(Written { module: module.to_vec(), segments, place });
-    }
+fn is_block(token: &TokenTree) -> bool {
+    matches!(token, TokenTree::Group(group) if group.delimiter() == Delimiter::Brace)
 }
 
 fn is_mark(token: &TokenTree, mark: char) -> bool {
     matches!(token, TokenTree::Punct(found) if found.as_char() == mark)
-}
-
-/// Whether the `use` at `at` begins an import. The `use` in `impl Trait + use<'a>` does not begin
-/// an import.
-fn is_use(tokens: &[TokenTree], at: usize) -> bool {
-    !tokens.get(at + 1).is_none_or(|next| is_mark(next, '<'))
-}
-
-/// Whether the token is the parentheses of `pub(…)`.
-fn is_restriction(token: Option<&TokenTree>) -> bool {
-    matches!(token, Some(TokenTree::Group(group)) if group.delimiter() == Delimiter::Parenthesis)
 }

@@ -6,7 +6,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
     path::Path,
 };
 
@@ -24,123 +23,91 @@ fn table(text: &str) -> BTreeMap<String, Layers> {
         let layers = crates.entry(cells[1].trim_matches('`').to_owned()).or_default();
         for module in cells[3].split(", ") {
             let module = module.trim_matches('`').split('/').map(str::to_owned).collect();
-            assert!(
-                layers.insert(module, (row, cells[2].to_owned())).is_none(),
-                "a module is listed twice in the table: {line}"
-            );
+            let listed = layers.insert(module, (row, cells[2].to_owned()));
+            assert!(listed.is_none(), "a module is listed twice in the table: {line}");
         }
     }
     crates
 }
 
-/// The layer of a module: the layer of the longest listed path that the module begins with.
-fn layer_of<'a>(layers: &'a Layers, module: &[String]) -> Option<&'a (usize, String)> {
-    (1..=module.len()).rev().find_map(|length| layers.get(&module[..length]))
-}
-
 /// One sentence for each import of a higher layer, for each module that the table does not list,
 /// and for each listed module that does not exist.
 fn faults(krate: &Crate, layers: &Layers) -> Vec<String> {
-    let mut faults = Vec::new();
-    let is_missing = |listed: &&Module| !krate.modules().any(|module| module == *listed);
-    faults.extend(layers.keys().filter(is_missing).map(|module| format!("no such module: {}", module.join("/"))));
-    let top = krate.modules().filter(|module| module.len() == 1 && layer_of(layers, module).is_none());
-    faults.extend(top.map(|module| format!("no layer in the table: {}", module.join("/"))));
-    for Import { from, to, place, path } in krate.imports() {
-        if from.is_empty() {
-            continue;
-        }
-        if to.is_empty() {
-            faults.push(format!("{place} imports {path} from the crate's root, which is above all layers"));
-            continue;
-        }
-        if let (Some(lower), Some(higher)) = (layer_of(layers, from), layer_of(layers, to))
-            && lower.0 < higher.0
-        {
-            faults.push(format!(
-                "{place} in layer \"{}\" imports {path} from the higher layer \"{}\"",
-                lower.1, higher.1
-            ));
+    // The layer of the longest listed path that the module begins with.
+    let layer_of = |module: &Module| (1..=module.len()).rev().find_map(|length| layers.get(&module[..length]));
+    let missing = layers.keys().filter(|module| !krate.modules.contains(*module));
+    let mut faults: Vec<String> = missing.map(|module| format!("no such module: {}", module.join("/"))).collect();
+    let unlisted = krate.modules.iter().filter(|module| module.len() == 1 && layer_of(module).is_none());
+    faults.extend(unlisted.map(|module| format!("no layer in the table: {}", module.join("/"))));
+    for Import { from, to, shown } in krate.imports.iter().filter(|import| !import.from.is_empty()) {
+        match (layer_of(from), layer_of(to)) {
+            _ if to.is_empty() => faults.push(format!("{shown} from the crate's root, which is above all layers")),
+            (Some((lower, name)), Some((higher, other))) if lower < higher => {
+                faults.push(format!("layer \"{name}\": {shown} from the higher layer \"{other}\""));
+            }
+            _ => {}
         }
     }
     faults
 }
 
-/// Crates with layers. The modules of a folder must not import each other in a circle.
-const LAYERED: [&str; 3] = ["core", "control-plane", "node-agent"];
-/// Crates without layers. The top modules of these crates must not import each other in a circle.
-const OTHERS: [&str; 10] =
-    ["proto", "tls", "settings", "netlink", "ipvs", "ipset", "nftables", "userspace", "cli", "all-in-one"];
-
-fn architecture() -> BTreeMap<String, Layers> {
-    table(&super::text(Path::new("ARCHITECTURE.md")).unwrap())
+/// The crates of the products by folder. The files have their paths below `src`.
+fn crates() -> BTreeMap<String, Crate> {
+    let mut files: BTreeMap<String, Vec<(String, String)>> = BTreeMap::new();
+    for (path, text) in super::texts(&[".rs"]) {
+        if let Some((folder, file)) = path.split_once("/src/").filter(|(folder, _)| *folder != "tests") {
+            files.entry(folder.to_owned()).or_default().push((file.to_owned(), text));
+        }
+    }
+    files.into_iter().map(|(folder, files)| (folder, Crate::read(&files))).collect()
 }
 
 #[test]
-fn modules_import_only_their_own_and_lower_layers() {
-    let crates = architecture();
-    assert_eq!(crates.keys().map(String::as_str).collect::<BTreeSet<_>>(), BTreeSet::from(LAYERED));
-    for (name, layers) in crates {
-        let faults = faults(&Crate::read(&super::root().join(&name)), &layers);
-        assert!(faults.is_empty(), "{name}:\n{}", faults.join("\n"));
+fn modules_import_lower_layers_and_never_in_a_circle() {
+    let layered = table(&super::text(Path::new("ARCHITECTURE.md")).unwrap());
+    let crates = crates();
+    let unknown: BTreeSet<_> = layered.keys().filter(|name| !crates.contains_key(*name)).collect();
+    assert!(layered.len() >= 3 && unknown.is_empty(), "no such crates: {unknown:?}");
+    for (name, krate) in crates {
+        // In crates without layers, only the top modules are checked.
+        let (mut found, depth) = layered.get(&name).map_or((vec![], 0), |layers| (faults(&krate, layers), usize::MAX));
+        found.extend(krate.cycles(depth));
+        assert!(found.is_empty(), "{name}:\n{}", found.join("\n"));
     }
 }
 
 #[test]
-fn no_modules_import_each_other_in_a_circle() {
-    for name in LAYERED {
-        let cycles = Crate::read(&super::root().join(name)).cycles(usize::MAX);
-        assert!(cycles.is_empty(), "{name}: {}", cycles.join("\n"));
-    }
-    for name in OTHERS {
-        let cycles = Crate::read(&super::root().join(name)).cycles(0);
-        assert!(cycles.is_empty(), "{name}: {}", cycles.join("\n"));
-    }
-}
-
-/// Writes a crate with these files.
-fn sample(files: &[(&str, &str)]) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    for (name, text) in files {
-        let path = folder.path().join("src").join(name);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, text).unwrap();
-    }
-    folder
-}
-
-const SAMPLE_TABLE: &str = "# A\n\n## Layers\n\n| crate | layer | modules |\n| --- | --- | --- |\n\
-    | `sample` | bottom | `low` |\n| `sample` | top | `high`, `high/inner` |\n\n## B\n";
-
-#[test]
-fn a_reversed_import_is_found() {
+fn wrong_imports_are_found() {
+    let layers = &table(
+        "# A\n\n## Layers\n\n| crate | layer | modules |\n| --- | --- | --- |\n\
+         | `sample` | bottom | `low` |\n| `sample` | top | `high`, `high/inner` |\n\n## B\n",
+    )["sample"];
+    let read = |files: &[(&str, &str)]| {
+        Crate::read(&files.iter().map(|(file, text)| (file.to_string(), text.to_string())).collect::<Vec<_>>())
+    };
     let lib = ("lib.rs", "pub mod high;\nmod low;\npub use high::Top;\n");
     let high = ("high/mod.rs", "mod inner;\nuse crate::low::Low;\npub struct Top(Low);\n");
     let inner = ("high/inner.rs", "fn x() -> super::super::low::Low { crate::low::Low }\n");
     let low = ("low.rs", "pub struct Low;\n#[cfg(test)]\nmod tests { use crate::high::Top; }\n");
-    let layers = &table(SAMPLE_TABLE)["sample"];
-    let good = Crate::read(sample(&[lib, high, inner, low]).path());
+    let good = read(&[lib, high, inner, low]);
     assert_eq!((faults(&good, layers), good.cycles(usize::MAX)), (vec![], vec![]));
 
     // The import is inside a macro, and names a re-export at the crate's root.
     let reversed = ("low.rs", "pub struct Low;\nfn x() { println!(\"{:?}\", crate::Top) }\n");
-    let bad = Crate::read(sample(&[lib, high, inner, reversed]).path());
-    let found = faults(&bad, layers);
-    let sentence = "src/low.rs:2 in layer \"bottom\" imports crate::Top from the higher layer \"top\"";
-    assert_eq!(found, [sentence]);
+    let bad = read(&[lib, high, inner, reversed]);
+    assert_eq!(faults(&bad, layers), ["layer \"bottom\": low.rs:2 imports crate::Top from the higher layer \"top\""]);
     let cycles = bad.cycles(usize::MAX);
-    assert!(cycles.len() == 1 && cycles[0].contains("low -> high: src/low.rs:2"), "{cycles:?}");
-}
+    assert!(cycles.len() == 1 && cycles[0].contains("low -> high: low.rs:2"), "{cycles:?}");
 
-#[test]
-fn missing_modules_and_modules_without_a_layer_are_found() {
-    let folder = sample(&[("lib.rs", "mod low;\nmod extra;\n"), ("low.rs", ""), ("extra.rs", "use crate::own;\n")]);
-    let found = faults(&Crate::read(folder.path()), &table(SAMPLE_TABLE)["sample"]);
+    let found = faults(
+        &read(&[("lib.rs", "mod low;\nmod extra;\n"), ("low.rs", ""), ("extra.rs", "use crate::own;\n")]),
+        layers,
+    );
     let expected = [
         "no such module: high",
         "no such module: high/inner",
         "no layer in the table: extra",
-        "src/extra.rs:1 imports crate::own from the crate's root, which is above all layers",
+        "extra.rs:1 imports crate::own from the crate's root, which is above all layers",
     ];
     assert_eq!(found, expected);
 }

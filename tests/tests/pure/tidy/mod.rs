@@ -1,20 +1,18 @@
-//! Rules of the project that the compiler and clippy do not check: dependencies of crates, layers
-//! of modules, licences, the length of files, the width of comments, links in documents, and
-//! compatibility of the protocol.
+//! Rules of the project that the compiler, clippy and rustfmt do not check: dependencies of crates,
+//! layers of modules, budgets of lines, the form of text, links in documents, and compatibility of
+//! the protocol.
 
 mod behaviours;
+mod budgets;
 mod dependencies;
 mod documents;
-mod files;
 mod imports;
 mod layers;
-mod licences;
 mod logs;
-mod metadata;
 mod monitoring;
 mod protocol;
 mod real_servers;
-mod width;
+mod text;
 
 use std::path::{Path, PathBuf};
 
@@ -40,6 +38,28 @@ fn files() -> Vec<PathBuf> {
     }
     found.sort();
     found
+}
+
+/// The files of text whose names end with one of `endings`: path from the top folder, and content.
+fn texts(endings: &[&str]) -> Vec<(String, String)> {
+    let paths = files().into_iter().map(|path| path.to_str().unwrap().to_owned());
+    let chosen = paths.filter(|path| endings.iter().any(|ending| path.ends_with(ending)));
+    chosen.filter_map(|path| Some((path.clone(), text(Path::new(&path))?))).collect()
+}
+
+/// The files of Rust of the products, without tests.
+fn products() -> Vec<(String, String)> {
+    let is_test = |path: &str| {
+        let folders = ["/tests/", "/benches/"];
+        path.starts_with("tests/") || folders.iter().any(|folder| path.contains(folder))
+    };
+    let is_product = |path: &str| !is_test(path) && !path.ends_with("tests.rs") && !path.ends_with("_test.rs");
+    texts(&[".rs"]).into_iter().filter(|(path, _)| is_product(path)).collect()
+}
+
+/// The code of a file of a product, without the tests at its end.
+fn product_code(text: &str) -> &str {
+    text.split("#[cfg(test)]\nmod tests {").next().unwrap_or(text)
 }
 
 /// The content of a file, by its path from the top folder. None if it is not UTF-8 text.

@@ -2,13 +2,15 @@
 
 use std::{fs, path::Path};
 
-use headgate_control_plane::fuzz;
 use headgate_core::digest::Digests;
 use headgate_proto::{digests_to_wire, frame::frame, v1};
 use rcgen::{CertificateParams, DnType, KeyPair, SanType};
 use v1::agent_message::Body;
 
-use super::connections::{DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, WINDOW_UPDATE, http2_frame};
+use super::{
+    connections::{DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, WINDOW_UPDATE, http2_frame},
+    control_plane,
+};
 
 /// The epoch of the replica in the fuzz target.
 const OWN: u64 = 1;
@@ -127,14 +129,14 @@ fn corpus_of_agents_is_written_when_asked_for() {
     ];
     for (name, bytes) in &streams {
         let messages = super::messages_of(bytes);
-        assert_eq!(fuzz::agent_stream(messages.iter().map(Vec::as_slice)), messages.len(), "{name}");
+        assert_eq!(control_plane::agent_stream(messages.iter().map(Vec::as_slice)), messages.len(), "{name}");
     }
     let certificates = [
         ("node-by-uri.der", certificate("agent", Some("headgate://node/node-a"))),
         ("node-by-name.der", certificate("system:node:node-a", None)),
         ("reader.der", certificate("me", Some("headgate://reader/me"))),
     ];
-    assert!(certificates.iter().all(|(_, der)| fuzz::certificate(der)));
+    assert!(certificates.iter().all(|(_, der)| control_plane::certificate(der)));
     if std::env::var_os("HEADGATE_WRITE_CORPUS").is_none() {
         return;
     }

@@ -129,11 +129,12 @@ async fn mutated_connections_end_without_a_panic_in_bounded_memory() {
     }));
     let replica = Replica::start().await;
     replica.put(cluster(20));
-    let address = replica.running.local_addr;
-    let mut witness = Client::open(channel(address).await, "witness", None).await.unwrap();
+    let (agents, inspect) = (replica.running.local_addr, replica.running.inspect_addr);
+    let address_of = |name: &str| if name.starts_with("sync") { agents } else { inspect };
+    let mut witness = Client::open(channel(agents).await, "witness", None).await.unwrap();
     let corpus = corpus("connection");
     for (name, bytes) in &corpus {
-        let answer = talk(address, bytes, GUARD)
+        let answer = talk(address_of(name), bytes, GUARD)
             .await
             .unwrap_or_else(|| panic!("the connection {name} of the corpus does not end"));
         assert!(has_data(&answer), "{name} of the corpus is not answered: {answer:?}");
@@ -142,10 +143,11 @@ async fn mutated_connections_end_without_a_panic_in_bounded_memory() {
     let mut rng = Rng::with_seed(number("HEADGATE_FUZZ_SEED", 1));
     let (cases, mut good) = (number("HEADGATE_FUZZ_CASES", CASES), 0_u64);
     for _ in 0..cases {
-        let mut bytes = corpus[rng.usize(0..corpus.len())].1.clone();
+        let (name, bytes) = &corpus[rng.usize(0..corpus.len())];
+        let mut bytes = bytes.clone();
         mutate_connection(&mut rng, &mut bytes, &others);
         ALLOCATOR.reset_peak_memory();
-        let answer = talk(address, &bytes, QUIET).await;
+        let answer = talk(address_of(name), &bytes, QUIET).await;
         let (peak, allowed) = (ALLOCATOR.get_peak_memory(), BASE_BYTES + bytes.len() * BYTES_PER_INPUT_BYTE);
         if peak > allowed {
             keep("connection", &bytes, &format!("the code used {peak} bytes, and {allowed} are allowed"));

@@ -15,7 +15,9 @@
 
 mod agents;
 mod connections;
+mod control_plane;
 mod mutate;
+mod node_agent;
 mod streams;
 
 use std::{
@@ -26,8 +28,7 @@ use std::{
 };
 
 use fastrand::Rng;
-use headgate_control_plane::{fuzz as control_plane, objects::ObjectKind};
-use headgate_node_agent::fuzz as agent;
+use headgate_control_plane::objects::ObjectKind;
 use headgate_proto::frame::PREFIX_BYTES;
 use mutate::{mutate, mutate_sequence};
 use peakmem_alloc::{INSTRUMENTED_SYSTEM, PeakMemAlloc, PeakMemAllocTrait as _};
@@ -194,13 +195,13 @@ fn mutated_lists_are_read_safely() {
 
 #[test]
 fn mutated_configurations_are_read_safely() {
-    fuzz("configuration", YAML_WORDS, |_, bytes| std::str::from_utf8(bytes).is_ok_and(agent::configuration));
+    fuzz("configuration", YAML_WORDS, |_, bytes| std::str::from_utf8(bytes).is_ok_and(node_agent::configuration));
 }
 
 /// Fuzzes what precedes the checksum in a state file. The checksums are correct.
 #[test]
 fn mutated_state_files_are_read_safely() {
-    fuzz("state", &[], |_, content| agent::state_file(content));
+    fuzz("state", &[], |_, content| node_agent::state_file(content));
 }
 
 /// Splits a stream into messages by their gRPC prefixes. The prefixes are removed.
@@ -237,7 +238,7 @@ fn fuzz_messages(target: &str, run: impl Fn(&[Vec<u8>]) -> usize) {
 
 #[test]
 fn mutated_server_streams_are_read_safely() {
-    fuzz_messages("server_stream", |messages| agent::server_stream(messages.iter().map(Vec::as_slice)));
+    fuzz_messages("server_stream", |messages| node_agent::server_stream(messages.iter().map(Vec::as_slice)));
 }
 
 #[test]

@@ -11,8 +11,8 @@ use headgate_core::{
     Change, Conditions, Endpoint, EndpointPort, Hints, Placement, Protocol, Service, ServiceCidr, ServiceKey,
     ServicePort,
 };
-use headgate_node_agent::{fuzz, persist};
-use headgate_proto::{ChangesBuilder, frame::frame, v1};
+use headgate_node_agent::persist;
+use headgate_proto::{ChangesBuilder, References, frame::frame, v1};
 use prost::Message as _;
 use v1::server_message::Body;
 
@@ -70,7 +70,6 @@ fn stream() -> Vec<u8> {
     let message = |body| frame(&v1::ServerMessage { body: Some(body) }).to_vec();
     let mut bytes = message(Body::Welcome(v1::Welcome {
         replica: "replica-0".into(),
-        // Batches refer to resources of the snapshot by hashes that include the epoch.
         epoch: store.epoch(),
         resume: v1::welcome::ResumeMode::Full.into(),
         heartbeat_interval_ms: 10_000,
@@ -110,7 +109,7 @@ fn stream() -> Vec<u8> {
 /// A state file in two parts, without its checksum.
 fn state_file() -> Vec<u8> {
     let mut builder = ChangesBuilder::default();
-    changes().iter().for_each(|change| builder.push(change, 0));
+    changes().iter().for_each(|change| builder.push(change, 0, References::default()));
     let node = Some(v1::Node { name: "node-a".into(), ..v1::Node::default() });
     let positions = vec![v1::SourcePosition { kind: 1, position: 100 }];
     let last = persist::Part {
@@ -129,7 +128,7 @@ fn state_file() -> Vec<u8> {
 #[test]
 fn corpus_of_bytes_is_written_when_asked_for() {
     let (stream, state) = (stream(), state_file());
-    assert!(fuzz::state_file(&state) && !super::messages_of(&stream).is_empty());
+    assert!(super::node_agent::state_file(&state) && !super::messages_of(&stream).is_empty());
     if std::env::var_os("HEADGATE_WRITE_CORPUS").is_some() {
         let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
         fs::write(corpus.join("server_stream/snapshot-and-batches.bin"), stream).unwrap();

@@ -4,13 +4,12 @@
 use std::{fs, path::Path};
 
 use clap::Parser as _;
-use headgate_node_agent::{
-    dataplane::in_memory::{Control, InMemoryDataplane},
-    options::Options,
-    run_with,
-};
+use headgate_node_agent::{options::Options, run_with};
 use headgate_proto::v1::{ListAgentsRequest, inspect_client::InspectClient};
-use headgate_tests::testbed::{port::ReservedPort, process::program};
+use headgate_tests::{
+    in_memory::{self, Control},
+    testbed::{port::ReservedPort, process::program},
+};
 use serde_json::Value;
 use tokio::{process::Command, time::timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -55,7 +54,7 @@ impl Agent {
         ];
         let (options, shutdown) =
             (Options::try_parse_from(arguments.iter().chain(options)).unwrap(), CancellationToken::new());
-        let (backend, kernel) = InMemoryDataplane::new();
+        let (backend, kernel) = in_memory::dataplane();
         tokio::spawn(run_with(options, Box::new(backend), shutdown.clone()));
         Self { metrics, kernel, _stops: shutdown.drop_guard() }
     }
@@ -96,7 +95,7 @@ async fn invalid_files_are_reported_and_keep_the_open_stream_but_prevent_a_new_o
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
     let reader = Client::new(&authority, &authority.client(&["headgate://reader/me"], |_| {}));
-    let reader = reader.connect(server.running.local_addr).await.unwrap();
+    let reader = reader.connect(server.running.inspect_addr).await.unwrap();
     let (folder, own) = (tempfile::tempdir().unwrap(), authority.node("n1"));
     own.write(folder.path(), &[&authority]);
     let agent = Agent::start(&server, folder.path());
@@ -187,7 +186,7 @@ async fn headgatectl_asks_an_agent_over_tls() {
     let ask = |who: &str, arguments: &[&str]| {
         let mut command = Command::new(program("headgatectl").unwrap());
         let file = |option: &str, name: &str| format!("{option}={}", path(who).join(name).display());
-        command.arg(format!("--server={}", server.url())).env("NO_COLOR", "1");
+        command.arg(format!("--server=https://{}", server.running.inspect_addr)).env("NO_COLOR", "1");
         command.args([file("--tls-cert", "tls.crt"), file("--tls-key", "tls.key"), file("--tls-ca", "ca.crt")]);
         command.args(arguments);
         async move {

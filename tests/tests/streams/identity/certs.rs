@@ -39,7 +39,7 @@ fn certificates_of_headgatectl_give_the_intended_access() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("my certs");
     let text = made(&out, &["--node=a,b", "--server-name=headgate.example", "--server-ip=127.0.0.1", "--reader=ops"]);
-    for part in ["--tls-client-ca", "--node-name b", "headgatectl --server https://headgate.example:7443", "kubectl"] {
+    for part in ["--tls-client-ca", "--node-name b", "headgatectl --server https://headgate.example:7444", "kubectl"] {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
     assert!(
@@ -47,7 +47,7 @@ fn certificates_of_headgatectl_give_the_intended_access() {
         "the path is not quoted:\n{text}"
     );
     let control_plane = ControlPlane::start(folder.path(), &out.join("control-plane"));
-    let server = format!("--server=https://{}", control_plane.address);
+    let server = format!("--server=https://{}", control_plane.inspect);
     let ask = |name: &str| {
         let file = |option: &str, name: &str| format!("{option}={}", out.join(name).display());
         let [cert, key] = [("--tls-cert", "crt"), ("--tls-key", "key")].map(|(o, e)| file(o, &format!("{name}.{e}")));

@@ -15,9 +15,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use headgate_node_agent::dataplane::in_memory::Call;
 use headgate_tests::{
     apiserver::{ApiServer, Options, Token, objects},
+    in_memory::Call,
     testbed::port::ReservedPort,
 };
 use serde_json::{Value, json};
@@ -59,6 +59,11 @@ fn add_node(api: &ApiServer, name: &str, address: &str) {
     api.apply(node(name, address)).unwrap();
 }
 
+/// Writes the pod of the agent on n1, with a UID and a node.
+fn put_pod(api: &ApiServer, uid: &str, node: &str) {
+    api.apply(objects::pod("headgate-system", "agent-n1", uid).field("spec.nodeName", node).build()).unwrap();
+}
+
 impl Cluster {
     fn start(options: &[&str]) -> Self {
         let api = ApiServer::start_with(Options { rights: Some(granted()), ..Options::default() }).unwrap();
@@ -92,6 +97,7 @@ impl<A> Cluster<A> {
         let [listen, enrolment] = [(); 2].map(|()| ReservedPort::reserve().unwrap());
         let mut all = vec![
             format!("--listen={}", listen.address()),
+            "--inspect-listen=127.0.0.1:0".to_owned(),
             "--source=kubernetes".to_owned(),
             format!("--kubeconfig={}", path("kubeconfig").display()),
             format!("--enrolment-listen={}", enrolment.address()),

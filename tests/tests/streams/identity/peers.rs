@@ -36,7 +36,7 @@ fn certificate(authority: &Authority, uri: Option<&str>) -> Pair {
 async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Server {
     let folder = tempfile::tempdir().unwrap();
     own.write(folder.path(), &[authority]);
-    let names = others.iter().map(|other| ("127.0.0.1".to_owned(), other.running.local_addr.port())).collect();
+    let names = others.iter().map(|other| ("127.0.0.1".to_owned(), other.running.inspect_addr.port())).collect();
     let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.path().join(name));
     let peers = Some(PeerSettings { names, tls: Some(PeerTls { cert, key, ca }) });
     let server = Server::in_folder(folder, Settings { peers, ..Settings::default() }).await;
@@ -64,7 +64,7 @@ async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Serve
 /// Asks a replica about the pod, as `headgatectl drain` does.
 async fn drain(authority: &Authority, server: &Server) -> BarrierAnswer {
     let reader = authority.client(&["headgate://reader/me"], |_| {});
-    let reader = Client::new(authority, &reader).connect(server.running.local_addr).await.unwrap();
+    let reader = Client::new(authority, &reader).connect(server.running.inspect_addr).await.unwrap();
     let (namespace, name) = ("default".to_owned(), "web".to_owned());
     let request = DrainPodRequest { namespace, name, timeout_ms: 60_000, silent_ms: 1_500, uid: String::new() };
     let mut answers = InspectClient::new(reader.channel.clone()).drain_pod(request).await.unwrap().into_inner();
@@ -105,7 +105,7 @@ async fn agents_and_readers_may_not_ask_as_replicas() {
     let server = replica(&authority, &certificate(&authority, None), &[]).await;
     let join = async |uri: &str| {
         let pair = authority.client(&[uri], |_| {});
-        let client = Client::new(&authority, &pair).connect(server.running.local_addr).await.unwrap();
+        let client = Client::new(&authority, &pair).connect(server.running.inspect_addr).await.unwrap();
         let identity = v1::PeerIdentity { replica: "r1".into(), epoch: 1 };
         let mut rosters = PeersClient::new(client.channel.clone()).join(identity).await?.into_inner();
         rosters.message().await

@@ -18,6 +18,7 @@ pub(crate) struct ControlPlane {
     _process: KilledOnDrop,
     log: PathBuf,
     pub(crate) address: SocketAddr,
+    pub(crate) inspect: SocketAddr,
     pub(crate) metrics: SocketAddr,
 }
 
@@ -46,9 +47,11 @@ impl ControlPlane {
             .spawn()
             .unwrap();
         let unbound = SocketAddr::from(([0, 0, 0, 0], 0));
-        let mut new = Self { _process: KilledOnDrop(child), log, address: unbound, metrics: unbound };
+        let (address, inspect, metrics) = (unbound, unbound, unbound);
+        let mut new = Self { _process: KilledOnDrop(child), log, address, inspect, metrics };
         new.until_logged("control plane runs");
-        [new.address, new.metrics] = control_plane_addresses(&fs::read_to_string(&new.log).unwrap()).unwrap();
+        let addresses = control_plane_addresses(&fs::read_to_string(&new.log).unwrap());
+        [new.address, new.inspect, new.metrics] = addresses.unwrap();
         new
     }
 

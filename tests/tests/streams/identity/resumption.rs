@@ -18,15 +18,15 @@ use super::{
 async fn the_second_handshake_is_resumed_and_keeps_the_identity() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
-    let address = server.running.local_addr;
+    let (address, inspect) = (server.running.local_addr, server.running.inspect_addr);
     let client = Client::new(&authority, &authority.node("n1"));
-    let first = client.connect(address).await.unwrap();
+    let first = client.connect(inspect).await.unwrap();
     assert_eq!(first.kind, HandshakeKind::Full);
     first.health().await.unwrap();
-    let second = client.connect(address).await.unwrap();
+    let second = client.connect(inspect).await.unwrap();
     assert_eq!(second.kind, HandshakeKind::Resumed);
     assert_eq!(second.inspect().await.map(drop).unwrap_err().code(), Code::PermissionDenied);
-    // `Sync` needs its own connection.
+    // Both ports accept the ticket.
     let third = client.connect(address).await.unwrap();
     third.sync("n1").await.unwrap().until_message_about("service-1").await;
     let fourth = client.connect(address).await.unwrap();
@@ -72,7 +72,7 @@ async fn streams_of_a_reader_end_when_its_certificate_expires() {
     let not_after = in_seconds(10);
     let expiring = authority.client(&["headgate://reader/me"], |params| params.not_after = not_after.into());
     let lasting = authority.client(&["headgate://reader/other"], |_| {});
-    let connect = async |pair| Client::new(&authority, &pair).connect(server.running.local_addr).await.unwrap();
+    let connect = async |pair| Client::new(&authority, &pair).connect(server.running.inspect_addr).await.unwrap();
     let (expiring, lasting) = (connect(expiring).await, connect(lasting).await);
     let (mut events, mut progress) = (expiring.watch().await.unwrap(), expiring.wait("service-9").await.unwrap());
     let mut lasting_events = lasting.watch().await.unwrap();
@@ -116,7 +116,7 @@ async fn resumption_does_not_bypass_the_removal_of_an_authority() {
     let mut stream = connection.sync("n1").await.unwrap();
     stream.until_message_about("service-1").await;
     // The resumed handshake uses one ticket, and the client gets another ticket for later.
-    let resumed = client.connect(address).await.unwrap();
+    let resumed = client.connect(server.running.inspect_addr).await.unwrap();
     assert_eq!(resumed.kind, HandshakeKind::Resumed);
     resumed.health().await.unwrap();
 
@@ -137,12 +137,12 @@ async fn resumption_does_not_bypass_the_removal_of_an_authority() {
 async fn an_expired_certificate_ends_streams_and_makes_sessions_useless() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
-    let address = server.running.local_addr;
+    let (agents, inspect) = (server.running.local_addr, server.running.inspect_addr);
     let not_after = in_seconds(12);
     let expiring = |uri: &str| authority.client(&[uri], |params| params.not_after = not_after.into());
     let node = Client::new(&authority, &expiring("headgate://node/n1"));
     let reader = Client::new(&authority, &expiring("headgate://reader/me"));
-    let (followed, looked) = (node.connect(address).await.unwrap(), reader.connect(address).await.unwrap());
+    let (followed, looked) = (node.connect(agents).await.unwrap(), reader.connect(inspect).await.unwrap());
     let mut stream = followed.sync("n1").await.unwrap();
     stream.until_message_about("service-1").await;
     looked.inspect().await.unwrap();
@@ -157,7 +157,7 @@ async fn an_expired_certificate_ends_streams_and_makes_sessions_useless() {
 
     // Open connections and resumed sessions grant no more than a new handshake would.
     assert_eq!(looked.inspect().await.map(drop).unwrap_err().code(), Code::Unauthenticated);
-    let (node, reader) = (node.connect(address).await.unwrap(), reader.connect(address).await.unwrap());
+    let (node, reader) = (node.connect(agents).await.unwrap(), reader.connect(inspect).await.unwrap());
     assert_eq!((node.kind, reader.kind), (HandshakeKind::Resumed, HandshakeKind::Resumed));
     for status in [node.sync("n1").await.err().unwrap(), reader.inspect().await.map(drop).unwrap_err()] {
         assert_eq!(status.code(), Code::Unauthenticated, "{status}");

@@ -10,13 +10,12 @@ use super::{authority::Authority, client::Client, server::Server};
 async fn nodes_may_follow_readers_may_inspect_and_everyone_may_check_health() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
-    let address = server.running.local_addr;
-    let connect = async |pair| Client::new(&authority, &pair).connect(address).await.unwrap();
+    let (agents, inspect) = (server.running.local_addr, server.running.inspect_addr);
+    let connect = async |pair, address| Client::new(&authority, &pair).connect(address).await.unwrap();
 
-    let node = connect(authority.node("n1")).await;
+    let node = connect(authority.node("n1"), inspect).await;
     assert_eq!(node.health().await.unwrap(), 1);
-    // `Sync` needs its own connection.
-    let stream = connect(authority.node("n1")).await;
+    let stream = connect(authority.node("n1"), agents).await;
     stream.sync("n1").await.unwrap().until_message_about("service-1").await;
     let denied = [node.inspect().await.map(drop).unwrap_err(), node.reflection().await.unwrap_err()];
     for status in denied {
@@ -25,7 +24,7 @@ async fn nodes_may_follow_readers_may_inspect_and_everyone_may_check_health() {
         assert!(status.message().contains("headgate://reader/NAME"), "{status}");
     }
     assert_eq!(server.metric("headgate_requests_denied_total{reason=\"permission_denied\"}"), 2);
-    let status = connect(authority.node("n1")).await.sync("n2").await.err().unwrap();
+    let status = connect(authority.node("n1"), agents).await.sync("n2").await.err().unwrap();
     assert!(status.code() == Code::PermissionDenied && status.message().contains("--node-name n1"), "{status}");
 
     let in_group = authority.client(&[], |params| {
@@ -33,10 +32,10 @@ async fn nodes_may_follow_readers_may_inspect_and_everyone_may_check_health() {
     });
     for pair in [authority.client(&["headgate://reader/me"], |_| {}), in_group] {
         let client = Client::new(&authority, &pair);
-        let reader = client.connect(address).await.unwrap();
+        let reader = client.connect(inspect).await.unwrap();
         assert_eq!(reader.inspect().await.unwrap().services, 1);
         reader.reflection().await.unwrap();
-        let status = client.connect(address).await.unwrap().sync("n1").await.err().unwrap();
+        let status = client.connect(agents).await.unwrap().sync("n1").await.err().unwrap();
         assert_eq!(status.code(), Code::PermissionDenied);
         assert!(status.message().contains("headgate://node/n1"), "{status}");
     }
@@ -48,7 +47,7 @@ async fn nodes_may_inspect_if_the_operator_allows_it() {
     let authority = Authority::new("authority");
     let settings = Settings { nodes_may_inspect: true, ..Settings::default() };
     let server = Server::start_with(&authority.server(|_| {}), &authority, settings).await;
-    let address = server.running.local_addr;
+    let address = server.running.inspect_addr;
     let node = Client::new(&authority, &authority.node("n1")).connect(address).await.unwrap();
     assert_eq!(node.inspect().await.unwrap().services, 1);
     node.reflection().await.unwrap();
@@ -62,7 +61,7 @@ async fn nodes_may_inspect_if_the_operator_allows_it() {
 async fn an_ambiguous_certificate_grants_no_role() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
-    let address = server.running.local_addr;
+    let (agents, inspect) = (server.running.local_addr, server.running.inspect_addr);
     let named = |name: &str, uris: &[&str]| {
         authority.client(uris, |params| params.distinguished_name.push(DnType::CommonName, name))
     };
@@ -85,11 +84,11 @@ async fn an_ambiguous_certificate_grants_no_role() {
     let count = cases.len() as u64;
     for (pair, problem) in cases {
         let client = Client::new(&authority, &pair);
-        let nobody = client.connect(address).await.unwrap();
+        let nobody = client.connect(inspect).await.unwrap();
         let statuses = [
             nobody.inspect().await.map(drop).unwrap_err(),
             nobody.reflection().await.unwrap_err(),
-            client.connect(address).await.unwrap().sync("n1").await.err().unwrap(),
+            client.connect(agents).await.unwrap().sync("n1").await.err().unwrap(),
         ];
         for status in statuses {
             assert_eq!(status.code(), Code::PermissionDenied, "{status}");

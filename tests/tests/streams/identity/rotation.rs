@@ -24,7 +24,7 @@ fn refused(out: &Path, step: &str, reason: &str) {
 /// not accepted.
 fn status(control_plane: &ControlPlane, own: &Path, authority: &Path) -> Result<(), String> {
     let output = headgatectl(&[
-        &format!("--server=https://{}", control_plane.address),
+        &format!("--server=https://{}", control_plane.inspect),
         &format!("--tls-cert={}.crt", own.display()),
         &format!("--tls-key={}.key", own.display()),
         &format!("--tls-ca={}", authority.display()),

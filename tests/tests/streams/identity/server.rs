@@ -4,7 +4,7 @@ use std::{future::Future, net::Ipv4Addr, path::PathBuf, sync::Arc, time::Duratio
 
 use headgate_control_plane::{
     metrics::Metrics,
-    serve::{self, CancellationToken, Running, Security, Settings, tls::ServerTls},
+    serve::{self, CancellationToken, Listen, Running, Security, Settings, tls::ServerTls},
     store::{Limits, Store},
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
@@ -43,9 +43,9 @@ impl Server {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let settings = Settings { drain_grace: Duration::from_millis(100), ..settings };
-        let address = (Ipv4Addr::LOCALHOST, 0).into();
+        let listen = Listen::at((Ipv4Addr::LOCALHOST, 0).into());
         let (serving, counting) = (Arc::clone(&store), Arc::clone(&metrics));
-        let running = serve::start(address, None, security, settings, serving, counting, CancellationToken::new());
+        let running = serve::start(listen, security, settings, serving, counting, CancellationToken::new());
         let server = Self { folder, store, metrics, running: running.await.unwrap() };
         server.store.synced();
         server.put(1);

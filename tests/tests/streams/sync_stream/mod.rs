@@ -3,7 +3,6 @@
 
 mod crowd;
 mod own_node;
-mod references;
 mod refusals;
 mod standing;
 mod tls;
@@ -83,7 +82,7 @@ async fn a_new_agent_receives_everything_and_then_each_change() {
 async fn messages_of_an_agent_appear_in_its_status() {
     let replica = Replica::start().await;
     replica.put(cluster(3));
-    let inspect = channel(replica.running.local_addr).await;
+    let inspect = channel(replica.running.inspect_addr).await;
     let mut client = open(&replica, "n1").await;
     client.reach(1).await;
     let before = agent(inspect.clone(), "n1").await;
@@ -169,7 +168,7 @@ async fn resuming_by_log_sends_only_later_changes() {
     let mut client = open(&replica, "n1").await;
     client.reach(1).await;
     client.ack().await;
-    let inspect = channel(replica.running.local_addr).await;
+    let inspect = channel(replica.running.inspect_addr).await;
     agent_until(&inspect, "n1", |agent| agent.programmed_version == 1).await;
     let held = client.held;
     replica.put([remove_endpoint(3, 1), endpoint(4, 3, 8080)]);
@@ -376,7 +375,7 @@ async fn a_slow_reader_receives_the_rest_of_a_step_although_another_node_resumes
         other.reach(1).await;
         other.held
     };
-    let inspect = channel(replica.running.local_addr).await;
+    let inspect = channel(replica.running.inspect_addr).await;
     agent_until(&inspect, "slow", |slow| slow.sent_version == 1).await;
     let sent = replica.metric("headgate_messages_sent_total");
     // The batch has several messages. While the slow reader does not read, the first message does
@@ -438,7 +437,7 @@ async fn a_stopping_replica_asks_its_agents_to_move() {
 async fn a_watcher_sees_changes() {
     let replica = Replica::start().await;
     replica.put(cluster(2));
-    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
     let request = v1::WatchRequest { namespace: "default".into(), name: "service-1".into() };
     let mut events = inspect.watch(request).await.unwrap().into_inner();
     replica.put([endpoint(2, 1, 9), endpoint(1, 1, 9)]);
@@ -462,7 +461,7 @@ async fn inspect_lists_in_order_and_shows_conflicts() {
     let Change::Service(original) = service(2, 80) else { unreachable!() };
     let copy = Service { key: headgate_core::ServiceKey::new("other", "copy"), created_unix_seconds: 9, ..*original };
     replica.put([Change::from(copy)]);
-    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
     let mut listed = Vec::new();
     let mut services = inspect.list_services(v1::ListServicesRequest::default()).await.unwrap().into_inner();
     while let Some(service) = services.message().await.unwrap() {
@@ -498,7 +497,7 @@ async fn an_external_ip_that_is_a_cluster_ip_is_counted_and_shown() {
     let taker = Service { key: key.clone(), created_unix_seconds: -1, cluster_ips, external_ips, ..*owner };
     replica.put([Change::from(taker)]);
     assert!(replica.metric(LACKING) > 0);
-    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
     let status = inspect.get_status(v1::GetStatusRequest { only_this_replica: true }).await.unwrap().into_inner();
     let [problem] = status.problems.as_slice() else { panic!("{:?}", status.problems) };
     assert_eq!((problem.object.as_str(), problem.field.as_str()), ("Service other/taker", "spec.externalIPs"));

@@ -13,7 +13,7 @@ use tokio::{io::AsyncWriteExt as _, time::timeout};
 use tonic::Code;
 
 use crate::{
-    client::{self, Client, GUARD, channel, hello, raw, refusal},
+    client::{self, Client, GUARD, channel, hello, refusal},
     replica::{Replica, service, settings},
 };
 
@@ -57,8 +57,6 @@ async fn misbehaving_agents_are_refused_and_do_not_affect_others() {
         };
         timeout(GUARD, counted).await.unwrap_or_else(|_| panic!("{what} is not counted as {reason}"));
     }
-    let other = raw(channel(address).await, "/headgate.v1.Discovery/Other", vec![]).await.map(|_| ()).unwrap_err();
-    assert_eq!(other.code(), Code::Unimplemented);
     // This client does not speak HTTP/2.
     let mut socket = tokio::net::TcpStream::connect(address).await.unwrap();
     socket.write_all(b"GET / HTTP/1.1\r\n\r\n\0\0\0").await.unwrap();
@@ -82,6 +80,7 @@ async fn the_certificate_decides_which_node_an_agent_may_name() {
         tls::connect(address, &authority, Some(&authority.client("anything", Some("headgate://node/n1")))).await;
     let by_name = tls::connect(address, &authority, Some(&authority.kubelet("n2"))).await;
     let reader = authority.client("an operator", Some("headgate://reader/operator"));
+    let looks = tls::connect(replica.running.inspect_addr, &authority, Some(&reader)).await;
     let reader = tls::connect(address, &authority, Some(&reader)).await;
     for (channel, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
         let mut client = Client::open(channel.clone().unwrap(), node, None).await.unwrap();
@@ -93,7 +92,7 @@ async fn the_certificate_decides_which_node_an_agent_may_name() {
         assert_eq!(status.code(), Code::PermissionDenied, "{status}");
     }
     assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"permission_denied\"}"), 2);
-    let mut inspect = InspectClient::new(reader.unwrap());
+    let mut inspect = InspectClient::new(looks.unwrap());
     assert_eq!(inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner().services, 1);
 
     // The replica refuses a client without a certificate, and a client with a certificate of
@@ -125,7 +124,7 @@ async fn a_newer_stream_of_a_node_replaces_the_older_one() {
 #[tokio::test]
 async fn agents_with_one_node_name_that_throw_each_other_out_are_a_problem() {
     let replica = Replica::start().await;
-    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
     let open_from = async |host: u8, node: &str| {
         let address = Some(Ipv4Addr::new(127, 0, 0, host).into());
         let endpoint = client::endpoint(replica.running.local_addr).local_address(address);

@@ -1,62 +1,74 @@
 //! The state of the source in `Standing`, `Welcome`, `Heartbeat` and probes.
 
-use std::time::Duration;
+use std::{net::SocketAddr, time::Duration};
 
 use headgate_control_plane::{
     serve::{Security, Settings},
     transaction::{Sink as _, SourceKind},
 };
-use headgate_proto::v1::{self, SourceState, discovery_client::DiscoveryClient};
+use headgate_proto::v1::{
+    self, SourceState, agent_message::Body as Asked, discovery_client::DiscoveryClient, server_message::Body,
+};
 use tokio::time::{sleep, timeout};
 use tonic::{Code, Status, transport::Channel};
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
 use crate::{
-    client::{Client, GUARD, channel},
+    client::{Client, GUARD, channel, message},
     replica::{Replica, service, settings},
 };
 
 use super::{get, tls};
 
-async fn standing(channel: Channel, node: &str) -> Result<v1::StandingResponse, Status> {
-    let request = v1::StandingRequest { node_name: node.into() };
-    DiscoveryClient::new(channel).standing(request).await.map(tonic::Response::into_inner)
+/// Asks on a new connection.
+async fn standing(address: SocketAddr, node: &str) -> Result<v1::StandingResponse, Status> {
+    ask(channel(address).await, node).await
+}
+
+async fn ask(channel: Channel, node: &str) -> Result<v1::StandingResponse, Status> {
+    let request = message(Asked::Standing(v1::StandingRequest { node_name: node.into() }));
+    let mut messages = DiscoveryClient::new(channel).sync(tokio_stream::once(request)).await?.into_inner();
+    let Some(Body::Standing(standing)) = messages.message().await?.and_then(|message| message.body) else {
+        panic!("the answer is not a standing");
+    };
+    assert_eq!(messages.message().await?, None);
+    Ok(standing)
 }
 
 #[tokio::test]
 async fn a_replica_sends_its_standing_to_agents_of_other_replicas() {
     let replica = Replica::start_with(settings(), Security::Plaintext).await;
-    let channel = channel(replica.running.local_addr).await;
-    let unlisted = standing(channel.clone(), "node-a").await.unwrap();
+    let address = replica.running.local_addr;
+    let unlisted = standing(address, "node-a").await.unwrap();
     assert_eq!((unlisted.source_state(), unlisted.epoch), (SourceState::Unlisted, replica.store.epoch()));
     assert_eq!(unlisted.replica, "replica-1");
     replica.put_at(Some(7), [service(1, 80)]);
     replica.store.synced();
-    let following = standing(channel.clone(), "node-a").await.unwrap();
+    let following = standing(address, "node-a").await.unwrap();
     assert_eq!(following.source_state(), SourceState::Following);
     let kind = v1::source_position::Kind::Services.into();
     assert_eq!(following.positions, [v1::SourcePosition { kind, position: 7 }]);
     assert_eq!(following.changed_positions, following.positions);
     replica.store.cut_off(Some("on purpose".into()));
-    assert_eq!(standing(channel.clone(), "node-a").await.unwrap().source_state(), SourceState::CutOff);
-    let error = standing(channel, "Not A Name").await.unwrap_err();
+    assert_eq!(standing(address, "node-a").await.unwrap().source_state(), SourceState::CutOff);
+    let error = standing(address, "Not A Name").await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidArgument);
 }
 
 #[tokio::test]
 async fn a_node_that_asks_too_often_is_refused_and_others_are_not() {
     let replica = Replica::start().await;
-    let channel = channel(replica.running.local_addr).await;
+    let address = replica.running.local_addr;
     let mut refused = 0;
     for _ in 0..200 {
-        if let Err(error) = standing(channel.clone(), "node-a").await {
+        if let Err(error) = standing(address, "node-a").await {
             assert_eq!(error.code(), Code::ResourceExhausted);
             refused += 1;
         }
     }
     assert!(refused > 0);
-    standing(channel, "node-b").await.unwrap();
-    assert_eq!(replica.metric("headgate_requests_denied_total{reason=\"too_many_requests\"}"), refused);
+    standing(address, "node-b").await.unwrap();
+    assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"too_many_streams\"}"), refused);
 }
 
 #[tokio::test]
@@ -64,9 +76,9 @@ async fn a_node_may_ask_only_in_its_own_name() {
     let (authority, folder) = (tls::Authority::new(), tempfile::tempdir().unwrap());
     let replica = Replica::start_with(settings(), Security::Tls(authority.server_tls(folder.path()))).await;
     let leaf = authority.kubelet("node-a");
-    let channel = tls::connect(replica.running.local_addr, &authority, Some(&leaf)).await.unwrap();
-    standing(channel.clone(), "node-a").await.unwrap();
-    assert_eq!(standing(channel, "node-b").await.unwrap_err().code(), Code::PermissionDenied);
+    let connect = async || tls::connect(replica.running.local_addr, &authority, Some(&leaf)).await.unwrap();
+    ask(connect().await, "node-a").await.unwrap();
+    assert_eq!(ask(connect().await, "node-b").await.unwrap_err().code(), Code::PermissionDenied);
 }
 
 #[tokio::test]
@@ -78,7 +90,7 @@ async fn agents_and_probes_see_a_change_of_the_source_state_at_once() {
     assert_eq!(client.welcome.source_state(), SourceState::Unlisted);
     let ready = async || get(&replica, "/readyz").await;
     // A separate task updates gRPC health, so the test waits for the expected status.
-    let mut health = HealthClient::new(channel(replica.running.local_addr).await);
+    let mut health = HealthClient::new(channel(replica.running.inspect_addr).await);
     let mut until_health = async |wanted: ServingStatus| {
         let service = "headgate.v1.Discovery".to_owned();
         let ask = async {

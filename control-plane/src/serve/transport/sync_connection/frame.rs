@@ -4,14 +4,14 @@
 use tonic::Status;
 
 /// The length of a frame's header.
-pub(in crate::serve) const HEADER_BYTES: usize = 9;
+pub(super) const HEADER_BYTES: usize = 9;
 
 /// The largest payload of a frame in both directions. It is the default of
 /// `SETTINGS_MAX_FRAME_SIZE` (RFC 9113, 4.2).
-pub(in crate::serve) const MAX_PAYLOAD_BYTES: u32 = 16_384;
+pub(super) const MAX_PAYLOAD_BYTES: u32 = 16_384;
 
 /// The first bytes that a client sends (RFC 9113, 3.4).
-pub(in crate::serve) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+pub(super) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// The default window of a connection and of a stream, in bytes (RFC 9113, 6.9.2).
 pub(super) const DEFAULT_WINDOW: u32 = 65_535;
@@ -20,31 +20,31 @@ pub(super) const DEFAULT_WINDOW: u32 = 65_535;
 pub(super) const MAX_WINDOW: u32 = (1 << 31) - 1;
 
 /// Types of frames (RFC 9113, section 6).
-pub(in crate::serve) mod kind {
-    pub(in crate::serve) const DATA: u8 = 0;
-    pub(in crate::serve) const HEADERS: u8 = 1;
-    pub(in crate::serve) const PRIORITY: u8 = 2;
-    pub(in crate::serve) const RST_STREAM: u8 = 3;
-    pub(in crate::serve) const SETTINGS: u8 = 4;
-    pub(in crate::serve) const PUSH_PROMISE: u8 = 5;
-    pub(in crate::serve) const PING: u8 = 6;
-    pub(in crate::serve) const GOAWAY: u8 = 7;
-    pub(in crate::serve) const WINDOW_UPDATE: u8 = 8;
-    pub(in crate::serve) const CONTINUATION: u8 = 9;
+pub(super) mod kind {
+    pub(in super::super) const DATA: u8 = 0;
+    pub(in super::super) const HEADERS: u8 = 1;
+    pub(in super::super) const PRIORITY: u8 = 2;
+    pub(in super::super) const RST_STREAM: u8 = 3;
+    pub(in super::super) const SETTINGS: u8 = 4;
+    pub(in super::super) const PUSH_PROMISE: u8 = 5;
+    pub(in super::super) const PING: u8 = 6;
+    pub(in super::super) const GOAWAY: u8 = 7;
+    pub(in super::super) const WINDOW_UPDATE: u8 = 8;
+    pub(in super::super) const CONTINUATION: u8 = 9;
 }
 
 /// Flags of frames.
-pub(in crate::serve) mod flag {
-    pub(in crate::serve) const ACK: u8 = 0x1;
-    pub(in crate::serve) const END_STREAM: u8 = 0x1;
-    pub(in crate::serve) const END_HEADERS: u8 = 0x4;
-    pub(in crate::serve) const PADDED: u8 = 0x8;
+pub(super) mod flag {
+    pub(in super::super) const ACK: u8 = 0x1;
+    pub(in super::super) const END_STREAM: u8 = 0x1;
+    pub(in super::super) const END_HEADERS: u8 = 0x4;
+    pub(in super::super) const PADDED: u8 = 0x8;
 }
 
 /// Error codes (RFC 9113, section 7).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
-pub(in crate::serve) enum Code {
+pub(super) enum Code {
     NoError = 0x0,
     ProtocolError = 0x1,
     FlowControlError = 0x3,
@@ -55,16 +55,16 @@ pub(in crate::serve) enum Code {
 
 /// A frame's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::serve) struct Header {
-    pub(in crate::serve) length: u32,
-    pub(in crate::serve) kind: u8,
-    pub(in crate::serve) flags: u8,
-    pub(in crate::serve) stream: u32,
+pub(super) struct Header {
+    pub(super) length: u32,
+    pub(super) kind: u8,
+    pub(super) flags: u8,
+    pub(super) stream: u32,
 }
 
 impl Header {
     /// Reads a header. The reserved bit before the stream's number is ignored (RFC 9113, 4.1).
-    pub(in crate::serve) fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
+    pub(super) fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
         let [l0, l1, l2, kind, flags, s0, s1, s2, s3] = *bytes;
         Self {
             length: u32::from_be_bytes([0, l0, l1, l2]),
@@ -74,13 +74,8 @@ impl Header {
         }
     }
 
-    /// Reads the header at the front of `bytes`; `None` if it is not complete.
-    pub(in crate::serve) fn peek(bytes: &[u8]) -> Option<Self> {
-        bytes.first_chunk().map(Self::parse)
-    }
-
     /// Returns true if a flag is set.
-    pub(in crate::serve) fn has(&self, flag: u8) -> bool {
+    pub(super) fn has(&self, flag: u8) -> bool {
         self.flags & flag != 0
     }
 
@@ -98,7 +93,7 @@ fn put(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
 }
 
 /// Writes `SETTINGS` that change nothing: the server's preface.
-pub(in crate::serve) fn put_settings(out: &mut Vec<u8>) {
+pub(super) fn put_settings(out: &mut Vec<u8>) {
     put(out, kind::SETTINGS, 0, 0, &[]);
 }
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use bytes::{Buf as _, Bytes};
-use headgate_proto::v1;
+use headgate_proto::{AGENTS_ONLY, v1};
 use prost::Message as _;
 use tokio::time::Instant;
 use tonic::Status;
@@ -12,7 +12,7 @@ use tonic::Status;
 use super::{
     frame::{
         Code, DEFAULT_WINDOW, HEADER_BYTES, MAX_WINDOW, put_data, put_go_away, put_ping, put_reset,
-        put_response_headers, put_settings_ack, put_trailers, put_window_update,
+        put_response_headers, put_settings, put_settings_ack, put_trailers, put_window_update,
     },
     input::{Event, Input, ReceiveWindow, Violation},
     message::{Malformed, Messages},
@@ -72,6 +72,8 @@ struct Stream {
     last_heard: Instant,
     /// When the last ping without an answer was sent.
     pinged: Option<Instant>,
+    /// The time of the present call.
+    now: Instant,
 }
 
 /// The phase of the stream.
@@ -89,10 +91,11 @@ enum Phase {
 }
 
 impl Http2 {
-    /// Returns the state of a connection on which the server's preface has been sent, and nothing
-    /// has been received yet.
-    pub(super) fn new(streams: Arc<Streams>, peer: Peer, signal: Arc<Signal>) -> Self {
-        let now = Instant::now();
+    /// Returns the state of a connection on which nothing has been sent or received yet.
+    pub(super) fn new(streams: Arc<Streams>, peer: Peer, signal: Arc<Signal>, now: Instant) -> Self {
+        // The server's preface (RFC 9113, 3.4) comes first, because some clients wait for it.
+        let mut answers = Vec::new();
+        put_settings(&mut answers);
         let stream = Stream {
             phase: Phase::Opening { until: now + streams.context.settings.hello_timeout },
             streams,
@@ -100,7 +103,7 @@ impl Http2 {
             signal,
             id: 0,
             messages: Messages::default(),
-            answers: Vec::new(),
+            answers,
             unsent: Bytes::new(),
             connection_room: DEFAULT_WINDOW.into(),
             stream_room: DEFAULT_WINDOW.into(),
@@ -111,6 +114,7 @@ impl Http2 {
             client_has_ended: false,
             last_heard: now,
             pinged: None,
+            now,
         };
         Self { input: Input::default(), stream }
     }
@@ -132,14 +136,16 @@ impl Http2 {
     }
 
     /// Ends the stream after the connection broke or the client closed it.
-    pub(super) fn disconnected(&mut self, error: &std::io::Error) {
+    pub(super) fn disconnected(&mut self, error: &std::io::Error, now: Instant) {
+        self.stream.now = now;
         self.stream.finish(&End::plain("disconnected", Status::cancelled(error.to_string())));
         self.stream.phase = Phase::Over;
     }
 
-    /// Handles bytes that the client has sent after the preface.
-    pub(super) fn receive(&mut self, bytes: &[u8]) {
+    /// Handles bytes that the client has sent.
+    pub(super) fn receive(&mut self, bytes: &[u8], now: Instant) {
         let Self { input, stream } = self;
+        stream.now = now;
         if stream.has_finished() {
             // The bytes are read but ignored. With unread bytes the kernel would reset the
             // connection on close, and the client might not see the status.
@@ -266,9 +272,13 @@ impl Stream {
     fn message(&mut self, bytes: &[u8]) -> Result<(), End> {
         let message = v1::AgentMessage::decode(bytes).map_err(|error| stream::malformed(&error.to_string()))?;
         if let Phase::Open(session) = &self.phase {
-            return session.take(message);
+            return session.take(message, self.now);
         }
-        let session = Session::open(&self.streams, &self.peer, &message, &self.signal)?;
+        if let Some(v1::agent_message::Body::Standing(request)) = &message.body {
+            self.unsent = stream::standing(&self.streams, &self.peer, request, self.now)?;
+            return Err(End::plain(stream::ANSWERED, Status::ok("")));
+        }
+        let session = Session::open(&self.streams, &self.peer, &message, &self.signal, self.now)?;
         self.phase = Phase::Open(Box::new(session));
         Ok(())
     }
@@ -289,10 +299,22 @@ impl Stream {
         if !matches!(self.phase, Phase::Opening { .. } | Phase::Open(_)) {
             return;
         }
-        let ending = Phase::Ending { status: Box::new(end.status.clone()), until: Instant::now() + LINGER };
+        let mut status = end.status.clone();
+        if matches!(self.phase, Phase::Opening { .. }) && status.code() == tonic::Code::InvalidArgument {
+            // The client may have taken this port for the other one.
+            let (text, port) = (status.message(), self.streams.context.settings.ports.inspect);
+            status = Status::invalid_argument(format!(
+                "{text} ({AGENTS_ONLY}: Inspect, health and reflection are on port {port}, --inspect-listen)"
+            ));
+        }
+        let ending = Phase::Ending { status: Box::new(status), until: self.now + LINGER };
         match std::mem::replace(&mut self.phase, ending) {
             // When the session is dropped, it records this end.
             Phase::Open(session) => session.agent().end(end.clone()),
+            // A probe of the port, or a question of another replica's agent, is no stream.
+            _ if !end.is_refusal && (self.id == 0 || end.reason == stream::ANSWERED) => {
+                tracing::debug!(address = %self.peer.address, reason = end.reason, "the connection ended without a stream");
+            }
             _ => end.record(&self.streams.context, self.peer.address, ""),
         }
         self.messages = Messages::default();
@@ -309,11 +331,12 @@ impl Stream {
     }
 
     fn close(&mut self) {
-        self.phase = Phase::Closing { until: Instant::now() + LINGER };
+        self.phase = Phase::Closing { until: self.now + LINGER };
         self.unsent = Bytes::new();
     }
 
     fn keep_time(&mut self, now: Instant) {
+        self.now = now;
         match &self.phase {
             Phase::Opening { until } => {
                 if self.streams.context.lifecycle() == Lifecycle::Ended {
@@ -352,6 +375,7 @@ impl Stream {
         if matches!(self.phase, Phase::Over) {
             return;
         }
+        self.now = now;
         // `take` frees the memory of the answers.
         out.append(&mut std::mem::take(&mut self.answers));
         while self.fill_data(out, max_bytes) {
@@ -365,10 +389,13 @@ impl Stream {
         if let Phase::Ending { status, .. } = &self.phase
             && self.unsent.is_empty()
         {
-            put_trailers(out, self.id, status);
-            if !self.client_has_ended {
-                // Tells the client that it need not send the rest of its request (RFC 9113, 8.1).
-                put_reset(out, self.id, Code::NoError);
+            if self.id != 0 {
+                put_trailers(out, self.id, status);
+                if !self.client_has_ended {
+                    // Tells the client that it need not send the rest of its request (RFC 9113,
+                    // 8.1).
+                    put_reset(out, self.id, Code::NoError);
+                }
             }
             put_go_away(out, self.id, Code::NoError, "");
             self.close();

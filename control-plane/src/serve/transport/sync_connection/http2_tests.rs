@@ -9,7 +9,10 @@ use super::*;
 use crate::{
     identity::Identity,
     metrics::Metrics,
-    serve::{Settings, transport::sync_connection::frame::kind},
+    serve::{
+        Settings,
+        transport::sync_connection::frame::{Header, PREFACE, kind},
+    },
     store::{Limits, Store},
     transaction::{Sink as _, Transaction, TriggeredChange},
 };
@@ -38,15 +41,23 @@ impl Rig {
         store.synced();
         let streams = Streams::new(store, metrics, settings);
         let peer = Peer { address: ([127, 0, 0, 1], 1).into(), identity: Identity::Unchecked, not_after: None };
-        let mut http2 = Http2::new(Arc::clone(&streams), peer, Arc::new(Signal::new()));
-        http2.receive(&wire(kind::HEADERS, 4, 1, b"not decoded here"));
-        Self { streams, http2, now: Instant::now() }
+        let now = Instant::now();
+        let http2 = Http2::new(Arc::clone(&streams), peer, Arc::new(Signal::new()), now);
+        let mut rig = Self { streams, http2, now };
+        rig.receive(PREFACE);
+        assert_eq!(rig.written(), [(kind::SETTINGS, 0, Vec::new())]);
+        rig.receive(&wire(kind::HEADERS, 4, 1, b"not decoded here"));
+        rig
+    }
+
+    fn receive(&mut self, bytes: &[u8]) {
+        self.http2.receive(bytes, self.now);
     }
 
     /// Returns a connection whose `Hello` was accepted.
     fn following() -> Self {
         let mut rig = Self::new(Settings::default());
-        rig.http2.receive(&wire(kind::DATA, 0, 1, &hello()));
+        rig.receive(&wire(kind::DATA, 0, 1, &hello()));
         let kinds: Vec<u8> = rig.written().iter().map(|frame| frame.0).collect();
         assert!(kinds.starts_with(&[kind::HEADERS, kind::DATA]), "{kinds:?}");
         rig
@@ -65,7 +76,7 @@ impl Rig {
         let mut out = Vec::new();
         self.http2.fill(&mut out, 16_384, self.now);
         let (mut rest, mut frames) = (&out[..], Vec::new());
-        while let Some(header) = super::super::frame::Header::peek(rest) {
+        while let Some(header) = rest.first_chunk().map(Header::parse) {
             let end = HEADER_BYTES + header.length as usize;
             frames.push((header.kind, header.flags, rest[HEADER_BYTES..end].to_vec()));
             rest = &rest[end..];
@@ -88,8 +99,8 @@ fn data_bytes(frames: &[(u8, u8, Vec<u8>)]) -> usize {
 fn no_message_is_taken_from_the_cursor_while_the_window_is_full() {
     let mut rig = Rig::new(Settings::default());
     // The window of a stream has room for ten bytes.
-    rig.http2.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 10]));
-    rig.http2.receive(&wire(kind::DATA, 0, 1, &hello()));
+    rig.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 10]));
+    rig.receive(&wire(kind::DATA, 0, 1, &hello()));
     assert_eq!(data_bytes(&rig.written()), 10);
     for number in 0..100 {
         rig.put(number);
@@ -97,13 +108,13 @@ fn no_message_is_taken_from_the_cursor_while_the_window_is_full() {
     assert_eq!(data_bytes(&rig.written()), 0);
     // With more room, the server sends the rest of `Welcome`, and then one step with all changes
     // instead of a step for each change.
-    rig.http2.receive(&wire(kind::WINDOW_UPDATE, 0, 1, &4_000_u32.to_be_bytes()));
+    rig.receive(&wire(kind::WINDOW_UPDATE, 0, 1, &4_000_u32.to_be_bytes()));
     assert_eq!(data_bytes(&rig.written()), 4_000);
-    rig.http2.receive(&wire(kind::WINDOW_UPDATE, 0, 1, &60_000_u32.to_be_bytes()));
+    rig.receive(&wire(kind::WINDOW_UPDATE, 0, 1, &60_000_u32.to_be_bytes()));
     let rest = data_bytes(&rig.written());
     assert!((1_000..20_000).contains(&rest), "{rest}");
     // An initial window of 0 reduces the room by ten bytes, but the rest of the room stays.
-    rig.http2.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0]));
+    rig.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 0]));
     rig.put(200);
     assert!(data_bytes(&rig.written()) > 0, "room from window updates is kept");
 }
@@ -141,13 +152,13 @@ fn a_stream_without_hello_ends_after_the_timeout() {
 #[test]
 fn a_stream_that_ends_in_the_middle_of_a_message_completes_the_message_first() {
     let mut rig = Rig::new(Settings::default());
-    rig.http2.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 10]));
-    rig.http2.receive(&wire(kind::DATA, 0, 1, &hello()));
+    rig.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 10]));
+    rig.receive(&wire(kind::DATA, 0, 1, &hello()));
     rig.written();
     rig.streams.context.lifecycle.send_replace(Lifecycle::Ended);
     rig.pass(Duration::ZERO);
     assert!(rig.written().is_empty(), "the status comes only after the whole message");
-    rig.http2.receive(&wire(kind::WINDOW_UPDATE, 0, 1, &4_000_u32.to_be_bytes()));
+    rig.receive(&wire(kind::WINDOW_UPDATE, 0, 1, &4_000_u32.to_be_bytes()));
     let frames = rig.written();
     assert_eq!((frames[0].0, frames[1].0, frames[1].1), (kind::DATA, kind::HEADERS, 5));
     assert!(String::from_utf8_lossy(&frames[1].2).contains("this%20replica%20stops"));
@@ -161,7 +172,7 @@ proptest! {
     ) {
         let mut rig = Rig::following();
         for (kind, flags, stream, payload) in frames {
-            rig.http2.receive(&wire(kind, flags, stream, &payload));
+            rig.receive(&wire(kind, flags, stream, &payload));
             prop_assert!(rig.http2.stream.answers.capacity() <= 4 * MAX_ANSWER_BYTES);
             if reads {
                 rig.written();

@@ -2,12 +2,11 @@
 //! The bytes may arrive in pieces of any size.
 //!
 //! The parser stores no payload of `DATA` frames or header blocks: it passes the bytes on or skips
-//! them as they arrive. It does not decode header blocks. [`super::super::first_request`] has
-//! already decoded the request's headers. Of later header blocks only the stream's trailers matter,
-//! and only because they end the stream. The parser does not maintain HPACK's dynamic table,
-//! because it never decodes a block that could refer to the table.
+//! them as they arrive. It does not decode header blocks, and so needs no dynamic table of HPACK:
+//! the port has a single method, so the headers of the request say nothing. Of later header blocks
+//! only the stream's trailers matter, and only because they end the stream.
 
-use super::frame::{Code, DEFAULT_WINDOW, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MAX_WINDOW, flag, kind};
+use super::frame::{Code, DEFAULT_WINDOW, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MAX_WINDOW, PREFACE, flag, kind};
 
 /// The maximum numbers of frames and of bytes of one header block. Larger blocks are refused
 /// (RFC 9113, 10.5.1).
@@ -53,6 +52,8 @@ fn violation<T>(code: Code, text: &'static str) -> Result<T, Violation> {
 /// The parser of a connection's frames.
 #[derive(Debug, Default)]
 pub(super) struct Input {
+    /// The number of bytes of the preface that have arrived.
+    preface_bytes: usize,
     /// The part of a frame's header that has arrived.
     header: [u8; HEADER_BYTES],
     header_bytes: u8,
@@ -82,7 +83,7 @@ struct Frame {
 }
 
 impl Input {
-    /// Parses bytes of the connection that follow the preface, and passes events to `take`.
+    /// Parses bytes of the connection, which begins with the preface, and passes events to `take`.
     ///
     /// # Errors
     ///
@@ -92,6 +93,13 @@ impl Input {
         mut bytes: &[u8],
         mut take: impl FnMut(Event<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
+        let preface = &PREFACE[self.preface_bytes..];
+        let (begin, rest) = bytes.split_at(preface.len().min(bytes.len()));
+        if !preface.starts_with(begin) {
+            return Ok(violation(Code::ProtocolError, "the connection does not begin with the preface of HTTP/2")?);
+        }
+        self.preface_bytes += begin.len();
+        bytes = rest;
         while !bytes.is_empty() {
             let Some(mut frame) = self.frame.take() else {
                 bytes = self.feed_header(bytes)?;

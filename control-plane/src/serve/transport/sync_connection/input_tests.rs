@@ -12,7 +12,7 @@ enum Seen {
 
 fn read(pieces: &[&[u8]]) -> (Vec<Seen>, Result<(), Violation>) {
     let (mut input, mut seen) = (Input::default(), Vec::new());
-    for piece in pieces {
+    for piece in [PREFACE].iter().chain(pieces) {
         let result = input.feed(piece, |event| {
             match (event, seen.last_mut()) {
                 (Event::Data(bytes), Some(Seen::Data(data))) => data.extend_from_slice(bytes),
@@ -31,6 +31,19 @@ fn read(pieces: &[&[u8]]) -> (Vec<Seen>, Result<(), Violation>) {
 fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
     [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+#[test]
+fn a_connection_begins_with_the_preface_of_http2() {
+    let mut input = Input::default();
+    for byte in PREFACE {
+        assert_eq!(input.feed(&[*byte], |_| Ok::<_, Violation>(())), Ok(()));
+    }
+    assert_eq!(read(&[&frame(kind::PRIORITY, 0, 1, &[0; 5])]), (Vec::new(), Ok(())));
+    for other in [&b"GET / HTTP/1.1\r\n"[..], &PREFACE[1..]] {
+        let refused = Input::default().feed(other, |_| Ok::<_, Violation>(()));
+        assert_eq!(refused.unwrap_err().code, Code::ProtocolError);
+    }
 }
 
 fn opened() -> Vec<u8> {

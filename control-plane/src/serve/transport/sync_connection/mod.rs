@@ -1,5 +1,5 @@
-//! A connection that carries one `Discovery.Sync` and nothing else, like the connection of every
-//! agent. This module implements the parts of HTTP/2 (RFC 9113) that such a connection needs.
+//! A connection to the port for agents, which carries one `Discovery.Sync`. This module implements
+//! the parts of HTTP/2 (RFC 9113) that such a connection needs.
 //!
 //! Such a connection needs little memory and time, for these reasons:
 //!
@@ -12,10 +12,9 @@
 //! to current values.
 //!
 //! A client that sends further requests receives GOAWAY, which does not affect the stream. The
-//! client then opens another connection for these requests. The general server serves that
-//! connection, because its first request is not `Sync`.
+//! client then opens another connection for these requests.
 
-pub(crate) mod frame;
+mod frame;
 mod http2;
 mod input;
 mod io;
@@ -29,13 +28,18 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    task::{Context, Poll},
+    task::{Context, Poll, Waker},
 };
 
 use rustls::ServerConnection;
-use tokio::{net::TcpStream, time::Instant};
+use socket2::SockRef;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    time::Instant,
+};
+use tokio_util::either::Either;
 
-use super::connection_limits::Held;
+use super::{connection_limits::Held, listener};
 use crate::{
     identity::Peer,
     serve::{
@@ -43,7 +47,7 @@ use crate::{
         stream::Streams,
     },
 };
-use frame::{MAX_PAYLOAD_BYTES, PREFACE};
+use frame::MAX_PAYLOAD_BYTES;
 use http2::Http2;
 use io::Io;
 
@@ -52,6 +56,11 @@ const READ_BYTES: usize = 16 << 10;
 
 /// The maximum size of one write, in bytes of plaintext: one TLS record.
 const WRITE_BYTES: usize = MAX_PAYLOAD_BYTES as usize;
+
+/// The maximum number of unsent bytes that the kernel accepts (`TCP_NOTSENT_LOWAT`, tcp(7)).
+/// Without this limit, the kernel accepts megabytes for a peer that does not read. These bytes
+/// would be out of date when the peer reads them.
+const MAX_UNSENT_BYTES: u32 = 64 << 10;
 
 /// The number of bytes that a connection may read, and may write, before other connections are
 /// served.
@@ -66,18 +75,18 @@ struct Scratch {
     write: Vec<u8>,
 }
 
-/// A connection that carries one stream.
-pub(crate) struct SyncConnection {
+/// A connection that carries one stream, over the transport `S`.
+struct SyncConnection<S> {
     signal: Arc<Signal>,
     /// `None` after the connection has ended.
-    state: Mutex<Option<State>>,
+    state: Mutex<Option<State<S>>>,
     /// Whether the agent was late at the last visit.
     is_late: AtomicBool,
     _held: Held,
 }
 
-struct State {
-    io: Io,
+struct State<S> {
+    io: Io<S>,
     http2: Http2,
     /// True while the kernel accepts no more bytes.
     is_blocked: bool,
@@ -87,48 +96,66 @@ struct State {
     is_closed: bool,
 }
 
-/// Returns a future that serves a connection. `first` holds the bytes that were already read from
-/// the connection. These bytes contain the client's preface and the headers of `Sync`.
-pub(crate) fn serve(
+/// Returns a future that serves a connection of the listener.
+pub(crate) fn serve_accepted(
     streams: &Arc<Streams>,
-    peer: Peer,
-    stream: TcpStream,
-    tls: Option<ServerConnection>,
-    first: &[u8],
+    listener::Connection { io, peer }: listener::Connection,
     held: Held,
 ) -> impl Future<Output = ()> + Send + use<> {
-    let signal = Arc::new(Signal::new());
-    let mut http2 = Http2::new(Arc::clone(streams), peer, Arc::clone(&signal));
-    http2.receive(&first[PREFACE.len().min(first.len())..]);
-    let state = State { io: Io::new(stream, tls), http2, is_blocked: false, is_paused: false, is_closed: false };
+    let (stream, tls) = match io {
+        Either::Left(stream) => (stream, None),
+        Either::Right(tls) => {
+            let (stream, tls) = tls.into_inner();
+            (stream, Some(tls))
+        }
+    };
+    if let Err(error) = SockRef::from(&stream).set_tcp_notsent_lowat(MAX_UNSENT_BYTES) {
+        tracing::debug!(%error, "TCP_NOTSENT_LOWAT cannot be set");
+    }
+    serve(streams, peer, stream, tls, held)
+}
+
+/// Returns a future that serves a connection on which nothing has been read or written yet, except
+/// the handshake of TLS.
+fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+    streams: &Arc<Streams>,
+    peer: Peer,
+    stream: S,
+    tls: Option<ServerConnection>,
+    held: Held,
+) -> impl Future<Output = ()> + Send + use<S> {
+    let (signal, now) = (Arc::new(Signal::new()), Instant::now());
+    let http2 = Http2::new(Arc::clone(streams), peer, Arc::clone(&signal), now);
+    let state = State { io: Io::new(stream, tls, now), http2, is_blocked: false, is_paused: false, is_closed: false };
     let connection = Arc::new(SyncConnection {
         signal,
         state: Mutex::new(Some(state)),
         is_late: AtomicBool::new(false),
         _held: held,
     });
-    let visited = streams.context.visits.add(Arc::<SyncConnection>::clone(&connection));
+    let visited = streams.context.visits.add(Arc::<SyncConnection<S>>::clone(&connection));
     Serve { connection, _visited: visited }
 }
 
 /// The task of a connection. The task reads, and writes when the kernel accepts bytes again. Other
 /// writes happen in visits.
-struct Serve {
-    connection: Arc<SyncConnection>,
+struct Serve<S> {
+    connection: Arc<SyncConnection<S>>,
     _visited: Visited,
 }
 
-impl Future for Serve {
+impl<S: AsyncRead + AsyncWrite + Unpin> Future for Serve<S> {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         self.connection.signal.register(cx.waker());
         let mut slot = self.connection.state();
         let Some(state) = slot.as_mut() else { return Poll::Ready(()) };
-        let is_over = match SCRATCH.with_borrow_mut(|scratch| state.run(scratch, cx)) {
+        let now = Instant::now();
+        let is_over = match SCRATCH.with_borrow_mut(|scratch| state.run(scratch, cx, now)) {
             Ok(()) => state.http2.is_over(),
             Err(error) => {
-                state.http2.disconnected(&error);
+                state.http2.disconnected(&error, now);
                 true
             }
         };
@@ -144,25 +171,24 @@ impl Future for Serve {
     }
 }
 
-impl SyncConnection {
-    fn state(&self) -> MutexGuard<'_, Option<State>> {
+impl<S> SyncConnection<S> {
+    fn state(&self) -> MutexGuard<'_, Option<State<S>>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl<S: AsyncRead + AsyncWrite + Unpin> State<S> {
     /// Reads and writes as much as the kernel allows, up to [`TURN_BYTES`] in each direction.
-    fn run(&mut self, scratch: &mut Scratch, cx: &mut Context<'_>) -> Result<(), Error> {
-        let now = Instant::now();
+    fn run(&mut self, scratch: &mut Scratch, cx: &mut Context<'_>, now: Instant) -> Result<(), Error> {
         let mut read = 0;
         while !self.io.is_paused(now)
-            && let Poll::Ready(bytes) = self.io.poll_read(cx, &mut scratch.read)?
+            && let Poll::Ready(bytes) = self.io.poll_read(cx, &mut scratch.read, now)?
         {
             if bytes == 0 {
                 return Err(ErrorKind::UnexpectedEof.into());
             }
             self.http2.heard(now);
-            self.http2.receive(&scratch.read[..bytes]);
+            self.http2.receive(&scratch.read[..bytes], now);
             read += bytes;
             if read >= TURN_BYTES {
                 cx.waker().wake_by_ref();
@@ -170,26 +196,18 @@ impl State {
             }
         }
         self.is_paused = self.io.is_paused(now);
-        loop {
-            match self.write(&mut scratch.write, now)? {
-                Written::All => return Ok(()),
-                Written::Turn => {
-                    cx.waker().wake_by_ref();
-                    return Ok(());
-                }
-                Written::Blocked => match self.io.poll_writable(cx)? {
-                    Poll::Ready(()) => {}
-                    Poll::Pending => return Ok(()),
-                },
-            }
+        if self.write(&mut scratch.write, cx, now)? == Written::Turn {
+            cx.waker().wake_by_ref();
         }
+        Ok(())
     }
 
-    fn write(&mut self, scratch: &mut Vec<u8>, now: Instant) -> Result<Written, Error> {
+    /// Writes what is due. If the kernel accepts no more bytes, `cx` is woken once it does.
+    fn write(&mut self, scratch: &mut Vec<u8>, cx: &mut Context<'_>, now: Instant) -> Result<Written, Error> {
         let mut total = 0;
         loop {
             let before = self.io.written_bytes();
-            let is_flushed = self.io.flush()?;
+            let is_flushed = self.io.flush(cx)?;
             if self.is_blocked && self.io.written_bytes() > before {
                 // The kernel accepts bytes again, so the peer is slow, but it reads.
                 self.http2.heard(now);
@@ -206,12 +224,12 @@ impl State {
             if scratch.is_empty() {
                 if self.http2.is_closing() && !self.is_closed {
                     self.is_closed = true;
-                    self.io.close()?;
+                    self.io.close(cx)?;
                 }
                 return Ok(Written::All);
             }
             total += scratch.len();
-            self.io.write(scratch)?;
+            self.io.write(cx, scratch)?;
         }
     }
 }
@@ -227,18 +245,20 @@ enum Written {
     Turn,
 }
 
-impl Visit for SyncConnection {
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> Visit for SyncConnection<S> {
     fn visit(&self, now: Instant) {
         let mut slot = self.state();
         let Some(state) = slot.as_mut() else { return };
         state.http2.keep_time(now);
-        // If the connection is blocked, its task waits until the kernel accepts more bytes.
+        // If the connection is blocked, its task waits until the kernel accepts more bytes. If it
+        // becomes blocked, the task is woken to wait.
+        let cx = &mut Context::from_waker(Waker::noop());
         let written = match state.is_blocked {
             true => Ok(Written::All),
-            false => SCRATCH.with_borrow_mut(|scratch| state.write(&mut scratch.write, now)),
+            false => SCRATCH.with_borrow_mut(|scratch| state.write(&mut scratch.write, cx, now)),
         };
         if let Err(error) = &written {
-            state.http2.disconnected(error);
+            state.http2.disconnected(error, now);
         }
         self.is_late.store(state.http2.is_late(now), Ordering::Relaxed);
         let is_idle = matches!(written, Ok(Written::All)) && !state.http2.is_over();

@@ -10,20 +10,17 @@ use headgate_core::{
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
 };
-use nftables_netlink::{
-    Chain, Element, Expression, Generator, Kernel as _, Register, Rule, RulePosition, Transaction, Verdict,
-    fake::{FakeKernel, FakeNftables},
-};
+use nftables_netlink::{Chain, Element, Expression, Generator, Register, Rule, Transaction, Verdict};
 
 use super::{
     super::{elements::has_node_addresses, layout::table_name},
     rig::{NODES, Rig, address, endpoint, hashed_service, key, service, shapes},
 };
-use crate::decoders::nftables::{Dump, decode, decode_within, pack};
+use crate::decoders::nftables::{decode, decode_within};
 
 /// Services of all shapes. Some have no endpoints, some only on another node.
-fn programmed(family: Family, fake: &FakeKernel, has_fib: bool) -> Rig<FakeNftables> {
-    let mut rig = Rig::with(family, fake.connect(), has_fib);
+fn programmed(family: Family, has_fib: bool) -> Rig {
+    let mut rig = Rig::with(family, has_fib);
     for (number, service) in (0u8..).zip(shapes(family)) {
         let key = service.key.clone();
         rig.apply([Change::from(service)]);
@@ -35,18 +32,8 @@ fn programmed(family: Family, fake: &FakeKernel, has_fib: bool) -> Rig<FakeNftab
     rig
 }
 
-fn dump(rig: &mut Rig<FakeNftables>) -> Dump {
-    let table = table_name(rig.family);
-    let dump = Dump::read(&mut rig.kernel, &table, |kernel, set| {
-        let mut elements: Vec<_> = kernel.elements(&table, set)?.into_iter().map(pack).collect();
-        elements.sort_unstable();
-        Ok(elements)
-    });
-    dump.unwrap().unwrap()
-}
-
-fn verify(rig: &mut Rig<FakeNftables>) -> Comparison {
-    let dump = dump(rig);
+fn verify(rig: &mut Rig) -> Comparison {
+    let dump = rig.dump();
     let detector = rig.config.detector.as_ref();
     let found = decode(&dump, detector, None);
     let settings = NodeSettings {
@@ -70,7 +57,7 @@ fn sentences(comparison: &Comparison) -> Vec<String> {
 #[test]
 fn the_tables_of_services_of_all_shapes_decode_to_the_expected_table() {
     for (family, has_fib) in [(Family::V4, true), (Family::V6, true), (Family::V4, false), (Family::V6, false)] {
-        let mut rig = programmed(family, &FakeKernel::new(), has_fib);
+        let mut rig = programmed(family, has_fib);
         let comparison = verify(&mut rig);
         assert_eq!(sentences(&comparison), Vec::<String>::new());
         assert!(comparison.frontends > 100, "{}", comparison.frontends);
@@ -90,7 +77,7 @@ fn tables_without_node_ports_or_without_an_address_for_them_are_verified() {
         let only = |addresses: &[_]| NodePortAddresses::Only(addresses.to_vec());
         for addresses in [NodePortAddresses::All, only(&[]), only(&[address(family, NODES, 1)])] {
             for service in [without_node_ports(family, 0), service(family, 0)] {
-                let mut rig = Rig::with(family, FakeKernel::new().connect(), has_fib);
+                let mut rig = Rig::with(family, has_fib);
                 rig.set_node_port_addresses(addresses.clone());
                 rig.apply([Change::from(service), Change::Endpoint(key(0), endpoint(family, 1, "here"))]);
                 let comparison = verify(&mut rig);
@@ -106,7 +93,7 @@ fn tables_without_node_ports_or_without_an_address_for_them_are_verified() {
 #[test]
 fn a_changed_list_of_addresses_for_node_ports_is_found_and_names_the_family() {
     let family = Family::V6;
-    let mut rig = programmed(family, &FakeKernel::new(), true);
+    let mut rig = programmed(family, true);
     let (wanted, other) = (address(family, NODES, 1), address(family, NODES, 2));
     rig.set_node_port_addresses(NodePortAddresses::Only(vec![wanted]));
     assert_eq!(sentences(&verify(&mut rig)), Vec::<String>::new());
@@ -128,12 +115,12 @@ fn a_changed_list_of_addresses_for_node_ports_is_found_and_names_the_family() {
 #[test]
 fn the_steps_grow_with_the_elements() {
     let family = Family::V4;
-    let mut rig = Rig::new(family, FakeKernel::new().connect());
+    let mut rig = Rig::new(family);
     for number in 0..20 {
         rig.apply([Change::from(hashed_service(family, number))]);
         rig.apply((0..10).map(|last| Change::Endpoint(key(number), endpoint(family, 10 * number + last, "there"))));
     }
-    let dump = dump(&mut rig);
+    let dump = rig.dump();
     let detector = rig.config.detector.as_ref();
     let needs_more_than = |steps: u64| decode_within(&dump, detector, None, steps).is_broken();
     assert!(needs_more_than(dump.size()));
@@ -153,19 +140,21 @@ fn the_decoder_gives_up_if_foreign_rules_branch_too_often() {
                 transaction.add_rule(&jump(&chain, format!("foreign-{}", number + 1)));
             });
         }
-        transaction.put_rule(&jump("nat-prerouting", "foreign-0".to_owned()), RulePosition::First);
+        jump("nat-prerouting", "foreign-0".to_owned())
     };
     // Random numbers that are not used to look up an element.
-    let numbers = |transaction: &mut Transaction| {
+    let numbers = |_: &mut Transaction| {
         let generator = Generator::Random;
         let number = Expression::NumberGenerator { generator, modulus: 1 << 16, offset: 0, to: Register::R1 };
-        let rule = Rule::new(&table, "nat-prerouting", vec![number.clone(), number.clone(), number]);
-        transaction.put_rule(&rule, RulePosition::First);
+        Rule::new(&table, "nat-prerouting", vec![number.clone(), number.clone(), number])
     };
-    for add in [&chains as &dyn Fn(&mut Transaction), &numbers] {
-        let mut rig = programmed(Family::V4, &FakeKernel::new(), true);
+    for add in [&chains as &dyn Fn(&mut Transaction) -> Rule, &numbers] {
+        let mut rig = programmed(Family::V4, true);
         let mut transaction = Transaction::new();
-        add(&mut transaction);
+        let first = add(&mut transaction);
+        let others = rig.kernel.rules(&table, Some("nat-prerouting")).unwrap().into_iter().map(|rule| rule.object);
+        transaction.flush_chain(&table, "nat-prerouting");
+        [first].into_iter().chain(others).for_each(|rule| transaction.add_rule(&rule));
         rig.kernel.commit(&transaction).unwrap();
         let comparison = verify(&mut rig);
         assert!(comparison.differences.is_empty() && comparison.frontends == 0, "{:?}", sentences(&comparison));
@@ -182,13 +171,12 @@ fn decides(set: &str) -> bool {
 
 #[test]
 fn deleted_elements_are_found_and_name_the_service() {
-    let fake = FakeKernel::new();
-    let mut rig = programmed(Family::V4, &fake, true);
+    let mut rig = programmed(Family::V4, true);
     let table = table_name(Family::V4);
     let sets: Vec<String> = rig.layout.sets.keys().filter(|set| decides(set)).cloned().collect();
     let mut corrupted = 0;
     for set in sets {
-        let all = rig.kernel.elements(&table, &set).unwrap();
+        let all = rig.elements(&set);
         let step = (all.len() / 6).max(1);
         // The rules drop packets to a known ClusterIP that is in no other set.
         let is_dropped_anyway = |element: &Element| set == "dropped" && element.key.0.starts_with(&[10, 96]);
@@ -217,10 +205,9 @@ fn deleted_elements_are_found_and_name_the_service() {
 
 #[test]
 fn a_swapped_address_is_found() {
-    let fake = FakeKernel::new();
-    let mut rig = programmed(Family::V4, &fake, true);
+    let mut rig = programmed(Family::V4, true);
     let table = table_name(Family::V4);
-    let element = rig.kernel.elements(&table, "endpoints").unwrap().remove(0);
+    let element = rig.elements("endpoints").remove(0);
     let mut swapped = element.clone();
     let Some(nftables_netlink::ElementData::Value(value)) = &mut swapped.data else { panic!("{element:?}") };
     value.0[3] = 250;
@@ -235,8 +222,7 @@ fn a_swapped_address_is_found() {
 
 #[test]
 fn each_deleted_rule_of_the_dispatch_is_found() {
-    let fake = FakeKernel::new();
-    let mut rig = programmed(Family::V4, &fake, true);
+    let mut rig = programmed(Family::V4, true);
     let table = table_name(Family::V4);
     // These rules masquerade, answer pings, guard 127.0.0.0/8 or drop INVALID packets. They do not
     // decide about the first packet of a connection to a Service. The rules that lead to records of
@@ -251,7 +237,7 @@ fn each_deleted_rule_of_the_dispatch_is_found() {
     for chain in chains {
         let rules: Vec<_> =
             rig.kernel.rules(&table, Some(&chain)).unwrap().into_iter().map(|listed| listed.object).collect();
-        let replace = |rig: &mut Rig<FakeNftables>, left_out: Option<usize>| {
+        let replace = |rig: &mut Rig, left_out: Option<usize>| {
             let mut transaction = Transaction::new();
             transaction.flush_chain(&table, &chain);
             let kept = rules.iter().enumerate().filter(|(position, _)| Some(*position) != left_out);

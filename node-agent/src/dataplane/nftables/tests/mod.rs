@@ -1,7 +1,6 @@
-//! The rules and elements on the fake kernel.
+//! The rules and elements in the real kernel. Each test makes network namespaces, and needs root.
 #![allow(clippy::unwrap_used)]
 
-mod addresses;
 mod affinity;
 mod decoding;
 mod forwarding;
@@ -10,7 +9,6 @@ mod misses;
 mod rig;
 
 use headgate_core::Family;
-use nftables_netlink::fake::FakeKernel;
 
 use super::{layout::Layout, why_replaced};
 
@@ -18,7 +16,7 @@ use super::{layout::Layout, why_replaced};
 fn a_table_of_an_earlier_run_is_not_blamed_on_another_program() {
     let before = why_replaced(Family::V4, &Layout::default());
     assert!(before.starts_with("the table ip headgate differs") && before.contains("another mode"), "{before}");
-    let rig = rig::Rig::new(Family::V4, FakeKernel::new().connect());
+    let rig = rig::Rig::new(Family::V4);
     let after = why_replaced(Family::V4, &rig.layout);
     assert!(after.contains("was changed by another program") && !after.contains("mode"), "{after}");
 }

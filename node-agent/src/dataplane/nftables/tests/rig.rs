@@ -1,6 +1,13 @@
-//! A ledger, its rules, and a kernel.
+//! A ledger, its rules, and the kernel in a network namespace.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io::ErrorKind,
+    net::{IpAddr, UdpSocket},
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
 
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service,
@@ -9,12 +16,14 @@ use headgate_core::{
     masquerade::LocalDetector,
     nftables::{Element, Ledger, NftablesConfig, Plan},
 };
-use nftables_netlink::{Expression, Kernel, Table, Transaction};
+use nftables_netlink::{Expression, Nftables, Table, Transaction};
+use nix::sched::{CloneFlags, unshare};
 
 use super::super::{
     elements,
     layout::{Layout, LayoutConfig, table_name},
 };
+use crate::decoders::nftables::Dump;
 
 /// The protocols, with their numbers.
 pub(super) const PROTOCOLS: [(Protocol, u8); 3] = [(Protocol::Tcp, 6), (Protocol::Udp, 17), (Protocol::Sctp, 132)];
@@ -130,24 +139,30 @@ fn shrink(layout: &mut Layout) {
     }
 }
 
-pub(super) struct Rig<K> {
+/// A node. Its network namespace is that of the test's thread, until the thread makes another rig.
+pub(super) struct Rig {
     pub(super) family: Family,
     pub(super) config: LayoutConfig,
-    pub(super) kernel: K,
+    pub(super) kernel: Nftables,
     pub(super) state: State,
     pub(super) node: NodeFacts,
     pub(super) ledger: Ledger,
     pub(super) layout: Layout,
 }
 
-impl<K: Kernel> Rig<K> {
+impl Rig {
     /// Programs a kernel without Services.
-    pub(super) fn new(family: Family, kernel: K) -> Self {
-        Self::with(family, kernel, true)
+    ///
+    /// # Panics
+    /// The process may not make network namespaces.
+    pub(super) fn new(family: Family) -> Self {
+        Self::with(family, true)
     }
 
     /// Programs a kernel without Services, with or without `fib`.
-    pub(super) fn with(family: Family, kernel: K, has_fib: bool) -> Self {
+    pub(super) fn with(family: Family, has_fib: bool) -> Self {
+        unshare(CloneFlags::CLONE_NEWNET)
+            .expect("this test makes a network namespace and needs root: run the tests as root (`sudo make test`)");
         let pods: IpAddr = address(family, PODS, 0);
         let detector = ipnet::IpNet::new(pods, if family == Family::V4 { 16 } else { 32 }).unwrap();
         let config = LayoutConfig {
@@ -164,7 +179,7 @@ impl<K: Kernel> Rig<K> {
         };
         let mut rig = Self {
             family,
-            kernel,
+            kernel: Nftables::open().unwrap(),
             state: State::default(),
             node: NodeFacts { addresses: vec![address(family, NODES, 1)], ..NodeFacts::named("here") },
             ledger: Ledger::new(NftablesConfig::new(family)),
@@ -199,6 +214,37 @@ impl<K: Kernel> Rig<K> {
         self.commit(&Plan::default());
     }
 
+    /// The table in the kernel.
+    pub(super) fn dump(&mut self) -> Dump {
+        Dump::read(&mut self.kernel, &table_name(self.family)).unwrap().unwrap()
+    }
+
+    /// The elements of a set, by their keys.
+    pub(super) fn elements(&mut self, set: &str) -> Vec<nftables_netlink::Element> {
+        let mut elements = self.kernel.elements(&table_name(self.family), set).unwrap();
+        elements.sort_by(|a, b| a.key.cmp(&b.key));
+        elements
+    }
+
+    /// Makes clients and endpoints addresses of this host, so that packets of a test reach the
+    /// endpoints, each of which gets a socket for UDP.
+    pub(super) fn serve(&self, endpoints: impl IntoIterator<Item = u8>) -> Servers {
+        let (option, all, name) = match self.family {
+            Family::V4 => ("-4", "10.0.0.0/8", "ipv4"),
+            Family::V6 => ("-6", "fd00::/16", "ipv6"),
+        };
+        for arguments in [&["link", "set", "lo", "up"][..], &[option, "route", "add", "local", all, "dev", "lo"]] {
+            assert!(Command::new("ip").args(arguments).status().unwrap().success(), "ip {arguments:?}");
+        }
+        std::fs::write(format!("/proc/sys/net/{name}/ip_nonlocal_bind"), "1").unwrap();
+        let open = |last| {
+            let socket = UdpSocket::bind((address(self.family, PODS, last), 8080)).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            socket
+        };
+        Servers { family: self.family, sockets: endpoints.into_iter().map(open).collect() }
+    }
+
     fn commit(&mut self, plan: &Plan) {
         let table = table_name(self.family);
         let mut transaction = Transaction::new();
@@ -210,5 +256,41 @@ impl<K: Kernel> Rig<K> {
         elements::write(&delete, plan.added(&self.ledger).filter(is_kept), &table, &mut transaction);
         self.kernel.commit(&transaction).unwrap();
         self.layout = layout;
+    }
+}
+
+/// Endpoints that receive datagrams.
+pub(super) struct Servers {
+    family: Family,
+    sockets: Vec<UdpSocket>,
+}
+
+impl Servers {
+    /// The endpoint that a new connection of a client to the UDP port of a Service reaches. The
+    /// client is the pod with this number, which has an address of its own.
+    pub(super) fn reached(&self, client: u32, service: u8) -> IpAddr {
+        let client = match address(self.family, PODS, 0) {
+            IpAddr::V4(base) => IpAddr::from((u32::from(base) + 256 + client).to_be_bytes()),
+            IpAddr::V6(base) => IpAddr::from((u128::from(base) + (u128::from(client + 1) << 64)).to_be_bytes()),
+        };
+        let socket = UdpSocket::bind((client, 0)).unwrap();
+        socket.send_to(b"hello", (address(self.family, CLUSTER, service), 80)).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while Instant::now() < deadline {
+            for server in &self.sockets {
+                match server.recv(&mut [0; 16]) {
+                    Ok(_) => return server.local_addr().unwrap().ip(),
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            thread::yield_now();
+        }
+        panic!("a datagram of {client} reached no endpoint");
+    }
+
+    /// The endpoints that these many new connections of one client reach.
+    pub(super) fn reached_often(&self, client: u32, service: u8, connections: u32) -> BTreeSet<IpAddr> {
+        (0..connections).map(|_| self.reached(client, service)).collect()
     }
 }

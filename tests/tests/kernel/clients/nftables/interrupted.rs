@@ -7,9 +7,7 @@ use std::{
 };
 
 use anyhow::{Result, ensure};
-use nftables_netlink::{
-    Chain, DataType, Element, Family, Kernel as _, Nftables, Set, Table, TableName, Transaction, Value,
-};
+use nftables_netlink::{Chain, DataType, Element, Family, Nftables, Set, Table, TableName, Transaction, Value};
 
 use super::{in_namespace, table_name};
 
@@ -44,7 +42,7 @@ fn changes_of_other_tables_do_not_prevent_lists() {
     in_namespace("busy", || {
         let mut kernel = Nftables::open()?;
         let table = table_name();
-        let set = Set::map(&table, "pairs", &[DataType::Mark], &[DataType::Mark]).with_key_in_host_order();
+        let set = Set::map(&table, "pairs", &[DataType::Mark], &[DataType::Mark]);
         let mut all = Transaction::new();
         all.add_table(&Table::new(table.clone()));
         for chain in 0..CHAINS {

@@ -1,10 +1,7 @@
-//! Compares Headgate's client of nftables with the `nft` program, and the fake kernel with the real
-//! kernel.
+//! Compares Headgate's client of nftables with the `nft` program.
 
-mod alike;
 mod interrupted;
 mod listing;
-mod packets;
 mod specimen;
 mod transactions;
 

@@ -1,14 +1,13 @@
-//! One table with every kind of object and expression, in two forms: objects of Headgate's client,
-//! and input of `nft`.
+//! One table with every kind of object and expression that the client knows, in two forms: objects
+//! of Headgate's client, and input of `nft`.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use Expression as E;
 use nftables_netlink::{
-    AddressFamily, BaseChain, Bytes, Chain, ChainType, Comparison, Conversion, CtKey, DataType, Direction, DynamicSet,
+    AddressFamily, BaseChain, Bytes, Chain, ChainType, Comparison, CtKey, DataType, Direction, DynamicSet,
     DynamicSetOperation, Element, Expression, FibFlags, FibResult, Generator, Hook, LookupResult, MetaKey, NatFlags,
-    NatKind, PayloadBase, Policy, Register, Reject, Rule, Set, SetName, SocketKey, Table, TableName, Transaction,
-    Value, Verdict,
+    NatKind, PayloadBase, Policy, Register, Reject, Rule, Set, SetFlags, Table, TableName, Transaction, Value, Verdict,
 };
 
 pub(super) const TEXT: &str = r#"
@@ -30,8 +29,8 @@ table inet shop {
   map weights { type ipv4_addr : mark; elements = { 10.0.0.1 : 0x7 } }
   map dispatch { type mark : verdict; elements = { 0x3 : goto pick-3 } }
   chain pick-3 {
-    meta mark set numgen random mod 3 offset 5
-    meta mark set jhash ip saddr . tcp sport mod 7 seed 0xdeadbeef offset 2
+    numgen random mod 3 offset 5 6 accept
+    jhash ip saddr . tcp sport mod 7 seed 0xdeadbeef offset 2 3 accept
   }
   chain seen {
     meta mark vmap @dispatch
@@ -40,10 +39,8 @@ table inet shop {
   chain pre {
     type nat hook prerouting priority -100; policy accept;
     fib daddr type local jump pick-3 comment "hello"
-    ip daddr . meta l4proto . th dport vmap { 10.0.0.1 . tcp . 80 : goto pick-3, 10.0.0.5 . udp . 80 : drop }
     ip daddr 10.0.0.1 tcp dport 80 dnat ip to 10.1.0.1:8080 persistent
     ip6 daddr @nets return
-    tcp dport 81 redirect to :8081
   }
   chain post {
     type nat hook postrouting priority 100; policy accept;
@@ -55,7 +52,7 @@ table inet shop {
     ct state established,related accept
     meta l4proto tcp ct original proto-dst 80 goto seen
     tcp dport 80-90 reject with tcp reset
-    tcp dport != 80-90 limit rate 10/second burst 5 packets log prefix "shop: "
+    tcp dport != 80 limit rate 10/second burst 5 packets log prefix "shop: "
     update @affinity { meta mark . ip saddr timeout 5m }
     iifname "lo" meta mark and 0xff == 0x1 ip daddr != @counted reject with icmpx port-unreachable
   }
@@ -63,9 +60,6 @@ table inet shop {
     type filter hook prerouting priority -300; policy accept;
     udp dport 53 notrack
     ip daddr 10.0.0.1 udp dport 54 udp dport set 55 ip daddr set 127.0.0.1
-    meta mark 1-5 ct mark set meta mark
-    socket transparent 1 accept
-    meta l4proto tcp tproxy ip to 127.0.0.1:50080
   }
 }
 "#;
@@ -114,13 +108,17 @@ fn base(table: &TableName, name: &str, kind: ChainType, hook: Hook, priority: i3
     Chain::base(table, name, BaseChain { kind, hook, priority, policy })
 }
 
+/// User data that marks the keys (0) or the data (1) of a set for `nft` as numbers in the machine's
+/// byte order.
+fn in_host_order(of: u8) -> Vec<u8> {
+    [&[of, 4], &1_u32.to_ne_bytes()[..]].concat()
+}
+
 /// The table of [`TEXT`], without the user data that `nft` adds to sets.
 pub(super) struct Specimen {
     pub(super) chains: Vec<Chain>,
     pub(super) sets: Vec<(Set, Vec<Element>)>,
-    pub(super) anonymous: (Set, Vec<Element>),
-    /// Returns the rules, given the name of the anonymous map.
-    pub(super) rules: fn(&TableName, &SetName) -> Vec<Rule>,
+    pub(super) rules: Vec<Rule>,
 }
 
 pub(super) fn specimen(table: &TableName) -> Specimen {
@@ -130,7 +128,9 @@ pub(super) fn specimen(table: &TableName) -> Specimen {
     let index = |parts: &[u32]| join(&parts.iter().map(|part| mark(*part)).collect::<Vec<_>>());
     let mut counted = Set::new(table, "counted", &[Ipv4Address]);
     counted.expressions.push(E::counter());
-    let goto = Verdict::Goto("pick-3".into());
+    let interval = SetFlags { interval: true, ..SetFlags::default() };
+    let end_of_interval =
+        |address: &str| Element { interval_end: true, ..Element::new(address.parse::<Ipv6Addr>().unwrap().into()) };
     let sets = vec![
         (
             Set::map(table, "services", &service, &[Mark, Mark, Mark]),
@@ -148,44 +148,37 @@ pub(super) fn specimen(table: &TableName) -> Specimen {
             Set::new(table, "brief", &[Ipv4Address]).with_timeout_ms(3_600_000),
             vec![Element::new(ip([10, 0, 0, 9])).with_timeout_ms(7_200_000)],
         ),
-        (counted, vec![Element::new(ip([10, 0, 0, 7])).with_expression(E::counter())]),
+        (counted, vec![Element { expressions: vec![E::counter()], ..Element::new(ip([10, 0, 0, 7])) }]),
         (
-            Set::new(table, "both", &[Ipv4Address, Port]).with_ranges(&[Ipv4Address, Port]),
-            vec![Element::range(
-                join(&[ip([10, 0, 0, 0]), Value::port(80)]),
-                join(&[ip([10, 255, 255, 255]), Value::port(90)]),
-            )],
+            Set {
+                flags: SetFlags { concatenated_ranges: true, ..interval },
+                field_lengths: vec![4, 2],
+                ..Set::new(table, "both", &[Ipv4Address, Port])
+            },
+            vec![Element {
+                key_end: Some(join(&[ip([10, 255, 255, 255]), Value::port(90)])),
+                ..Element::new(join(&[ip([10, 0, 0, 0]), Value::port(80)]))
+            }],
         ),
         (
-            Set::new(table, "nets", &[Ipv6Address]).with_ranges(&[Ipv6Address]),
-            [
+            Set { flags: interval, ..Set::new(table, "nets", &[Ipv6Address]) },
+            vec![
                 // `nft` adds this element, which ends the range below the first interval. That
                 // range is not in the set.
-                vec![Element { interval_end: true, ..Element::new(Ipv6Addr::UNSPECIFIED.into()) }],
-                Element::interval(
-                    "fd00::".parse::<Ipv6Addr>().unwrap().into(),
-                    "fd00:0:0:1::".parse::<Ipv6Addr>().unwrap().into(),
-                )
-                .into(),
-            ]
-            .concat(),
+                end_of_interval("::"),
+                Element::new("fd00::".parse::<Ipv6Addr>().unwrap().into()),
+                end_of_interval("fd00:0:0:1::"),
+            ],
         ),
         (
-            Set::map(table, "weights", &[Ipv4Address], &[Mark]).with_data_in_host_order(),
+            Set { user_data: in_host_order(1), ..Set::map(table, "weights", &[Ipv4Address], &[Mark]) },
             vec![Element::new(ip([10, 0, 0, 1])).with_value(mark(7))],
         ),
         (
-            Set::verdict_map(table, "dispatch", &[Mark]).with_key_in_host_order(),
-            vec![Element::new(mark(3)).with_verdict(goto.clone())],
+            Set { user_data: in_host_order(0), ..Set::verdict_map(table, "dispatch", &[Mark]) },
+            vec![Element::new(mark(3)).with_verdict(Verdict::Goto("pick-3".into()))],
         ),
     ];
-    let anonymous = (
-        Set::verdict_map(table, "", &service).with_size(2).anonymous(),
-        vec![
-            Element::new(key([10, 0, 0, 1], TCP, 80)).with_verdict(goto),
-            Element::new(key([10, 0, 0, 5], UDP, 80)).with_verdict(Verdict::Drop),
-        ],
-    );
     let (accept, nat, filter) = (Policy::Accept, ChainType::Nat, ChainType::Filter);
     let chains = vec![
         Chain::regular(table, "pick-3"),
@@ -195,10 +188,10 @@ pub(super) fn specimen(table: &TableName) -> Specimen {
         base(table, "filter", filter, Hook::Forward, 0, Policy::Drop),
         base(table, "divert", filter, Hook::Prerouting, -300, accept),
     ];
-    Specimen { chains, sets, anonymous, rules }
+    Specimen { chains, sets, rules: rules(table) }
 }
 
-fn rules(table: &TableName, vmap: &SetName) -> Vec<Rule> {
+fn rules(table: &TableName) -> Vec<Rule> {
     let rule = |chain: &str, parts: &[&[E]]| Rule::new(table, chain, parts.concat());
     let find = |set: &str, result| E::Lookup { set: set.into(), key: R1, result };
     let next = R1.after(4);
@@ -208,12 +201,16 @@ fn rules(table: &TableName, vmap: &SetName) -> Vec<Rule> {
         let mask = E::Bitwise { from: R1, to: R1, mask: mark(bits), xor: mark(0) };
         [mask, compare(Comparison::NotEqual, mark(0))]
     };
-    let set_mark = E::SetMeta { key: MetaKey::Mark, from: R1 };
+    let accept = || E::Verdict(Verdict::Accept);
     let local = E::Fib { result: FibResult::AddressType, flags: FibFlags::DESTINATION, to: R1 };
     vec![
         rule(
             "pick-3",
-            &[&[E::NumberGenerator { generator: Generator::Random, modulus: 3, offset: 5, to: R1 }, set_mark.clone()]],
+            &[&[
+                E::NumberGenerator { generator: Generator::Random, modulus: 3, offset: 5, to: R1 },
+                E::equal(R1, mark(6)),
+                accept(),
+            ]],
         ),
         rule(
             "pick-3",
@@ -224,7 +221,8 @@ fn rules(table: &TableName, vmap: &SetName) -> Vec<Rule> {
                     source(Register::R2),
                     port(0, Register::R2.after(4)),
                     E::Hash { from: Register::R2, length: 8, modulus: 7, seed: Some(0xdead_beef), offset: 2, to: R1 },
-                    set_mark,
+                    E::equal(R1, mark(3)),
+                    accept(),
                 ],
             ],
         ),
@@ -232,18 +230,6 @@ fn rules(table: &TableName, vmap: &SetName) -> Vec<Rule> {
         rule("seen", &[&[E::counter(), E::Verdict(Verdict::Accept)]]),
         rule("pre", &[&[local, E::equal(R1, mark(2)), E::Verdict(Verdict::Jump("pick-3".into()))]])
             .with_comment("hello"),
-        rule(
-            "pre",
-            &[
-                &ipv4(),
-                &[
-                    destination(R1),
-                    meta(MetaKey::L4Protocol, next),
-                    port(2, next.after(1)),
-                    E::Lookup { set: vmap.clone(), key: R1, result: LookupResult::Verdict },
-                ],
-            ],
-        ),
         rule(
             "pre",
             &[
@@ -274,18 +260,6 @@ fn rules(table: &TableName, vmap: &SetName) -> Vec<Rule> {
                 find("nets", LookupResult::Present),
                 E::Verdict(Verdict::Return),
             ]],
-        ),
-        rule(
-            "pre",
-            &[
-                &protocol(TCP),
-                &[
-                    port(2, R1),
-                    E::equal(R1, Value::port(81)),
-                    E::Immediate { to: R1, value: Value::port(8081) },
-                    E::Redirect { port: Some(R1.into()), flags: NatFlags::NONE },
-                ],
-            ],
         ),
         rule(
             "post",
@@ -345,7 +319,7 @@ fn rules(table: &TableName, vmap: &SetName) -> Vec<Rule> {
                 &protocol(TCP),
                 &[
                     port(2, R1),
-                    E::Range { register: R1, inverted: true, first: Value::port(80), last: Value::port(90) },
+                    compare(Comparison::NotEqual, Value::port(80)),
                     E::Limit { rate: 10, seconds: 1, burst: 5, bytes: Bytes::Ignored, inverted: false },
                     // [`TEXT`] names no log level, and the kernel lists the default level.
                     E::Log { prefix: Some("shop: ".into()), level: Some(4), group: None },
@@ -414,36 +388,6 @@ fn rules(table: &TableName, vmap: &SetName) -> Vec<Rule> {
                 ],
             ],
         ),
-        rule(
-            "divert",
-            &[&[
-                meta(MetaKey::Mark, R1),
-                E::ByteOrder { from: R1, to: R1, conversion: Conversion::ToNetwork, length: 4, size: 4 },
-                compare(Comparison::GreaterOrEqual, Value::network_u32(1)),
-                compare(Comparison::LessOrEqual, Value::network_u32(5)),
-                meta(MetaKey::Mark, R1),
-                E::SetConntrack { key: CtKey::Mark, from: R1 },
-            ]],
-        ),
-        rule(
-            "divert",
-            &[&[
-                E::Socket { key: SocketKey::Transparent, to: R1 },
-                E::equal(R1, Value::byte(1)),
-                E::Verdict(Verdict::Accept),
-            ]],
-        ),
-        rule(
-            "divert",
-            &[
-                &protocol(TCP),
-                &[
-                    E::Immediate { to: R1, value: ip([127, 0, 0, 1]) },
-                    E::Immediate { to: Register::R2, value: Value::port(50_080) },
-                    E::TransparentProxy { family: AddressFamily::Ip, address: Some(R1), port: Some(Register::R2) },
-                ],
-            ],
-        ),
     ]
 }
 
@@ -454,12 +398,9 @@ pub(super) fn transaction(table: &TableName) -> Transaction {
     all.add_table(&Table::new(table.clone()));
     specimen.chains.iter().for_each(|chain| all.add_chain(chain));
     for (set, elements) in &specimen.sets {
-        let name = all.add_set(set);
-        all.add_elements(table, name, elements.iter().cloned());
+        all.add_set(set);
+        all.add_elements(table, &set.name, elements.iter().cloned());
     }
-    let (set, elements) = specimen.anonymous;
-    let name = all.add_set(&set);
-    all.add_elements(table, name.clone(), elements);
-    (specimen.rules)(table, &name).iter().for_each(|rule| all.add_rule(rule));
+    specimen.rules.iter().for_each(|rule| all.add_rule(rule));
     all
 }

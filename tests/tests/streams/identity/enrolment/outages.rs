@@ -2,8 +2,10 @@
 
 use std::{fs, time::Duration};
 
-use headgate_node_agent::dataplane::in_memory::Call;
-use headgate_tests::apiserver::{ApiServer, Restart, Token};
+use headgate_tests::{
+    apiserver::{ApiServer, Restart, Token},
+    in_memory::Call,
+};
 
 use super::{
     Cluster, FAILURE, SHORT, SUCCESS,

@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, fs, path::Path};
 use headgate_tests::apiserver::{ApiServer, Options, Rights, Token};
 use serde_json::Value;
 
-use super::{Cluster, add_node};
+use super::{Cluster, add_node, put_pod};
 use crate::identity::server::eventually;
 
 /// The objects of the manifest that grants rights.
@@ -25,7 +25,7 @@ fn cluster_with(rights: Rights) -> Cluster {
     let options = Options { streaming_lists: false, rights: Some(rights), ..Options::default() };
     let api = ApiServer::start_with(options).unwrap();
     add_node(&api, "n1", "127.0.0.1");
-    api.put_pod("agent-n1", "uid-of-agent-n1", "n1");
+    put_pod(&api, "uid-of-agent-n1", "n1");
     Cluster::with_api(api, &[])
 }
 

@@ -2,7 +2,7 @@
 
 use headgate_tests::apiserver::Token;
 
-use super::Cluster;
+use super::{Cluster, put_pod};
 use crate::identity::server::eventually;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -41,11 +41,11 @@ async fn if_the_review_names_no_node_the_node_comes_from_the_pod() {
     let cluster = Cluster::start(&[]);
     let token = || Token { node: None, ..Token::of_agent("n1") };
     cluster.refuses("no pod", token(), "no_node").await;
-    cluster.api.put_pod("agent-n1", "uid-of-another", "n1");
+    put_pod(&cluster.api, "uid-of-another", "n1");
     cluster.refuses("another pod of this name", token(), "no_node").await;
-    cluster.api.put_pod("agent-n1", "uid-of-agent-n1", "n2");
+    put_pod(&cluster.api, "uid-of-agent-n1", "n2");
     cluster.refuses("the pod is on another node", token(), "address").await;
-    cluster.api.put_pod("agent-n1", "uid-of-agent-n1", "n1");
+    put_pod(&cluster.api, "uid-of-agent-n1", "n1");
     let (agent, _) = cluster.agent("n1", token()).await;
     agent.until_connected(true).await;
 }

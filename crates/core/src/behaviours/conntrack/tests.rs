@@ -1,0 +1,365 @@
+#![allow(clippy::unwrap_used)]
+use proptest::prelude::*;
+
+use super::*;
+use crate::{
+    Dirty,
+    model::{Change, Conditions, EndpointPort, Service},
+};
+
+fn key(i: u8) -> ServiceKey {
+    ServiceKey::new("ns", &format!("svc{i}"))
+}
+
+fn udp(name: &str, port: u16, node_port: u16) -> ServicePort {
+    ServicePort { name: name.into(), protocol: Protocol::Udp, port, node_port }
+}
+
+fn dns(i: u8) -> Service {
+    let cluster_ips = vec![IpAddr::from([10, 96, 0, i]), format!("fd00:96::{i}").parse().unwrap()];
+    Service::new(key(i), cluster_ips, vec![udp("dns", 53, 30053)])
+}
+
+fn pod(last: u8) -> Endpoint {
+    let port = |protocol| EndpointPort::new("dns", protocol, 5353);
+    Endpoint::new(IpAddr::from([10, 244, 0, last]), Arc::from([port(Protocol::Tcp), port(Protocol::Udp)]))
+}
+
+/// Creates a UDP port that carries conditions.
+fn of_port(name: &str, port: u16, conditions: Conditions) -> EndpointPort {
+    EndpointPort { conditions: Some(conditions), ..EndpointPort::new(name, Protocol::Udp, port) }
+}
+
+fn source(last: u8) -> SocketAddr {
+    SocketAddr::new(IpAddr::from([10, 244, 0, last]), 5353)
+}
+
+fn cluster_ip(i: u8) -> Frontend {
+    Frontend::Address(IpAddr::from([10, 96, 0, i]), Protocol::Udp, 53)
+}
+
+const NODE_PORT: Frontend = Frontend::NodePort(Family::V4, Protocol::Udp, 30053);
+
+/// A state with a tracker.
+#[derive(Default)]
+struct World {
+    state: State,
+    tracker: Tracker,
+    dirty: Dirty,
+}
+
+impl World {
+    /// Applies changes in a step that succeeds.
+    fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> Cleanup {
+        self.apply(changes);
+        let plan = self.tracker.plan(&self.state, &std::mem::take(&mut self.dirty).services);
+        self.tracker.commit(plan)
+    }
+
+    /// Applies changes in a step that fails, so its plan is not committed.
+    fn failed_step(&mut self, changes: impl IntoIterator<Item = Change>) {
+        self.apply(changes);
+        drop(self.tracker.plan(&self.state, &self.dirty.services));
+    }
+
+    fn apply(&mut self, changes: impl IntoIterator<Item = Change>) {
+        for change in changes {
+            self.state.apply(change, &mut self.dirty);
+        }
+    }
+}
+
+fn rule(cleanup: &Cleanup, destination: Frontend) -> &Rule {
+    cleanup.rules().find(|(found, _)| *found == destination).map(|(_, rule)| rule).unwrap()
+}
+
+fn suspects(sources: &[u8]) -> Suspects {
+    Suspects::Sources(sources.iter().map(|last| source(*last)).collect())
+}
+
+fn endpoint(i: u8, last: u8) -> Change {
+    Change::Endpoint(key(i), pod(last))
+}
+
+fn removal(i: u8, last: u8) -> Change {
+    Change::RemoveEndpoint(key(i), pod(last).address)
+}
+
+#[test]
+fn all_flows_to_a_new_service_are_suspects() {
+    let mut world = World::default();
+    let cleanup = world.step([Change::from(dns(1)), endpoint(1, 1)]);
+    let rule = rule(&cleanup, cluster_ip(1));
+    assert_eq!((&*rule.keep, &rule.suspects), (&[source(1)][..], &Suspects::Any));
+    assert!(Family::BOTH.into_iter().all(|family| cleanup.concerns(family)));
+}
+
+#[test]
+fn flows_that_began_before_the_first_endpoint_are_suspects() {
+    let mut world = World::default();
+    world.step([Change::from(dns(1))]);
+    let cleanup = world.step([endpoint(1, 1)]);
+    assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, Suspects::Any);
+}
+
+#[test]
+fn additional_endpoints_make_no_flow_stale() {
+    let mut world = World::default();
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
+    let cleanup = world.step([endpoint(1, 2), endpoint(1, 3)]);
+    assert!(!cleanup.concerns(Family::V4));
+}
+
+#[test]
+fn flows_of_a_replaced_endpoint_are_stale() {
+    let mut world = World::default();
+    world.step([Change::from(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
+    let cleanup = world.step([removal(1, 1), endpoint(1, 3)]);
+    assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, suspects(&[1]));
+    assert!(cleanup.concerns(Family::V4) && !cleanup.concerns(Family::V6));
+    let to = |source: SocketAddr| cleanup.is_stale("10.96.0.1:53".parse().unwrap(), source, |_| false);
+    assert!(to(source(1)) && !to(source(2)) && !to(source(3)));
+}
+
+#[test]
+fn all_flows_are_stale_after_scaling_to_zero() {
+    let mut world = World::default();
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
+    let cleanup = world.step([removal(1, 1)]);
+    assert!(rule(&cleanup, cluster_ip(1)).keep.is_empty());
+    assert!(cleanup.is_stale("10.96.0.1:53".parse().unwrap(), source(1), |_| false));
+}
+
+#[test]
+fn flows_to_a_deleted_service_are_stale_and_the_tracker_forgets_it() {
+    let mut world = World::default();
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
+    let cleanup = world.step([Change::RemoveService(key(1)), removal(1, 1)]);
+    let at: SocketAddr = "10.96.0.1:53".parse().unwrap();
+    assert!(cleanup.is_stale(at, source(1), |_| false));
+    assert!(!cleanup.is_stale(at, at, |_| false), "untranslated flows may belong to another program");
+    assert!(world.tracker.is_empty());
+}
+
+#[test]
+fn flows_to_removed_addresses_and_ports_are_stale() {
+    let mut world = World::default();
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
+    let mut moved = dns(1);
+    moved.ports = vec![udp("dns", 54, 0)];
+    let cleanup = world.step([Change::from(moved)]);
+    assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, suspects(&[1]));
+    assert_eq!(rule(&cleanup, NODE_PORT).suspects, suspects(&[1]));
+    let new = Frontend::Address(IpAddr::from([10, 96, 0, 1]), Protocol::Udp, 54);
+    assert_eq!(rule(&cleanup, new).suspects, Suspects::Any);
+}
+
+#[test]
+fn only_flows_to_addresses_of_the_node_match_a_node_port() {
+    let mut world = World::default();
+    let cleanup = world.step([Change::from(dns(1)), endpoint(1, 1)]);
+    let here: IpAddr = "192.0.2.11".parse().unwrap();
+    let stale = |to: &str| cleanup.is_stale(to.parse().unwrap(), source(9), |address| address == here);
+    assert!(stale("192.0.2.11:30053"));
+    assert!(!stale("192.0.2.12:30053"), "this address belongs to another machine");
+    assert!(cleanup.needs_node_addresses());
+}
+
+#[test]
+fn ready_or_serving_endpoints_keep_their_flows() {
+    let mut world = World::default();
+    let of = |last: u8, ready: bool, serving: bool, terminating: bool| {
+        Change::Endpoint(key(1), Endpoint { conditions: Conditions { ready, serving, terminating }, ..pod(last) })
+    };
+    let conditions = [of(1, true, true, false), of(2, false, true, true), of(3, true, false, false)];
+    let cleanup = world.step(
+        [Change::from(dns(1)), of(4, false, false, true), of(5, false, false, false)].into_iter().chain(conditions),
+    );
+    assert_eq!(&*rule(&cleanup, cluster_ip(1)).keep, [source(1), source(2), source(3)]);
+}
+
+#[test]
+fn tcp_and_sctp_services_are_not_tracked() {
+    let mut world = World::default();
+    let mut service = dns(1);
+    service.ports[0].protocol = Protocol::Tcp;
+    assert!(world.step([Change::from(service.clone()), endpoint(1, 1)]).is_empty());
+    service.ports[0].protocol = Protocol::Sctp;
+    assert!(world.step([Change::from(service)]).is_empty());
+    assert!(world.tracker.is_empty(), "only services with UDP ports use memory");
+}
+
+#[test]
+fn the_tracker_forgets_nothing_after_a_failed_step() {
+    let mut world = World::default();
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
+    // Some rules of the failed step may be in the kernel, so flows to endpoint 2 are suspects too.
+    world.failed_step([removal(1, 1), endpoint(1, 2)]);
+    let cleanup = world.step([removal(1, 2), endpoint(1, 3)]);
+    assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, suspects(&[1, 2]));
+    world.failed_step([Change::RemoveService(key(1))]);
+    world.failed_step([removal(1, 3)]);
+    assert_eq!(rule(&world.step([]), cluster_ip(1)).suspects, suspects(&[3]));
+}
+
+#[test]
+fn newer_rules_change_a_pending_cleanup() {
+    let mut world = World::default();
+    world.step([Change::from(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
+    let mut pending = world.step([removal(1, 1)]);
+    pending.merge(world.step([removal(1, 2), endpoint(1, 3)]));
+    assert_eq!(rule(&pending, cluster_ip(1)).suspects, suspects(&[1, 2]));
+    // Endpoint 1 is added again before its flows were deleted, so they may be valid.
+    pending.merge(world.step([endpoint(1, 1)]));
+    assert_eq!(rule(&pending, cluster_ip(1)).suspects, suspects(&[2]));
+    pending.merge(world.step([endpoint(1, 2)]));
+    assert!(pending.is_empty());
+}
+
+#[test]
+fn flows_of_the_new_owner_of_an_address_are_kept() {
+    let mut world = World::default();
+    let sharing = |i: u8, created: i64| {
+        let mut service = dns(i);
+        service.ports[0].node_port = 0;
+        service.external_ips = vec!["192.0.2.100".parse().unwrap()];
+        service.created_unix_seconds = created;
+        Change::from(service)
+    };
+    world.step([sharing(1, 5), endpoint(1, 1), endpoint(2, 2)]);
+    let cleanup = world.step([sharing(2, 4)]);
+    let external = Frontend::Address("192.0.2.100".parse().unwrap(), Protocol::Udp, 53);
+    assert_eq!(&*rule(&cleanup, external).keep, [source(2)]);
+    assert_eq!(rule(&cleanup, external).suspects, Suspects::Any);
+    let cleanup = world.step([Change::RemoveService(key(2))]);
+    assert_eq!(&*rule(&cleanup, external).keep, [source(1)]);
+}
+
+#[test]
+fn all_flows_are_suspects_when_all_rules_are_programmed() {
+    let mut world = World::default();
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
+    let plan = world.tracker.plan_all(&world.state);
+    assert_eq!(rule(&plan.cleanup, cluster_ip(1)).suspects, Suspects::Any);
+    world.tracker.commit(plan);
+    let suspects = |cleanup: &Cleanup| rule(cleanup, cluster_ip(1)).suspects.clone();
+    let next = world.step([endpoint(1, 2)]);
+    assert_eq!(suspects(&next), Suspects::Any, "the full sync may have programmed a newer state than the plan saw");
+    let later = world.step([endpoint(1, 3)]);
+    assert_ne!(suspects(&later), Suspects::Any);
+}
+
+/// The connection tracking table of a kernel whose rules may send new flows to any endpoint.
+#[derive(Default)]
+struct ConntrackTable {
+    flows: BTreeSet<(Frontend, SocketAddr)>,
+}
+
+fn address_of(destination: Frontend) -> SocketAddr {
+    match destination {
+        Frontend::Address(address, _, port) => SocketAddr::new(address, port),
+        Frontend::NodePort(Family::V4, _, port) => SocketAddr::new("192.0.2.11".parse().unwrap(), port),
+        Frontend::NodePort(Family::V6, _, port) => SocketAddr::new("2001:db8::11".parse().unwrap(), port),
+    }
+}
+
+impl ConntrackTable {
+    /// Adds a flow to each endpoint of each destination.
+    fn add_traffic(&mut self, state: &State) {
+        for (destination, keep) in state.entries().flat_map(|(key, _)| owned_destinations(state, key)) {
+            self.flows.extend(keep.iter().map(|source| (destination, *source)));
+        }
+    }
+
+    /// Deletes the stale flows of the families that `cleanup` concerns.
+    fn clean(&mut self, cleanup: &Cleanup) {
+        self.flows.retain(|(destination, source)| {
+            let to = address_of(*destination);
+            let is_listed = cleanup.concerns(destination.family());
+            !(is_listed && cleanup.is_stale(to, *source, |address| to.ip() == address))
+        });
+    }
+}
+
+#[test]
+fn flows_are_kept_only_for_the_serving_ports_of_an_address() {
+    let ended = Conditions { ready: false, serving: false, terminating: true };
+    let mut service = dns(1);
+    service.ports.push(udp("more", 99, 0));
+    let ports = [EndpointPort::new("dns", Protocol::Udp, 5353), of_port("more", 9999, ended)];
+    let endpoint = Endpoint { ports: Arc::from(ports), ..pod(1) };
+    let mut world = World::default();
+    let cleanup = world.step([Change::from(service), Change::Endpoint(key(1), endpoint)]);
+    let kept = |port| {
+        let to = Frontend::Address(IpAddr::from([10, 96, 0, 1]), Protocol::Udp, port);
+        rule(&cleanup, to).keep.to_vec()
+    };
+    assert_eq!(kept(53), [source(1)]);
+    assert_eq!(kept(99), []);
+}
+
+fn any_change() -> impl Strategy<Value = Change> {
+    let service =
+        (1u8..4, 0u16..2, 0i64..3, any::<bool>(), any::<bool>()).prop_map(|(i, port, created, shared, second)| {
+            let mut service = dns(i);
+            service.ports[0].port = 53 + port;
+            service.created_unix_seconds = created;
+            if shared {
+                service.external_ips = vec!["192.0.2.100".parse().unwrap()];
+            }
+            if second {
+                service.ports.push(udp("more", 99, 0));
+            }
+            Change::from(service)
+        });
+    let endpoint = (1u8..4, 1u8..5, 0u8..3, 0u8..3, 0u16..2).prop_map(|(i, last, state, second, port)| {
+        let conditions = |state| Conditions { ready: state == 0, serving: state < 2, terminating: state == 1 };
+        let ports = [EndpointPort::new("dns", Protocol::Udp, 5353 + port), of_port("more", 99, conditions(second))];
+        let mut endpoint = Endpoint { ports: Arc::from(ports), ..pod(last) };
+        endpoint.conditions = conditions(state);
+        Change::Endpoint(key(i), endpoint)
+    });
+    prop_oneof![
+        3 => service,
+        5 => endpoint,
+        1 => (1u8..4).prop_map(|i| Change::RemoveService(key(i))),
+        3 => (1u8..4, 1u8..5).prop_map(|(i, last)| removal(i, last)),
+    ]
+}
+
+/// The step fails.
+const FAILED: u8 = 0;
+/// The step succeeds, and its cleanup is delayed.
+const DELAYED: u8 = 1;
+
+proptest! {
+    /// After any changes and failed or delayed steps, a cleanup deletes all stale flows and no
+    /// valid flow.
+    #[test]
+    fn a_cleanup_deletes_all_stale_flows_and_no_valid_flow(
+        steps in proptest::collection::vec((proptest::collection::vec(any_change(), 1..4), 0u8..3), 1..25),
+    ) {
+        let (mut world, mut table, mut pending) = (World::default(), ConntrackTable::default(), Cleanup::default());
+        for (changes, outcome) in steps {
+            if outcome == FAILED {
+                world.failed_step(changes);
+                // The kernel may have carried out a step that the agent counts as failed.
+                table.add_traffic(&world.state);
+                continue;
+            }
+            pending.merge(world.step(changes));
+            table.add_traffic(&world.state);
+            if outcome == DELAYED {
+                continue;
+            }
+            let before = table.flows.clone();
+            table.clean(&std::mem::take(&mut pending));
+            let is_valid = |(destination, source): &(Frontend, SocketAddr)| {
+                let owner = world.state.frontends().owner(destination);
+                owner.and_then(|owner| owned_destinations(&world.state, owner).remove(destination)).is_some_and(|keep| keep.contains(source))
+            };
+            let expected: BTreeSet<_> = before.into_iter().filter(is_valid).collect();
+            prop_assert_eq!(&table.flows, &expected);
+        }
+    }
+}

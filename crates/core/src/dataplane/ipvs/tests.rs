@@ -1,0 +1,181 @@
+//! Names of sets, and schedulers and weights of example services.
+#![allow(clippy::unwrap_used)]
+
+use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
+
+use super::*;
+use crate::{
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
+    ServicePort, State, Weight, behaviours::masquerade::LocalDetector, fake_kernel::ipvs::FakeKernel,
+    node_facts::NodeFacts,
+};
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn node() -> NodeFacts {
+    NodeFacts { addresses: vec![ip("192.0.2.11")], ..NodeFacts::named("node-a") }
+}
+
+fn config() -> IpvsConfig {
+    let mut config = IpvsConfig::new(Family::V4);
+    config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
+    config.node_port_addresses = vec![ip("192.0.2.11")];
+    config.other_addresses = [ip("192.0.2.11")].into();
+    config
+}
+
+/// A service with ClusterIP 10.96.0.1, port 80, externalIP, load balancer IP and NodePort.
+fn service() -> Service {
+    let port = ServicePort { name: "web".into(), protocol: Protocol::Tcp, port: 80, node_port: 30080 };
+    let mut service = Service::new(ServiceKey::new("ns", "web"), vec![ip("10.96.0.1")], vec![port]);
+    service.external_ips = vec![ip("203.0.113.1")];
+    service.load_balancer_ips = vec![ip("203.0.113.2")];
+    service
+}
+
+fn endpoint(address: &str, node: &str) -> Change {
+    let ports: Arc<[EndpointPort]> = Arc::from([EndpointPort::new("web", Protocol::Tcp, 8080)]);
+    let endpoint = Endpoint { placement: Placement::on(node).into(), ..Endpoint::new(ip(address), ports) };
+    Change::Endpoint(service().key, endpoint)
+}
+
+struct Rig {
+    kernel: FakeKernel,
+    ledger: Ledger,
+    state: State,
+    node: NodeFacts,
+}
+
+impl Rig {
+    fn new(config: IpvsConfig) -> Self {
+        let mut rig = Self {
+            kernel: FakeKernel::new(&config),
+            ledger: Ledger::new(config),
+            state: State::default(),
+            node: node(),
+        };
+        let plan = rig.ledger.full(&rig.state, &rig.node, &rig.kernel.existing(), 0);
+        rig.kernel.apply(&plan).unwrap();
+        rig
+    }
+
+    fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> Plan {
+        let mut dirty = Dirty::default();
+        changes.into_iter().for_each(|change| {
+            self.state.apply(change, &mut dirty);
+        });
+        let plan = self.ledger.changed(&self.state, &self.node, &dirty, 0);
+        self.kernel.apply(&plan).unwrap();
+        plan
+    }
+
+    /// Returns the destinations and weights of a server, or `None` if the server does not exist.
+    fn destinations(&self, address: &str, port: u16) -> Option<Vec<(String, u32)>> {
+        let key = ServerKey { address: ip(address), protocol: Protocol::Tcp, port };
+        let (_, destinations) = self.kernel.servers.get(&key)?;
+        Some(destinations.iter().map(|(address, weight)| (address.to_string(), *weight)).collect())
+    }
+}
+
+fn weighted(destinations: &[(&str, u32)]) -> Option<Vec<(String, u32)>> {
+    Some(destinations.iter().map(|(address, weight)| ((*address).to_owned(), *weight)).collect())
+}
+
+#[test]
+fn names_of_sets_are_the_same_as_in_kube_proxy() {
+    assert_eq!(Set::ClusterIp.name(Family::V4), "KUBE-CLUSTER-IP");
+    assert_eq!(Set::LoopBack.name(Family::V6), "KUBE-6-LOOP-BACK");
+    assert_eq!(Set::LoadBalancerSourceCidr.name(Family::V6), "KUBE-6-LOAD-BALANCER-SOURCE-CID");
+    assert_eq!(Set::NodePortLocalSctp.name(Family::V6), "KUBE-6-NODE-PORT-LOCAL-SCTP-HAS");
+    for family in Family::BOTH {
+        let names: BTreeSet<String> = Set::ALL.iter().map(|set| set.name(family)).collect();
+        assert_eq!(names.len(), Set::ALL.len());
+        assert!(names.iter().all(|name| name.len() <= 31));
+        assert!(Set::ALL.iter().all(|set| Set::parse(&set.name(family), family) == Some(*set)));
+    }
+    let element = Element::IpPortNet(ip("fd00::1"), Protocol::Udp, 53, "2001:db8::/32".parse().unwrap());
+    assert_eq!(element.to_string(), "fd00::1,udp:53,2001:db8::/32");
+}
+
+#[test]
+fn the_annotation_selects_the_scheduler_and_a_bad_name_is_reported() {
+    let mut available = config();
+    available.scheduler = Scheduler::WeightedLeastConnection;
+    available.available_schedulers.remove(&Scheduler::NeverQueue);
+    let mut rig = Rig::new(available);
+    let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
+    let endpoints = [endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")];
+    rig.step(endpoints);
+    for (name, scheduler, problem) in [
+        ("", Scheduler::WeightedLeastConnection, None),
+        ("mh", Scheduler::MaglevHashing, None),
+        ("nq", Scheduler::WeightedLeastConnection, Some(Problem::MissingScheduler(Scheduler::NeverQueue))),
+        ("fastest", Scheduler::WeightedLeastConnection, Some(Problem::UnknownScheduler("fastest".into()))),
+        ("sh", Scheduler::SourceHashing, None),
+    ] {
+        let mut service = service();
+        service.scheduler = name.into();
+        service.session_affinity = (name == "sh").then_some(ClientIpAffinity { timeout_seconds: 300 });
+        let plan = rig.step([Change::from(service)]);
+        assert!(name.is_empty() || plan.ops().all(|op| matches!(op, Op::EditServer(..))), "{plan:?}");
+        let settings = rig.kernel.servers[&key].0;
+        assert_eq!((settings.scheduler, settings.persistence_seconds), (scheduler, (name == "sh").then_some(300)));
+        let problems: Vec<_> = rig.ledger.problems().map(|(_, problem)| problem.clone()).collect();
+        assert_eq!(problems, Vec::from_iter(problem), "{name}");
+    }
+    for scheduler in Scheduler::ALL {
+        assert_eq!(Scheduler::parse(scheduler.as_str()), Some(scheduler));
+    }
+    let mut first = service();
+    first.scheduler = "fo".into();
+    rig.step([Change::from(first)]);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 2), ("10.244.2.1:8080", 1)]));
+}
+
+#[test]
+fn the_algorithm_for_all_modes_selects_a_scheduler_and_weights_are_those_of_the_endpoints() {
+    let mut rig = Rig::new(config());
+    let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
+    let Change::Endpoint(service_key, mut heavy) = endpoint("10.244.1.1", "node-a") else { panic!() };
+    rig.step([Change::Endpoint(service_key.clone(), heavy.clone()), endpoint("10.244.2.1", "node-b")]);
+    for (algorithm, scheduler, hashes_source_port) in [
+        ("", Scheduler::RoundRobin, false),
+        ("random", Scheduler::RoundRobin, false),
+        ("round-robin", Scheduler::WeightedRoundRobin, false),
+        ("least-connections", Scheduler::WeightedLeastConnection, false),
+        ("consistent-hash", Scheduler::MaglevHashing, false),
+    ] {
+        let mut service = service();
+        service.load_balancing = algorithm.into();
+        rig.step([Change::from(service)]);
+        let settings = rig.kernel.servers[&key].0;
+        assert_eq!((settings.scheduler, settings.hashes_source_port), (scheduler, hashes_source_port), "{algorithm}");
+    }
+    let mut named = service();
+    named.load_balancing = "consistent-hash".into();
+    named.scheduler = "lc".into();
+    rig.step([Change::from(named)]);
+    assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::LeastConnection, "the annotation for IPVS is stronger");
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1), ("10.244.2.1:8080", 1)]));
+
+    let placement = Placement { weight: Weight::new(5).unwrap(), ..(*heavy.placement).clone() };
+    heavy.placement = placement.into();
+    rig.step([Change::Endpoint(service_key, heavy), Change::from(service())]);
+    assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::WeightedRoundRobin, "rr would ignore weights");
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 5), ("10.244.2.1:8080", 1)]));
+}
+
+#[test]
+fn destinations_do_not_drain_if_the_scheduler_does_not_skip_weight_0() {
+    let mut rig = Rig::new(config());
+    let service = Service { scheduler: "dh".into(), ..service() };
+    rig.step([Change::from(service.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    rig.step([Change::RemoveEndpoint(service.key.clone(), ip("10.244.2.1"))]);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
+    // The last destination drains even with `dh`, because new connections have no other
+    // destination.
+    rig.step([Change::RemoveEndpoint(service.key, ip("10.244.1.1"))]);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 0)]));
+}

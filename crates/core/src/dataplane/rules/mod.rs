@@ -1,0 +1,65 @@
+//! iptables rules: their text, scripts for `iptables-restore`, and a record of the programmed
+//! rules.
+//!
+//! A dataplane passes its rules as a [`Ruleset`]: fixed chains, jumps, and a function that renders
+//! the rules of a service with the help of [`service`]. The [`Ledger`] records which rules are
+//! programmed and writes [`Script`]s with only the differences. [`dispatch`] manages the chains
+//! that contain rules of many services.
+//!
+//! Names, hashes and rule text are the same as in kube-proxy, so existing knowledge and tools
+//! apply. Rules are rendered exactly as `iptables-save` prints them. The rules of a kernel can
+//! therefore be compared with the wanted rules as text, without a parser.
+
+pub mod beside_ipvs;
+pub mod config;
+pub mod dispatch;
+pub mod existing;
+pub mod ledger;
+pub(super) mod line;
+pub mod names;
+pub(super) mod ruleset;
+pub mod script;
+pub mod service;
+pub mod tally;
+
+pub use config::{Layout, NodePortAddresses, RenderConfig};
+pub use existing::{Existing, ExistingReader, ExistingTables, RulesHash};
+pub use ledger::Ledger;
+pub use ruleset::{FixedChain, Jump, Ruleset};
+pub use script::Script;
+pub use tally::Tally;
+
+use std::fmt;
+
+/// The tables that Headgate writes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Table {
+    /// The canary, an empty chain: if the canary is missing, another program has flushed the
+    /// tables. In IPVS mode, also the rules for the source ranges of load balancer IPs.
+    Mangle,
+    /// DNAT and masquerading of service traffic.
+    Nat,
+    /// Rules that reject, drop and accept packets.
+    Filter,
+}
+
+impl Table {
+    /// All tables.
+    pub const ALL: [Self; 3] = [Self::Mangle, Self::Nat, Self::Filter];
+
+    /// The name of the table in iptables.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Mangle => "mangle",
+            Self::Nat => "nat",
+            Self::Filter => "filter",
+        }
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}

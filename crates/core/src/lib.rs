@@ -1,0 +1,42 @@
+//! The pure model of a Kubernetes service proxy.
+//!
+//! - `model` defines the resources and their changes.
+//! - `node_facts` adds the facts about one node.
+//! - `state` applies changes and returns the Services that they affect ([`State::apply`]).
+//! - `behaviours` computes from the state what one node does for each service port.
+//! - [`endpoint_health`] decides which endpoints fail this node's health checks.
+//! - `dataplane` translates the result to kernel objects and plans the differences.
+//! - [`explain`] describes what a node does with one packet.
+//! - [`forwarding`] compares what a kernel forwards with what the state asks for.
+//! - `conventions` defines formats and rules that all programs share.
+//!
+//! This crate opens no sockets, reads no clock, starts no processes and uses no async runtime. A
+//! test checks its dependencies with `cargo metadata`.
+
+mod behaviours;
+mod conventions;
+mod dataplane;
+pub mod endpoint_health;
+pub mod explain;
+pub mod forwarding;
+mod model;
+mod node_facts;
+mod state;
+
+pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, source_ranges, topology, view};
+pub use conventions::{dns_name, errors, exposition, node_state, plaintext};
+pub use dataplane::{iptables, ipvs, nftables, userspace};
+pub use model::{
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, LoadBalancing, Node, Placement,
+    PortState, Protocol, ProxyProtocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight,
+    address_from_bytes, pool,
+};
+pub use node_facts::NodeFacts;
+pub use state::{Demand, Dirty, Endpoints, FamilyDemand, ServiceEntry, State, digest, frontends, reference};
+
+// The kernels in memory, which tests of other crates also use, know this crate by its name.
+#[cfg(test)]
+extern crate self as headgate_core;
+#[cfg(test)]
+#[path = "../tests/fake_kernel/mod.rs"]
+mod fake_kernel;

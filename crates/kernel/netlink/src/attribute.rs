@@ -1,0 +1,199 @@
+//! Decoding of netlink attributes and their values.
+
+use std::net::IpAddr;
+
+use super::Malformed;
+
+pub(super) const HEADER_BYTES: usize = 4;
+/// The mask that removes the two flags in the upper bits of an attribute type.
+const TYPE_MASK: u16 = 0x3fff;
+/// `NLA_F_NESTED`.
+pub(super) const NESTED: u16 = 0x8000;
+/// `NLA_F_NET_BYTEORDER`: the value is in network byte order. Add this flag to the attribute types
+/// of subsystems that require network byte order, such as ipset.
+pub const NET_BYTE_ORDER: u16 = 0x4000;
+
+pub(super) fn align(length: usize) -> usize {
+    length.next_multiple_of(4)
+}
+
+/// Iterates over the attributes after a fixed header, or inside a nested attribute, with their
+/// types. A truncated attribute ends the iteration without an error.
+pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || split(&mut bytes))
+}
+
+/// Like [`attributes`], but a truncated attribute yields an error and ends the iteration.
+pub fn checked_attributes(bytes: &[u8]) -> impl Iterator<Item = Result<(u16, &[u8]), Malformed>> {
+    checked(bytes, split, Malformed("a truncated attribute"))
+}
+
+/// The value of the first attribute of a type.
+///
+/// # Errors
+/// An attribute before it is truncated, or there is none.
+pub fn find<'a>(bytes: &'a [u8], kind: u16, missing: &'static str) -> Result<&'a [u8], Malformed> {
+    for attribute in checked_attributes(bytes) {
+        let (found, value) = attribute?;
+        if found == kind {
+            return Ok(value);
+        }
+    }
+    Err(Malformed(missing))
+}
+
+/// Iterates over the parts that `split` takes from the front of `bytes`. If `split` returns `None`
+/// before the end, the iterator yields the error `truncated` and ends.
+pub(super) fn checked<'a, T>(
+    mut bytes: &'a [u8],
+    split: impl Fn(&mut &'a [u8]) -> Option<T>,
+    truncated: Malformed,
+) -> impl Iterator<Item = Result<T, Malformed>> {
+    std::iter::from_fn(move || {
+        if bytes.is_empty() {
+            return None;
+        }
+        let part = split(&mut bytes).ok_or(truncated);
+        if part.is_err() {
+            bytes = &[];
+        }
+        Some(part)
+    })
+}
+
+fn split<'a>(bytes: &mut &'a [u8]) -> Option<(u16, &'a [u8])> {
+    let all: &'a [u8] = bytes;
+    let length = usize::from(u16::from_ne_bytes(all.get(..2)?.try_into().ok()?));
+    let kind = u16::from_ne_bytes(all.get(2..4)?.try_into().ok()?) & TYPE_MASK;
+    let value = all.get(HEADER_BYTES..length)?;
+    *bytes = all.get(align(length)..).unwrap_or_default();
+    Some((kind, value))
+}
+
+fn array<const N: usize>(value: &[u8]) -> Result<[u8; N], Malformed> {
+    value.try_into().map_err(|_| Malformed("an attribute of the wrong length"))
+}
+
+/// Reads one byte.
+///
+/// # Errors
+/// The value has the wrong length.
+pub fn read_u8(value: &[u8]) -> Result<u8, Malformed> {
+    array(value).map(|[byte]| byte)
+}
+
+/// Reads 16 bits in the machine's byte order.
+///
+/// # Errors
+/// The value has the wrong length.
+pub fn read_u16(value: &[u8]) -> Result<u16, Malformed> {
+    array(value).map(u16::from_ne_bytes)
+}
+
+/// Reads 32 bits in the machine's byte order.
+///
+/// # Errors
+/// The value has the wrong length.
+pub fn read_u32(value: &[u8]) -> Result<u32, Malformed> {
+    array(value).map(u32::from_ne_bytes)
+}
+
+/// Reads a signed 32-bit number in the machine's byte order.
+///
+/// # Errors
+/// The value has the wrong length.
+pub fn read_i32(value: &[u8]) -> Result<i32, Malformed> {
+    array(value).map(i32::from_ne_bytes)
+}
+
+/// Reads 64 bits in the machine's byte order.
+///
+/// # Errors
+/// The value has the wrong length.
+pub fn read_u64(value: &[u8]) -> Result<u64, Malformed> {
+    array(value).map(u64::from_ne_bytes)
+}
+
+/// Reads 16 bits in network byte order.
+///
+/// # Errors
+/// The value has the wrong length.
+pub fn read_be16(value: &[u8]) -> Result<u16, Malformed> {
+    array(value).map(u16::from_be_bytes)
+}
+
+/// Reads 32 bits in network byte order.
+///
+/// # Errors
+/// The value has the wrong length.
+pub fn read_be32(value: &[u8]) -> Result<u32, Malformed> {
+    array(value).map(u32::from_be_bytes)
+}
+
+/// Reads an IPv4 address from 4 bytes or an IPv6 address from 16 bytes.
+///
+/// # Errors
+/// The value has the wrong length.
+pub fn read_ip(value: &[u8]) -> Result<IpAddr, Malformed> {
+    let of_v6 = || array::<16>(value).map(IpAddr::from);
+    array::<4>(value)
+        .map(IpAddr::from)
+        .or_else(|_| of_v6())
+        .map_err(|_| Malformed("an address that is neither 4 nor 16 bytes long"))
+}
+
+/// Reads a text up to the first zero byte or the end of the value.
+///
+/// # Errors
+/// The text is not UTF-8.
+pub fn read_text(value: &[u8]) -> Result<&str, Malformed> {
+    let text = value.split(|byte| *byte == 0).next().unwrap_or_default();
+    str::from_utf8(text).map_err(|_| Malformed("a text is not UTF-8"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn malformed_attributes_end_the_iteration() {
+        assert_eq!(attributes(&[0, 0, 1, 0]).count(), 0);
+        assert_eq!(attributes(&[9, 0, 1, 0, 1]).count(), 0);
+    }
+
+    #[test]
+    fn a_truncated_attribute_is_an_error_for_checked_attributes() {
+        let bytes = [5, 0, 1, 0, 7, 0, 0, 0, 9, 0, 2, 0, 1];
+        let found: Vec<_> = checked_attributes(&bytes).collect();
+        assert_eq!(found, [Ok((1, &[7][..])), Err(Malformed("a truncated attribute"))]);
+        assert_eq!(checked_attributes(&[1]).collect::<Vec<_>>().len(), 1);
+        assert_eq!(checked_attributes(&[]).count(), 0);
+    }
+
+    #[test]
+    fn values_are_decoded() {
+        assert_eq!(read_u8(&[3]), Ok(3));
+        assert_eq!(read_be16(&[1, 2]), Ok(0x102));
+        assert_eq!(read_be32(&[1, 2, 3, 4]), Ok(0x0102_0304));
+        assert_eq!(read_u32(&7_u32.to_ne_bytes()), Ok(7));
+        assert_eq!(read_i32(&(-7_i32).to_ne_bytes()), Ok(-7));
+        assert_eq!(read_u64(&7_u64.to_ne_bytes()), Ok(7));
+        assert_eq!(read_ip(&[10, 0, 0, 1]), Ok("10.0.0.1".parse().unwrap()));
+        assert_eq!(read_ip(&[0; 16]), Ok("::".parse().unwrap()));
+        assert_eq!(read_text(b"rr\0\0"), Ok("rr"));
+        assert_eq!(read_text(b"rr"), Ok("rr"));
+        assert!(read_text(&[0xff, 0]).is_err() && read_ip(&[1]).is_err() && read_u16(&[1]).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn the_iteration_over_any_bytes_ends(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
+            prop_assert!(attributes(&bytes).count() <= 20);
+            let checked: Vec<_> = checked_attributes(&bytes).collect();
+            prop_assert!(checked.iter().rev().skip(1).all(Result::is_ok));
+        }
+    }
+}

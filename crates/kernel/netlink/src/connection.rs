@@ -1,0 +1,292 @@
+//! A socket with its buffers, for lists, queries and batches of changes.
+
+use std::{io, ops::ControlFlow};
+
+use super::{
+    Malformed, NetlinkError, Refusal, Request, message,
+    socket::{BUFFER_BYTES, Socket},
+};
+
+/// The size of the receive buffer in bytes. The kernel sends at most 32 KiB at once.
+pub(super) const RECEIVE_BUFFER_BYTES: usize = 64 * 1024;
+/// The maximum number of requests in one send. Their answers must fit into the socket's receive
+/// buffer.
+pub const BATCH_REQUESTS: usize = 128;
+/// The maximum number of bytes in one send, unless a single request is larger. The kernel copies a
+/// send into contiguous memory.
+pub const BATCH_BYTES: usize = 64 * 1024;
+
+/// The maximum capacity in bytes of the request buffer between sends.
+const KEPT_BYTES: usize = 64 * 1024;
+
+/// The maximum number of attempts for a list that the kernel interrupts.
+const LIST_ATTEMPTS: u32 = 5;
+
+/// The result of a dump.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dumped {
+    /// The list is complete.
+    Whole,
+    /// The table changed during the dump. Entries may be missing or listed twice.
+    Interrupted,
+}
+
+/// A request that the kernel rejected. The kernel executed the other requests of the batch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// The index of the request in the batch.
+    pub index: usize,
+    /// The kernel's answer.
+    pub refusal: Refusal,
+}
+
+/// The sequence numbers of the requests in one send.
+#[derive(Debug)]
+pub(super) struct Sent {
+    first: u32,
+    last: u32,
+    acknowledged: u32,
+}
+
+/// A netlink socket with its buffers.
+#[derive(Debug)]
+pub struct Connection {
+    socket: Socket,
+    sequence: u32,
+    buffer: Vec<u8>,
+    outgoing: Vec<u8>,
+}
+
+impl Connection {
+    /// Opens a socket for a netlink protocol such as [`libc::NETLINK_NETFILTER`] in the calling
+    /// thread's network namespace.
+    ///
+    /// # Errors
+    /// The kernel creates no socket.
+    pub fn open(protocol: libc::c_int) -> Result<Self, NetlinkError> {
+        let socket = Socket::open(protocol, BUFFER_BYTES).map_err(NetlinkError::Open)?;
+        Ok(Self { socket, sequence: 0, buffer: vec![0; RECEIVE_BUFFER_BYTES], outgoing: Vec::new() })
+    }
+
+    /// Requests a list and passes the type and payload of each message to `each`.
+    ///
+    /// # Errors
+    /// Messages already passed to `each` are valid. After an error the dump is incomplete and the
+    /// connection is unusable: open another connection.
+    pub fn dump(&mut self, request: Request, each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
+        self.exchange(request, each)
+    }
+
+    /// Requests a list, and repeats the request a limited number of times until no change of the
+    /// table interrupts the list. `add` adds the payload of one message to the result. Each attempt
+    /// starts with an empty result.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::dump`], a malformed message that `add` reports, or `EINTR` if
+    /// every attempt was interrupted. A retry after `EINTR` may succeed.
+    pub fn list<L, E>(
+        &mut self,
+        request: &Request,
+        add: impl Fn(&mut L, &[u8]) -> Result<(), Malformed>,
+    ) -> Result<L, E>
+    where
+        L: Default,
+        E: From<NetlinkError> + From<Malformed>,
+    {
+        for _ in 0..LIST_ATTEMPTS {
+            let (mut found, mut malformed) = (L::default(), None);
+            let dumped = self.dump(request.clone(), |_, payload| {
+                if let Err(error) = add(&mut found, payload) {
+                    malformed = Some(error);
+                }
+            })?;
+            if let Some(error) = malformed {
+                return Err(error.into());
+            }
+            if dumped == Dumped::Whole {
+                return Ok(found);
+            }
+        }
+        Err(NetlinkError::Kernel(Refusal::of_code(libc::EINTR)).into())
+    }
+
+    /// Sends a query for a single object, or one change. Passes the type and payload of each answer
+    /// to `each` until the kernel acknowledges the request.
+    ///
+    /// # Errors
+    /// The kernel rejects the request, or the answer is lost, so the result is unknown.
+    pub fn ask(&mut self, request: Request, each: impl FnMut(u16, &[u8])) -> Result<(), NetlinkError> {
+        self.exchange(request.acknowledged(), each).map(drop)
+    }
+
+    /// Sends a request and reads the answers until the acknowledgement or the end of the list.
+    fn exchange(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
+        let sequence = self.reserve(1);
+        self.socket.send(&request.finish(sequence)?).map_err(NetlinkError::Send)?;
+        let mut dumped = Dumped::Whole;
+        loop {
+            for message in message::messages(self.socket.receive(&mut self.buffer).map_err(NetlinkError::Receive)?) {
+                let message = message?;
+                if message.sequence != sequence {
+                    continue;
+                }
+                if message.is_interrupted() {
+                    dumped = Dumped::Interrupted;
+                }
+                let ended = match message.kind {
+                    message::DONE => message.done_status(),
+                    message::ERROR => message.error_status()?,
+                    kind => {
+                        each(kind, message.payload);
+                        continue;
+                    }
+                };
+                return ended.map(|()| dumped).map_err(NetlinkError::Kernel);
+            }
+        }
+    }
+
+    /// Sends a query for a single object, and reads the last message of the answer.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::ask`], the error of `read`, or an answer without a message.
+    pub fn ask_one<T, E>(&mut self, request: Request, read: impl Fn(&[u8]) -> Result<T, Malformed>) -> Result<T, E>
+    where
+        E: From<NetlinkError> + From<Malformed>,
+    {
+        let mut found = Err(Malformed("an answer without a message"));
+        self.ask(request, |_, payload| found = read(payload))?;
+        Ok(found?)
+    }
+
+    /// Like [`Connection::execute`]. Returns the rejected requests in order.
+    ///
+    /// # Errors
+    /// The kernel may have executed none, some or all of the requests.
+    pub fn execute_all(&mut self, requests: impl IntoIterator<Item = Request>) -> Result<Vec<Refused>, NetlinkError> {
+        let mut all_refused = Vec::new();
+        self.execute(requests, |index, refusal| all_refused.push(Refused { index, refusal }))?;
+        Ok(all_refused)
+    }
+
+    /// Sends requests, many in one send ([`BATCH_REQUESTS`], [`BATCH_BYTES`]), and waits until the
+    /// kernel has executed them in order. `refused` receives the index of each request that the
+    /// kernel rejects. The kernel executes the other requests. Only the last request of each send
+    /// requires an acknowledgement: the kernel reports rejections in any case, and an
+    /// acknowledgement for each request would be expensive. Requests for lists are not allowed.
+    ///
+    /// # Errors
+    /// The kernel may have executed none, some or all of the requests.
+    pub fn execute(
+        &mut self,
+        requests: impl IntoIterator<Item = Request>,
+        mut refused: impl FnMut(usize, Refusal),
+    ) -> Result<(), NetlinkError> {
+        let mut requests = requests.into_iter().peekable();
+        let mut done = 0;
+        while requests.peek().is_some() {
+            let (mut batch, mut bytes) = (Vec::new(), 0);
+            while batch.len() < BATCH_REQUESTS
+                && let Some(request) =
+                    requests.next_if(|request| batch.is_empty() || bytes + request.length() <= BATCH_BYTES)
+            {
+                bytes += request.length();
+                batch.push(request);
+            }
+            let count = batch.len();
+            let sent = self.send_together(batch.iter(), count - 1)?;
+            self.collect_refusals(&sent, |index, refusal| {
+                refused(done + index, refusal);
+                ControlFlow::Continue(())
+            })?;
+            done += count;
+        }
+        Ok(())
+    }
+
+    /// Sends requests in one send of any length. The request with the index `acknowledged` requires
+    /// an acknowledgement.
+    pub(super) fn send_together<'a>(
+        &mut self,
+        requests: impl ExactSizeIterator<Item = &'a Request>,
+        acknowledged: usize,
+    ) -> Result<Sent, NetlinkError> {
+        let count = u32::try_from(requests.len()).map_err(|_| NetlinkError::RequestTooLong)?;
+        let first = self.reserve(count);
+        let mut sent = Sent { first, last: self.sequence, acknowledged: self.sequence };
+        self.outgoing.clear();
+        for (index, (sequence, request)) in (first..).zip(requests).enumerate() {
+            if index == acknowledged {
+                sent.acknowledged = sequence;
+            }
+            request.append_to(&mut self.outgoing, sequence, index == acknowledged)?;
+        }
+        self.socket.make_room(self.outgoing.len()).map_err(NetlinkError::Send)?;
+        self.socket.send(&self.outgoing).map_err(NetlinkError::Send)?;
+        self.outgoing.shrink_to(KEPT_BYTES);
+        Ok(sent)
+    }
+
+    /// Passes each rejection of sent requests to `refused`, with the index of the request. Ends
+    /// when the acknowledgement arrives or `refused` returns `Break`.
+    pub(super) fn collect_refusals(
+        &mut self,
+        sent: &Sent,
+        mut refused: impl FnMut(usize, Refusal) -> ControlFlow<()>,
+    ) -> Result<(), NetlinkError> {
+        let mut lost = false;
+        loop {
+            // Answers that arrived before the overflow are still in the receive buffer after
+            // `ENOBUFS`.
+            let received = match if lost {
+                self.socket.receive_now(&mut self.buffer)
+            } else {
+                self.socket.receive(&mut self.buffer)
+            } {
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {
+                    lost = true;
+                    continue;
+                }
+                Err(error) if lost && error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(NetlinkError::Receive(io::Error::from_raw_os_error(libc::ENOBUFS)));
+                }
+                received => received.map_err(NetlinkError::Receive)?,
+            };
+            for message in message::messages(received) {
+                let message = message?;
+                if message.kind != message::ERROR || !(sent.first..=sent.last).contains(&message.sequence) {
+                    continue;
+                }
+                if let Err(refusal) = message.error_status()? {
+                    let index = usize::try_from(message.sequence - sent.first);
+                    let index = index.map_err(|_| Malformed("a sequence number too large"))?;
+                    if refused(index, refusal).is_break() {
+                        return Ok(());
+                    }
+                }
+                if message.sequence == sent.acknowledged {
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// The port of the socket in its network namespace (`nl_pid`). Notifications contain the port
+    /// of the socket that made the change.
+    ///
+    /// # Errors
+    /// The system does not report the port.
+    pub fn port(&self) -> Result<u32, NetlinkError> {
+        self.socket.port().map_err(NetlinkError::Open)
+    }
+
+    /// Reserves `count` sequence numbers and returns the first number.
+    fn reserve(&mut self, count: u32) -> u32 {
+        if self.sequence.checked_add(count).is_none() {
+            self.sequence = 0;
+        }
+        let first = self.sequence + 1;
+        self.sequence += count;
+        first
+    }
+}

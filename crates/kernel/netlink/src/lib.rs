@@ -1,0 +1,34 @@
+//! A small netlink client: it encodes requests, lists objects and executes batches. All calls are
+//! synchronous, because the kernel processes requests within `send`.
+//!
+//! A connection belongs to the network namespace of the thread that opened it. Numbers in headers
+//! are in the machine's byte order. The caller encodes the payloads.
+//!
+//! - [`Connection`] sends [`Request`]s: [`Connection::dump`] for lists, [`Connection::ask`] for a
+//!   single answer, and [`Connection::execute`] for batches of changes. [`Connection::execute`]
+//!   reports the index of each rejected request.
+//! - [`generic`] looks up generic netlink families and encodes their requests.
+//! - [`netfilter`] encodes requests to netfilter subsystems and executes transactions.
+//! - [`Listener`] receives the notifications of multicast groups.
+//! - [`route`] manages links and addresses, and decodes notifications of their changes.
+
+mod attribute;
+mod connection;
+mod error;
+mod family;
+pub mod generic;
+mod listener;
+mod message;
+pub mod netfilter;
+pub mod route;
+mod socket;
+
+pub use attribute::{
+    NET_BYTE_ORDER, attributes, checked_attributes, find, read_be16, read_be32, read_i32, read_ip, read_text, read_u8,
+    read_u16, read_u32, read_u64,
+};
+pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped, Refused};
+pub use error::{Malformed, NetlinkError, Refusal};
+pub use family::{Family, Protocol};
+pub use listener::{Heard, Listener, Notification};
+pub use message::Request;

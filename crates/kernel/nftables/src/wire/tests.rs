@@ -1,0 +1,181 @@
+#![allow(clippy::unwrap_used)]
+use proptest::prelude::*;
+
+use super::*;
+use crate::{
+    AddressFamily, BaseChain, Chain, ChainType, DataType, Direction, DynamicSet, DynamicSetOperation, Element,
+    Expression, Generator, Hook, LookupResult, NatFlags, NatKind, PayloadBase, Policy, Register, Rule, Set, SetFlags,
+    Table, TableName, Transaction, Value, Verdict, comment, comment_of, model::CtKey,
+};
+
+fn table() -> TableName {
+    TableName::new(Family::Inet, "t")
+}
+
+fn hex(request: &headgate_netlink::Request) -> String {
+    let words = request.payload().chunks(4);
+    words.map(|word| word.iter().map(|byte| format!("{byte:02x}")).collect::<String>() + " ").collect()
+}
+
+/// The expected bytes are the output of `nft --debug=mnl` (1.0.6), without user data, for `table
+/// inet t { map eps { type mark . mark : ipv4_addr . inet_service; size 1024; }` `chain a { type
+/// nat hook prerouting priority dstnat; policy accept; } }`.
+#[cfg(target_endian = "little")]
+#[test]
+fn messages_equal_the_messages_of_nft() {
+    let name = "01000000 06000100 74000000 ";
+    assert_eq!(hex(&new_table(&Table::new(table()))), format!("{name}08000200 00000000 "));
+    let pre = BaseChain { kind: ChainType::Nat, hook: Hook::Prerouting, priority: -100, policy: Policy::Accept };
+    assert_eq!(
+        hex(&new_chain(&Chain::base(&table(), "a", pre))),
+        format!(
+            "{name}06000300 61000000 08000700 6e617400 08000500 00000001 14000480 08000100 00000000 08000200 ffffff9c "
+        )
+    );
+    let (mark, ip, port) = (DataType::Mark, DataType::Ipv4Address, DataType::Port);
+    let set = Set::map(&table(), "eps", &[mark, mark], &[ip, port]).with_size(1024);
+    assert_eq!(
+        hex(&new_set(&set, 2)),
+        format!(
+            "{name}08000200 65707300 08000300 00000008 08000400 000004d3 08000500 00000008 08000600 000001cd \
+             08000700 00000008 08000a00 00000002 0c000980 08000100 00000400 "
+        )
+    );
+    let flags = SetFlags { interval: true, concatenated_ranges: true, ..SetFlags::default() };
+    let ranges = Set { flags, field_lengths: vec![4, 2], ..Set::new(&table(), "iv", &[ip, port]) };
+    assert_eq!(
+        hex(&new_set(&ranges, 5)),
+        format!(
+            "{name}07000200 69760000 08000300 00000084 08000400 000001cd 08000500 00000008 08000a00 00000005 \
+             20000980 1c000280 0c000180 08000100 00000004 0c000180 08000100 00000002 "
+        )
+    );
+    let key = |address: [u8; 4], number| Value::concatenation(&[Value(address.to_vec()), Value::port(number)]);
+    let element = Element { key_end: Some(key([10, 255, 255, 255], 90)), ..Element::new(key([10, 0, 0, 0], 80)) };
+    assert_eq!(
+        hex(&new_elements(&table(), "iv", [element])[0]),
+        format!(
+            "{name}07000200 69760000 28000380 24000180 10000180 0c000100 0a000000 00500000 \
+             10000a80 0c000100 0affffff 005a0000 "
+        )
+    );
+}
+
+fn rule() -> Rule {
+    let to = Register::R1;
+    Rule::new(
+        &table(),
+        "a",
+        vec![
+            Expression::Payload { base: PayloadBase::Network, offset: 16, length: 4, to },
+            Expression::NumberGenerator { generator: Generator::Random, modulus: 3, offset: 5, to: Register::word(1) },
+            Expression::Conntrack { key: CtKey::DestinationPort, direction: Some(Direction::Original), to },
+            Expression::Lookup { set: "eps".into(), key: to, result: LookupResult::Into(Register::R2) },
+            Expression::Nat {
+                kind: NatKind::Destination,
+                family: AddressFamily::Ip,
+                address: Some(Register::R2.into()),
+                port: Some(Register::word(5).into()),
+                flags: NatFlags::PERSISTENT,
+            },
+            Expression::Verdict(Verdict::Goto("b".into())),
+        ],
+    )
+    .with_comment("hello")
+}
+
+/// The offset of an element in a request, from the start of the message header.
+fn offset_of_element(payload: &[u8], index: usize) -> usize {
+    let (_, fields) = decode::split(payload).unwrap();
+    let list = fields.get(attributes::element::LIST_ELEMENTS).unwrap();
+    let one = headgate_netlink::checked_attributes(list).nth(index).unwrap().unwrap().1;
+    // Add the message header of 16 bytes, and subtract the element's own attribute header of 4
+    // bytes.
+    one.as_ptr().addr() - payload.as_ptr().addr() + 16 - 4
+}
+
+#[test]
+fn long_lists_of_elements_are_divided_without_loss() {
+    let elements = (0..10_000_u32).map(|key| Element::new(Value::host_u32(key)).with_value(Value::port(1)));
+    let requests = new_elements(&table(), "m", elements.clone());
+    assert!(requests.len() > 5 && requests.iter().all(|request| request.length() < 60_000));
+    let read = requests.iter().flat_map(|request| decode::elements(request.payload()).unwrap().list.unwrap());
+    assert!(read.eq(elements));
+    for index in [0, 7, 500] {
+        let payload = requests[0].payload();
+        let offset = offset_of_element(payload, index);
+        // The offset of an error points to the element or to an attribute within it.
+        for within in [0, 4, 12] {
+            let (found, _) = decode::element_at(payload, offset + within).unwrap();
+            assert_eq!(found, index);
+        }
+    }
+    assert_eq!(decode::element_at(requests[0].payload(), 20), None);
+}
+
+#[test]
+fn comments_are_user_data() {
+    let long = "é".repeat(300);
+    assert_eq!(comment("hello"), b"\0\x06hello\0");
+    assert_eq!(comment_of(&comment("hello")), Some("hello"));
+    assert_eq!(comment_of(&comment(&long)).unwrap().len(), 252);
+    assert_eq!(comment_of(&[7, 2, 1, 2, 0, 2, b'a', 0]), Some("a"));
+    assert_eq!(comment_of(&[0, 9, 1]), None);
+}
+
+#[test]
+fn registers_have_the_numbers_that_the_kernel_lists() {
+    for word in 0..16 {
+        let register = Register::word(word);
+        assert_eq!(Register::of_number(register.number()), Some(register));
+    }
+    let number = |word| Register::word(word).number();
+    assert_eq!([0, 4, 12, 1, 15].map(number), [1, 2, 4, 9, 23]);
+    assert_eq!(Register::of_number(0), None);
+}
+
+fn requests() -> Vec<headgate_netlink::Request> {
+    let mut all = Transaction::new();
+    all.add_table(&Table::new(table()).owned_and_persistent());
+    all.add_rule(&rule());
+    all.add_rule(&Rule::new(
+        &table(),
+        "a",
+        vec![Expression::DynamicSet(DynamicSet {
+            set: "s".into(),
+            operation: DynamicSetOperation::Update,
+            key: Register::R1,
+            data: None,
+            timeout_ms: Some(5),
+            expressions: vec![
+                Expression::counter(),
+                Expression::Limit { rate: 1, seconds: 2, burst: 3, bytes: crate::Bytes::Counted, inverted: true },
+            ],
+        })],
+    ));
+    all.add_set(&Set::verdict_map(&table(), "m", &[DataType::Mark; 2]).with_size(3));
+    all.add_elements(&table(), "m", [Element::new(Value(vec![0; 8])).with_verdict(Verdict::Jump("b".into()))]);
+    all.requests().to_vec()
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_decode_or_return_an_error(
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
+        of in any::<prop::sample::Index>(), cut in 0..400_usize, other in prop::collection::vec(any::<u8>(), 0..100),
+    ) {
+        let all = requests();
+        let mut bytes = all[of.index(all.len())].payload().to_vec();
+        for (at, value) in changes {
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+        }
+        bytes.truncate(cut);
+        for bytes in [bytes, other] {
+            for command in 0..32 {
+                let _ = crate::monitor::changed(command, &bytes);
+            }
+            let _ = (decode::element_at(&bytes, cut), decode::element_count(&bytes));
+        }
+    }
+}

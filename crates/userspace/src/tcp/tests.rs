@@ -1,0 +1,365 @@
+//! The proxy with real sockets on loopback.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::{Shutdown, SocketAddr, TcpListener, TcpStream},
+    sync::mpsc,
+    thread,
+};
+
+use rustix::net::{SendFlags, send};
+
+use super::*;
+use crate::{ConnectionState, Protocol, ProxyVersion, Scope, ServiceId, ServiceSettings};
+
+mod hostile;
+mod lists;
+
+const SERVICE: ServiceId = ServiceId(1);
+
+/// A proxy with one Service, whose address is the address of its listener.
+struct Bed {
+    services: Arc<Services>,
+    proxy: TcpProxy,
+    address: SocketAddr,
+}
+
+impl Bed {
+    fn new(settings: &TcpSettings, service: ServiceSettings, endpoints: &[SocketAddr]) -> Self {
+        let services = Arc::new(Services::default());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        services.set_service(SERVICE, service);
+        assert!(services.set_address(SERVICE, Scope::default(), Protocol::Tcp, address));
+        for endpoint in endpoints {
+            assert!(services.set_endpoint(SERVICE, *endpoint, 1));
+        }
+        let proxy = TcpProxy::start(settings, &services).unwrap();
+        proxy.listen(listener, Scope::default(), Destination::Local).unwrap();
+        Self { services, proxy, address }
+    }
+
+    fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(self.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream
+    }
+
+    fn stats(&self) -> crate::ServiceStats {
+        self.services.stats().1
+    }
+}
+
+/// An endpoint that gives each connection to `serve` on a thread of its own.
+fn endpoint(serve: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let serve = Arc::new(serve);
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let serve = Arc::clone(&serve);
+            thread::spawn(move || serve(stream.unwrap()));
+        }
+    });
+    address
+}
+
+fn echo() -> SocketAddr {
+    endpoint(|mut stream| {
+        let mut buffer = vec![0; 100_000];
+        while let Ok(count @ 1..) = stream.read(&mut buffer) {
+            if stream.write_all(&buffer[..count]).is_err() {
+                return;
+            }
+        }
+    })
+}
+
+/// An address that refuses connections.
+fn refusing() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+fn eventually(what: &str, mut check: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while !check() {
+        assert!(Instant::now() < until, "{what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Bytes whose order matters.
+fn pattern(count: usize) -> Vec<u8> {
+    (0..count).map(|index| u8::try_from((index * 7 + index / 251) % 256).unwrap()).collect()
+}
+
+fn carries_both_ways(settings: &TcpSettings) {
+    let bed = Bed::new(settings, ServiceSettings::default(), &[echo()]);
+    for count in [1, 100, 16 * 1024, 16 * 1024 + 1, 20_000_000] {
+        let sent = pattern(count);
+        let mut stream = bed.connect();
+        let mut writer = stream.try_clone().unwrap();
+        let copy = sent.clone();
+        let sender = thread::spawn(move || {
+            writer.write_all(&copy).unwrap();
+            writer.shutdown(Shutdown::Write).unwrap();
+        });
+        let mut received = Vec::new();
+        stream.read_to_end(&mut received).unwrap();
+        sender.join().unwrap();
+        assert!(sent == received, "{count} bytes arrive in order; got {}", received.len());
+    }
+    eventually("connections end", || bed.stats().open == 0);
+    let stats = bed.stats();
+    assert_eq!((stats.accepted, stats.connected, stats.reset), (5, 5, 0));
+    assert_eq!(stats.bytes_to_endpoints, 1 + 100 + 16 * 1024 * 2 + 1 + 20_000_000);
+    assert_eq!(stats.bytes_to_endpoints, stats.bytes_to_clients);
+}
+
+#[test]
+fn bytes_arrive_in_order_both_ways() {
+    carries_both_ways(&TcpSettings::default());
+    carries_both_ways(&TcpSettings { threads: 3, ..TcpSettings::default() });
+}
+
+#[test]
+fn without_pipes_bytes_arrive_in_order_both_ways() {
+    carries_both_ways(&TcpSettings { pipes_per_thread: 0, ..TcpSettings::default() });
+}
+
+#[test]
+fn a_half_closed_connection_still_answers() {
+    let server = endpoint(|mut stream| {
+        let mut request = Vec::new();
+        stream.read_to_end(&mut request).unwrap();
+        thread::sleep(Duration::from_millis(50));
+        stream.write_all(&pattern(request.len() * 10)).unwrap();
+    });
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[server]);
+    let mut stream = bed.connect();
+    stream.write_all(&[1; 100_000]).unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).unwrap();
+    assert!(answer == pattern(1_000_000));
+    eventually("the connection closes", || bed.stats().open == 0);
+    assert_eq!(bed.stats().reset, 0);
+}
+
+#[test]
+fn an_answer_arrives_before_the_reset_that_follows() {
+    // The endpoint does not read the request, so that its kernel sends a RST at close.
+    let server = endpoint(|mut stream| {
+        stream.write_all(&pattern(5000)).unwrap();
+        thread::sleep(Duration::from_millis(100));
+    });
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[server]);
+    let mut stream = bed.connect();
+    stream.write_all(b"request").unwrap();
+    let mut answer = vec![0; 5000];
+    stream.read_exact(&mut answer).unwrap();
+    assert!(answer == pattern(5000));
+    let error = stream.read(&mut [0]).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+    assert_eq!(bed.stats().reset, 1);
+}
+
+#[test]
+fn a_slow_client_gets_the_whole_answer_before_the_reset() {
+    let server = endpoint(|mut stream| {
+        stream.write_all(&pattern(1_000_000)).unwrap();
+        // The proxy has taken all bytes, and the client has not.
+        thread::sleep(Duration::from_millis(200));
+    });
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[server]);
+    let mut stream = bed.connect();
+    sockopt::set_socket_recv_buffer_size(&stream, 16_384).unwrap();
+    stream.write_all(b"request").unwrap();
+    eventually("the connection ends", || bed.stats().reset == 1);
+    let mut answer = vec![0; 1_000_000];
+    stream.read_exact(&mut answer).unwrap();
+    assert!(answer == pattern(1_000_000));
+    assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+}
+
+#[test]
+fn urgent_data_stops_no_bytes() {
+    let counting = endpoint(|mut stream| {
+        let mut received = Vec::new();
+        stream.read_to_end(&mut received).unwrap();
+        let count = u64::try_from(received.len()).unwrap();
+        stream.write_all(&count.to_be_bytes()).unwrap();
+    });
+    for server in [counting, echo()] {
+        let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[server]);
+        for (before, after) in [(4, 4), (65_536, 1000), (1_000_000, 1_000_000)] {
+            let mut stream = bed.connect();
+            let mut reader = stream.try_clone().unwrap();
+            let expected = before + after;
+            let reading = thread::spawn(move || {
+                if server == counting {
+                    let mut count = [0; 8];
+                    reader.read_exact(&mut count).map(|()| usize::try_from(u64::from_be_bytes(count)).unwrap())
+                } else {
+                    reader.read_exact(&mut vec![0; expected]).map(|()| expected)
+                }
+            });
+            stream.write_all(&pattern(before)).unwrap();
+            send(&stream, b"!", SendFlags::OOB).unwrap();
+            stream.write_all(&pattern(after)).unwrap();
+            if server == counting {
+                stream.shutdown(Shutdown::Write).unwrap();
+            }
+            assert_eq!(reading.join().unwrap().unwrap(), expected, "{before} {after}");
+        }
+    }
+}
+
+#[test]
+fn a_reset_of_the_client_reaches_the_endpoint() {
+    let (result, results) = mpsc::channel();
+    let server = endpoint(move |mut stream| {
+        let mut buffer = [0; 10];
+        stream.read_exact(&mut buffer[..1]).unwrap();
+        result.send(stream.read(&mut buffer).map_err(|error| error.kind())).unwrap();
+    });
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[server]);
+    let mut stream = bed.connect();
+    stream.write_all(&[1]).unwrap();
+    thread::sleep(Duration::from_millis(50));
+    lingering::reset(stream.into());
+    assert_eq!(results.recv().unwrap(), Err(io::ErrorKind::ConnectionReset));
+    eventually("the connection closes", || bed.stats().open == 0);
+}
+
+#[test]
+fn a_refused_connection_goes_to_the_next_endpoint_and_the_bad_endpoint_rests() {
+    let (good, bad) = (echo(), refusing());
+    let service = ServiceSettings { algorithm: crate::Algorithm::RoundRobin, ..ServiceSettings::default() };
+    let bed = Bed::new(&TcpSettings::default(), service, &[good, bad]);
+    for _ in 0..20 {
+        let mut stream = bed.connect();
+        stream.write_all(b"x").unwrap();
+        assert_eq!(stream.read(&mut [0; 10]).unwrap(), 1);
+    }
+    let stats = bed.stats();
+    assert_eq!((stats.connected, stats.failed, stats.resting_endpoints), (20, 0, 1));
+    assert!((2..=6).contains(&stats.retries), "{stats:?}");
+}
+
+/// An address that does not answer, while the returned sockets exist: its backlog is full, so the
+/// kernel drops each SYN.
+fn silent() -> (SocketAddr, (OwnedFd, Vec<TcpStream>)) {
+    let silent = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&silent, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+    rustix::net::listen(&silent, 0).unwrap();
+    let address = SocketAddr::try_from(rustix::net::getsockname(&silent).unwrap()).unwrap();
+    let connect = || TcpStream::connect_timeout(&address, Duration::from_millis(100)).ok();
+    let filling: Vec<TcpStream> = std::iter::repeat_with(connect).map_while(|stream| stream).take(4).collect();
+    assert!(filling.len() < 4, "the backlog is full");
+    (address, (silent, filling))
+}
+
+#[test]
+fn an_endpoint_that_does_not_answer_costs_one_connect_timeout() {
+    let (address, _silent) = silent();
+    let settings = TcpSettings { connect_timeout: Duration::from_millis(300), ..TcpSettings::default() };
+    let service = ServiceSettings { algorithm: crate::Algorithm::RoundRobin, ..ServiceSettings::default() };
+    let bed = Bed::new(&settings, service, &[address, echo()]);
+    for _ in 0..2 {
+        let began = Instant::now();
+        let mut stream = bed.connect();
+        stream.write_all(b"x").unwrap();
+        assert_eq!(stream.read(&mut [0; 10]).unwrap(), 1);
+        assert!(began.elapsed() < Duration::from_millis(900));
+    }
+    assert!((1..=2).contains(&bed.stats().retries));
+}
+
+#[test]
+fn a_service_that_cannot_serve_resets_its_clients_and_counts_them() {
+    fn is_reset(mut stream: TcpStream) -> bool {
+        stream.read(&mut [0]).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionReset)
+    }
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[]);
+    assert!(is_reset(bed.connect()));
+    assert_eq!(bed.stats().without_endpoint, 1);
+    // An endpoint that is a Service address is not tried.
+    bed.services.set_endpoint(SERVICE, bed.address, 1);
+    assert!(is_reset(bed.connect()));
+    assert_eq!((bed.stats().loops, bed.stats().failed), (1, 1));
+    bed.services.remove_endpoint(SERVICE, bed.address);
+    bed.services.set_endpoint(SERVICE, refusing(), 1);
+    assert!(is_reset(bed.connect()));
+    assert_eq!(bed.stats().failed, 2);
+    assert!(bed.services.remove_address(SERVICE, Scope::default(), Protocol::Tcp, bed.address));
+    assert!(is_reset(bed.connect()));
+    assert_eq!(bed.proxy.stats().unknown_destination, 1);
+    eventually("nothing stays open", || bed.proxy.stats().open == 0 && bed.stats().open == 0);
+}
+
+#[test]
+fn a_service_has_at_most_its_limit_of_connections() {
+    let service = ServiceSettings { max_connections: Some(3), ..ServiceSettings::default() };
+    let bed = Bed::new(&TcpSettings { threads: 2, ..TcpSettings::default() }, service, &[echo()]);
+    let mut streams: Vec<TcpStream> = (0..10).map(|_| bed.connect()).collect();
+    let served = streams.iter_mut().filter_map(|stream| {
+        stream.write_all(b"x").ok()?;
+        stream.read_exact(&mut [0]).ok()
+    });
+    assert_eq!(served.count(), 3);
+    assert_eq!((bed.stats().over_limit, bed.stats().open), (7, 3));
+}
+
+#[test]
+fn an_endpoint_gets_the_proxy_header_before_the_first_byte() {
+    let service = ServiceSettings { proxy_header: Some(ProxyVersion::V1), ..ServiceSettings::default() };
+    let bed = Bed::new(&TcpSettings::default(), service, &[echo()]);
+    let mut stream = bed.connect();
+    stream.write_all(b"hello").unwrap();
+    let (client, service) = (stream.local_addr().unwrap(), bed.address);
+    let expected = format!("PROXY TCP4 127.0.0.1 127.0.0.1 {} {}\r\nhello", client.port(), service.port());
+    let mut answer = vec![0; expected.len()];
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(String::from_utf8(answer).unwrap(), expected);
+}
+
+#[test]
+fn an_idle_connection_is_reset_and_a_busy_connection_is_not() {
+    let settings = TcpSettings {
+        idle_timeout: Duration::from_millis(400),
+        connect_timeout: Duration::from_millis(100),
+        ..TcpSettings::default()
+    };
+    let bed = Bed::new(&settings, ServiceSettings::default(), &[echo()]);
+    let (mut idle, mut busy) = (bed.connect(), bed.connect());
+    for _ in 0..12 {
+        busy.write_all(b"x").unwrap();
+        busy.read_exact(&mut [0]).unwrap();
+        thread::sleep(Duration::from_millis(100));
+    }
+    assert_eq!(idle.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+    assert_eq!((bed.stats().idle, bed.stats().open), (1, 1));
+}
+
+#[test]
+fn a_drain_serves_the_backlog_and_waits_for_open_connections() {
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[echo()]);
+    let streams: Vec<TcpStream> = (0..50).map(|_| bed.connect()).collect();
+    let address = bed.address;
+    let draining = thread::spawn(move || bed.proxy.drain(Duration::from_secs(10)));
+    eventually("the listener closes", || TcpStream::connect(address).is_err());
+    for mut stream in streams {
+        stream.write_all(b"x").unwrap();
+        stream.read_exact(&mut [0]).unwrap();
+    }
+    assert_eq!(draining.join().unwrap(), 0);
+
+    let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[echo()]);
+    let mut stream = bed.connect();
+    stream.write_all(b"x").unwrap();
+    stream.read_exact(&mut [0]).unwrap();
+    assert_eq!(bed.proxy.drain(Duration::from_millis(50)), 1);
+    drop(bed.proxy);
+    assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+}

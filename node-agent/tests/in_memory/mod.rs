@@ -1,0 +1,189 @@
+//! A dataplane whose kernel is a table in memory. It serves tests of the code around dataplanes,
+//! and is the example in `docs/adding-a-dataplane.md`. With a [`Control`], a test sees the calls
+//! and decides which calls fail.
+
+mod control;
+
+pub use control::{Call, Control};
+
+use std::{collections::BTreeSet, mem, sync::Arc, time::Instant};
+
+use headgate_core::{
+    Demand, Dirty, Family, NodeFacts, ServiceKey, State,
+    explain::{Mode, NodeSettings},
+    forwarding,
+    iptables::NodePortAddresses,
+    masquerade::MasqueradeConfig,
+    view::{ServicePortView, service_views},
+};
+use headgate_node_agent::dataplane::{
+    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, FindFaults, Leftover, Maintain, Report,
+    StateSource,
+};
+
+use self::control::{Script, Table};
+
+/// One IP family. It records its calls in a [`Control`].
+#[derive(Debug)]
+pub struct InMemoryFamily {
+    control: Control,
+    /// The table as this dataplane has programmed it.
+    programmed: Table,
+}
+
+/// A dataplane and its control. The dataplane programs only IPv4, because both families would share
+/// one table.
+#[must_use]
+pub fn dataplane() -> (DualStack<InMemoryFamily>, Control) {
+    let control = Control::default();
+    let make = |_| InMemoryFamily { control: control.clone(), programmed: Table::new() };
+    let kernel = control.clone();
+    let own = Leftover::new("memory", move || kernel.work(Call::Cleanup).map(|mut script| script.table.clear()));
+    (DualStack::assemble("memory", control.clone(), vec![own], vec![Family::V4], make), control)
+}
+
+/// Changes of the table. An entry without ports removes the service.
+#[derive(Debug)]
+pub struct Plan {
+    call: Call,
+    services: usize,
+    entries: Table,
+}
+
+impl Dataplane for InMemoryFamily {
+    type Kernel = Control;
+    type Found = Table;
+    type Plan = Plan;
+
+    fn family(&self) -> Family {
+        Family::V4
+    }
+
+    fn read(&mut self, kernel: &mut Control) -> Result<Table, DataplaneError> {
+        Ok(kernel.script().table.clone())
+    }
+
+    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Table) -> Plan {
+        let gone = mem::take(found).into_keys().map(|key| (key, Vec::new()));
+        let entries = gone.chain(state.entries().map(|(key, _)| entry(state, node, key))).collect();
+        Plan { call: Call::Full(state.digests().clone(), node.clone()), services: state.service_count(), entries }
+    }
+
+    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
+        let entries: Table = dirty.services.iter().map(|key| entry(state, node, key)).collect();
+        Plan { call: Call::Apply(names(&dirty.services), state.digests().clone()), services: entries.len(), entries }
+    }
+
+    fn apply(
+        &mut self,
+        kernel: &mut Control,
+        plan: Plan,
+        source: Option<&dyn StateSource>,
+    ) -> Result<Report, DataplaneError> {
+        let mut script = kernel.work(plan.call)?;
+        let Script { table, rejected, quarantined, .. } = &mut *script;
+        let mut entries = plan.entries;
+        entries.retain(|key, _| !quarantined.contains(key));
+        if entries.iter().any(|(key, views)| !views.is_empty() && rejected.contains(&key.to_string())) {
+            return Err(DataplaneError::new(ErrorKind::Rejected, "line 3 failed"));
+        }
+        let objects_written = count(entries.len());
+        for (key, views) in entries {
+            for table in [&mut *table, &mut self.programmed] {
+                match views.is_empty() {
+                    true => drop(table.remove(&key)),
+                    false => drop(table.insert(Arc::clone(&key), views.clone())),
+                }
+            }
+        }
+        if source.is_some() {
+            self.programmed.clone_from(table);
+        }
+        Ok(Report { services_planned: count(plan.services), objects_written, warnings: Vec::new() })
+    }
+
+    fn check(&mut self, kernel: &mut Control) -> Result<Option<String>, DataplaneError> {
+        let is_intact = kernel.work(Call::Check)?.verdicts.pop_front().unwrap_or(true);
+        Ok((!is_intact).then(|| "somebody else has changed the table".to_owned()))
+    }
+
+    fn compare(&mut self, kernel: &mut Control) -> Result<Vec<String>, DataplaneError> {
+        let is_same = self.read(kernel)? == self.programmed;
+        Ok(if is_same { Vec::new() } else { vec!["the table differs".to_owned()] })
+    }
+
+    fn decode(&mut self, kernel: &mut Control) -> Result<forwarding::Table, DataplaneError> {
+        let views = self.read(kernel)?.into_values().flatten();
+        let settings = NodeSettings {
+            mode: Mode::Iptables,
+            masquerade: MasqueradeConfig::default(),
+            node_ports_v4: NodePortAddresses::All,
+            node_ports_v6: NodePortAddresses::All,
+            localhost_node_ports: false,
+        };
+        Ok(forwarding::of_views(views, Family::V4, &settings))
+    }
+
+    fn degraded(&self, _: &Demand) -> Vec<Degradation> {
+        self.control.script().degraded.iter().cloned().map(Into::into).collect()
+    }
+
+    fn maintenance(&mut self) -> Option<&mut dyn Maintain<Control>> {
+        Some(self)
+    }
+
+    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<Control>> {
+        Some(self)
+    }
+}
+
+impl Maintain<Control> for InMemoryFamily {
+    fn due_at(&self) -> Option<Instant> {
+        self.control.script().maintenance_due_at
+    }
+
+    fn maintain(&mut self, kernel: &mut Control, _: Instant) -> Result<(), DataplaneError> {
+        kernel.script().maintenance_due_at = None;
+        Ok(())
+    }
+
+    fn deferred(&mut self) -> Option<Vec<Fault>> {
+        self.control.script().deferred.take()
+    }
+}
+
+impl FindFaults<Control> for InMemoryFamily {
+    fn find_faults(
+        &mut self,
+        kernel: &mut Control,
+        source: &dyn StateSource,
+        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
+    ) -> Result<Vec<Fault>, DataplaneError> {
+        let rejected = kernel.work(Call::FindFaults(suspects.map(names)))?.rejected.clone();
+        let mut faults = Vec::new();
+        source.look(&mut |state, _| {
+            let suspected = state.entries().map(|(key, _)| key);
+            let suspected = suspected.filter(|key| suspects.is_none_or(|suspects| suspects.contains(*key)));
+            let found = suspected.filter(|key| rejected.contains(&key.to_string())).cloned();
+            let reason = || "line 3 failed: no such match".to_owned();
+            faults = found.map(|service| Fault { service, family: Family::V4, reason: reason() }).collect();
+        });
+        Ok(faults)
+    }
+
+    fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        self.control.script().quarantined.clone_from(services);
+    }
+}
+
+fn entry(state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> (Arc<ServiceKey>, Vec<ServicePortView>) {
+    (Arc::clone(key), service_views(state, key, Family::V4, node))
+}
+
+fn names(services: &BTreeSet<Arc<ServiceKey>>) -> Vec<String> {
+    services.iter().map(ToString::to_string).collect()
+}
+
+fn count(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}

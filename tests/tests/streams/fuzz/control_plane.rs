@@ -1,0 +1,81 @@
+//! Takes bytes that would come from an API server, a file or a peer, and processes them like the
+//! control plane.
+//!
+//! Each function must return for any input. The memory that it uses must be bounded by the size of
+//! the input. The result shows whether the input was valid, so that a test can check that its input
+//! passes the first validation.
+
+use std::sync::Arc;
+
+use headgate_control_plane::{
+    identity,
+    metrics::Metrics,
+    model::{Event, Model},
+    objects::ObjectKind,
+    serve, source,
+    store::{Limits, Resume, Store},
+    transaction::{Sink as _, Transaction},
+};
+
+/// Reads a manifest like the source `files`, and serves its objects. `is_json` says whether the
+/// file has the extension `.json`. Returns the number of objects.
+pub(super) fn manifest(bytes: &[u8], is_json: bool) -> usize {
+    let events = source::manifest_events(if is_json { "web.json" } else { "web.yaml" }, bytes);
+    serve_events(events)
+}
+
+/// Reads the lines of a watch up to the first line that cannot be decoded, and serves the events.
+/// Returns the number of events.
+pub(super) fn watch(kind: ObjectKind, bytes: &[u8]) -> usize {
+    serve_events(source::watch_events(kind, bytes))
+}
+
+/// Reads a page of a list, and serves its objects. Returns the number of objects.
+pub(super) fn list(kind: ObjectKind, bytes: &[u8]) -> usize {
+    serve_events(source::list_events(kind, bytes))
+}
+
+/// The objects that [`agent_stream`] serves.
+const SERVED: &str = "
+{kind: Service, apiVersion: v1, metadata: {name: web}, spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}}
+---
+{kind: Node, apiVersion: v1, metadata: {name: node-a}}
+";
+
+/// Passes the messages of an agent, without their gRPC prefixes, to a stream. Returns the number of
+/// accepted messages.
+pub(super) fn agent_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
+    let (store, _) = store_of(source::manifest_events("web.yaml", SERVED.as_bytes()));
+    serve::fuzz::stream(Arc::new(store), messages)
+}
+
+/// Reads the identity in a certificate (DER), without verifying the certificate chain. Returns
+/// whether the certificate names its holder.
+pub(super) fn certificate(der: &[u8]) -> bool {
+    identity::from_certificate(der)
+        .is_ok_and(|(identity, _)| !matches!(identity, identity::Identity::Unusable(_) | identity::Identity::Unchecked))
+}
+
+/// Passes events through the model and the store, and encodes the result for a new agent. Returns
+/// the number of events.
+fn serve_events(events: Vec<Event>) -> usize {
+    let (store, count) = store_of(events);
+    let (_, mut cursor) = store.cursor(None::<&Resume>);
+    while store.next_frame(&mut cursor).is_some() {}
+    count
+}
+
+/// A store with the state after these events, and the number of events.
+fn store_of(events: Vec<Event>) -> (Store, usize) {
+    let (mut model, store) = (Model::with_gates(), Store::new(Limits::default(), Arc::new(Metrics::default())));
+    let count = events.len();
+    for event in events {
+        model.event(event, "");
+    }
+    let (changes, nodes) = model.take_changes();
+    let gates = model.take_gates();
+    store.commit(Transaction { changes, nodes, gates, ..Transaction::default() });
+    store.problems(model.take_problems().unwrap_or_default());
+    store.synced();
+    (store, count)
+}
