@@ -358,14 +358,14 @@ problems    1
     };
     let replicas = vec![
         other("cp-2", "joined", 18_180_000, 1_024, ""),
-        other("10.0.0.9:7443", "unreachable", 4_250, 0, "connection\u{7} refused"),
+        other("10.0.0.9:7444", "unreachable", 4_250, 0, "connection\u{7} refused"),
     ];
     let with_others = status(&GetStatusResponse { replicas, ..response.clone() }, PLAIN);
     let others = "
 OTHER REPLICA  STATE          FOR  AGENTS  EPOCH
 cp-2           joined       5h03m   1,024  0badcafe
-10.0.0.9:7443  unreachable   4.2s       0  0badcafe
-10.0.0.9:7443: connection\\u{7} refused
+10.0.0.9:7444  unreachable   4.2s       0  0badcafe
+10.0.0.9:7444: connection\\u{7} refused
 ";
     assert_eq!(with_others.strip_prefix(expected), Some(others));
     let shown = |source_state: &str, synced, source_problem: &str| {

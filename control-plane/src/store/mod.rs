@@ -84,7 +84,8 @@ pub struct Limits {
     /// holds receives whole buckets. The log holds at most `max_tombstones` + `max_delta_changes`
     /// keys, because no step needs more keys.
     pub max_tombstones: usize,
-    /// Maximum size of the cached steps, in bytes.
+    /// Maximum size of the messages of the cached steps, in bytes. Steps of one change need about
+    /// three times as much memory.
     pub delta_cache_bytes: usize,
     /// Maximum number of changes in one step. A cursor that needs more changes receives whole
     /// buckets instead.

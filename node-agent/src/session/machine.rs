@@ -56,8 +56,8 @@ pub enum Violation {
         /// The version that the agent holds.
         held: u64,
     },
-    /// A batch refers to something that the agent does not hold, for example to a resource that the
-    /// agent rejected. The next stream has to resume by digests.
+    /// A batch refers to something that the agent does not hold. The next stream has to resume by
+    /// digests.
     #[error("{0}; resuming by digests, which needs no references")]
     Reference(#[from] UnknownReference),
     /// A batch arrived before the first snapshot of the stream was complete, or in the middle of a
@@ -223,6 +223,7 @@ impl Machine {
         self.position = position;
         self.phase = Phase::AwaitingWelcome;
         self.staged = Staged::default();
+        self.rejections.end();
         self.needs_referable = false;
     }
 

@@ -35,6 +35,9 @@ pub(super) struct Rejections {
     /// The number of rejections that `received` could not hold, or more: a resource that is
     /// rejected again counts again.
     forgotten: u64,
+    /// The number of ended rejections whose names `changed` could not hold. The replica still
+    /// remembers them, so they count until the stream ends.
+    lost_withdrawals: u64,
     /// Services whose rules the kernel rejects.
     by_kernel: BTreeMap<String, v1::Rejection>,
     /// Resources whose rejections began, changed or ended since the replica heard of them.
@@ -56,6 +59,13 @@ impl Rejections {
         let changed = if is_resuming { BTreeSet::new() } else { self.received.keys().cloned().collect() };
         let (received, forgotten, is_due) = (mem::take(&mut self.received), self.forgotten, !changed.is_empty());
         *self = Self { received, forgotten, changed, is_due, version, is_resuming, ..Self::default() };
+    }
+
+    /// Forgets what waits for the replica of the stream that has ended: another replica has not heard
+    /// of these rejections. [`Self::begin`] repeats those that count on the new stream.
+    pub(super) fn end(&mut self) {
+        self.changed.clear();
+        self.is_due = false;
     }
 
     /// Drops all rejections of received resources, except those of the Node. The caller calls this
@@ -157,6 +167,11 @@ impl Rejections {
         self.is_due = true;
         if self.changed.len() < MAX_CHANGED {
             self.changed.insert(resource);
+        } else if !self.changed.contains(&resource)
+            && !self.received.contains_key(&resource)
+            && !self.by_kernel.contains_key(&resource)
+        {
+            self.lost_withdrawals += 1;
         }
     }
 
@@ -166,7 +181,7 @@ impl Rejections {
             return 0;
         }
         let only_by_kernel = self.by_kernel.keys().filter(|resource| !self.received.contains_key(*resource));
-        self.forgotten + self.received.len() as u64 + only_by_kernel.count() as u64
+        self.forgotten + self.lost_withdrawals + self.received.len() as u64 + only_by_kernel.count() as u64
     }
 
     /// True if [`Self::pop`] returns a message.
@@ -355,6 +370,32 @@ mod tests {
         assert!(rejected.has_forgotten() && rejected.has_resources() && last.in_force == 100);
         rejected.resumed();
         assert!(!rejected.has_forgotten() && !rejected.has_resources() && rejected.in_force() == 0);
+    }
+
+    #[test]
+    fn a_lost_withdrawal_counts_until_the_stream_ends() {
+        let mut rejected = Rejections::default();
+        let all: Vec<_> = (0..MAX_KEPT).map(named).collect();
+        rejected.step(1, &all, &[], None);
+        while rejected.pop().is_some() {}
+        // The kernel rejects as many others, so that no name of an ended rejection fits.
+        let others: Vec<_> = (0..MAX_CHANGED).map(|number| rejection(&format!("Service other/s{number}"))).collect();
+        rejected.set_by_kernel(2, &others);
+        rejected.step(3, &[], &[Change::RemoveService(ServiceKey::new("ns", "s1"))], None);
+        let in_force = (MAX_KEPT + MAX_CHANGED) as u64;
+        assert_eq!(rejected.pop().unwrap().in_force, in_force, "the replica still remembers ns/s1");
+        rejected.begin(ResumeMode::Log, 3);
+        assert_eq!(rejected.pop().unwrap().in_force, MAX_KEPT as u64 - 1);
+    }
+
+    #[test]
+    fn a_new_stream_hears_only_what_begin_repeats() {
+        let mut rejected = Rejections::default();
+        rejected.step(1, &[named(1)], &[], None);
+        rejected.end();
+        assert!(rejected.pop().is_none(), "nothing is sent before Welcome");
+        rejected.begin(ResumeMode::Log, 1);
+        assert_eq!(rejected.pop().unwrap().rejections, [named(1)]);
     }
 
     #[test]

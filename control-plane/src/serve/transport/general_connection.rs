@@ -14,7 +14,7 @@ use hyper::{body::Incoming, server::conn::http2, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    time::{Instant, Sleep, sleep},
+    time::{Instant, Sleep, sleep, sleep_until},
 };
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::{body::Body, service::Routes};
@@ -36,6 +36,10 @@ const MAX_REQUESTS_OF_REPLICA: u32 = 16_384;
 
 /// Flow-control window of a connection and of each request, in bytes. Requests are small.
 const REQUEST_WINDOW_BYTES: u32 = 65_535;
+
+/// The length of HTTP/2's preface (RFC 9113, 3.4). hyper waits for it without a limit, and sends
+/// pings only after it.
+const PREFACE_BYTES: usize = 24;
 
 /// The server for general connections.
 #[derive(Clone)]
@@ -75,6 +79,7 @@ impl General {
                 response.map(|response| response.map(|body| Watched::new(body, &context, caller)))
             }
         });
+        let preface_until = Instant::now() + context.settings.hello_timeout;
         let server = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .keep_alive_interval(KEEPALIVE)
@@ -82,7 +87,7 @@ impl General {
             .max_concurrent_streams(max_requests)
             .initial_stream_window_size(REQUEST_WINDOW_BYTES)
             .initial_connection_window_size(REQUEST_WINDOW_BYTES)
-            .serve_connection(TokioIo::new(Io::new(io, held, closed)), service);
+            .serve_connection(TokioIo::new(Io::new(io, held, closed, preface_until)), service);
         let mut server = pin!(server);
         let ended = tokio::select! {
             ended = server.as_mut() => ended,
@@ -104,12 +109,16 @@ struct Io {
     until_closed: Pin<Box<WaitForCancellationFutureOwned>>,
     budget: Budget,
     pause: Option<Pin<Box<Sleep>>>,
+    /// When the preface must be complete; `None` once it is.
+    preface_until: Option<Pin<Box<Sleep>>>,
+    preface_bytes: usize,
 }
 
 impl Io {
-    fn new(io: listener::Io, held: Held, closed: CancellationToken) -> Self {
+    fn new(io: listener::Io, held: Held, closed: CancellationToken, preface_until: Instant) -> Self {
         let until_closed = Box::pin(closed.cancelled_owned());
-        Self { io, _held: held, until_closed, budget: Budget::new(Instant::now()), pause: None }
+        let (budget, preface_until) = (Budget::new(Instant::now()), Some(Box::pin(sleep_until(preface_until))));
+        Self { io, _held: held, until_closed, budget, pause: None, preface_until, preface_bytes: 0 }
     }
 }
 
@@ -118,14 +127,23 @@ impl AsyncRead for Io {
         if self.until_closed.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
+        if let Some(until) = &mut self.preface_until
+            && until.as_mut().poll(cx).is_ready()
+        {
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
         if let Some(pause) = &mut self.pause {
             ready!(pause.as_mut().poll(cx));
             self.pause = None;
         }
         let before = buffer.filled().len();
         ready!(Pin::new(&mut self.io).poll_read(cx, buffer))?;
-        let now = Instant::now();
-        self.budget.spend(buffer.filled().len() - before, now);
+        let (now, bytes) = (Instant::now(), buffer.filled().len() - before);
+        if self.preface_until.is_some() {
+            self.preface_bytes += bytes;
+            self.preface_until = self.preface_until.take().filter(|_| self.preface_bytes < PREFACE_BYTES);
+        }
+        self.budget.spend(bytes, now);
         self.pause = self.budget.pause(now).map(|pause| Box::pin(sleep(pause)));
         Poll::Ready(Ok(()))
     }

@@ -2,9 +2,9 @@
 //! place.
 //!
 //! [`headgate_core::conntrack`] decides which flows are stale. This module lists the UDP flows over
-//! netlink, and deletes the stale flows. This work runs in a
-//! separate thread, so that a large table does not delay programming. A failed pass is repeated
-//! until it succeeds. Each repetition includes the changes that arrived in the meantime.
+//! netlink, and deletes the stale flows. This work runs in a separate thread, so that a large table
+//! does not delay programming. A failed pass is repeated until it succeeds. Each repetition
+//! includes the changes that arrived in the meantime.
 
 mod sweep;
 pub mod wire;

@@ -1,5 +1,5 @@
-//! One pass over the connection tracking table: lists entries with filters and deletes the stale
-//! entries.
+//! One pass over the connection tracking table: lists the UDP entries of a family and deletes the
+//! stale ones.
 
 use std::{
     collections::HashSet,

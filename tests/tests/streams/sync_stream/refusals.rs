@@ -9,7 +9,10 @@ use headgate_control_plane::{
 };
 use headgate_proto::v1::{self, inspect_client::InspectClient};
 use prost::Message as _;
-use tokio::{io::AsyncWriteExt as _, time::timeout};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    time::timeout,
+};
 use tonic::Code;
 
 use crate::{
@@ -57,6 +60,10 @@ async fn misbehaving_agents_are_refused_and_do_not_affect_others() {
         };
         timeout(GUARD, counted).await.unwrap_or_else(|_| panic!("{what} is not counted as {reason}"));
     }
+    // This client says nothing on the other port.
+    let mut silent = tokio::net::TcpStream::connect(replica.running.inspect_addr).await.unwrap();
+    let mut sent = Vec::new();
+    timeout(GUARD, silent.read_to_end(&mut sent)).await.expect("a silent connection stays open").ok();
     // This client does not speak HTTP/2.
     let mut socket = tokio::net::TcpStream::connect(address).await.unwrap();
     socket.write_all(b"GET / HTTP/1.1\r\n\r\n\0\0\0").await.unwrap();

@@ -300,7 +300,8 @@ impl Stream {
             return;
         }
         let mut status = end.status.clone();
-        if matches!(self.phase, Phase::Opening { .. }) && status.code() == tonic::Code::InvalidArgument {
+        let is_no_agent = status.code() == tonic::Code::InvalidArgument && end.reason != "invalid_hello";
+        if matches!(self.phase, Phase::Opening { .. }) && is_no_agent {
             // The client may have taken this port for the other one.
             let (text, port) = (status.message(), self.streams.context.settings.ports.inspect);
             status = Status::invalid_argument(format!(

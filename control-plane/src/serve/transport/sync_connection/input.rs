@@ -15,7 +15,7 @@ const MAX_BLOCK: (u32, u32) = (64, 64 << 10);
 /// The meaning of a frame, or of a part of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Event<'a> {
-    /// The headers of the stream's request are complete.
+    /// The headers of the stream's request have begun. Nothing in them is decoded.
     Opened { stream: u32 },
     /// The client sent bytes of the stream.
     Data(&'a [u8]),
