@@ -61,8 +61,8 @@ impl Rejections {
         *self = Self { received, forgotten, changed, is_due, version, is_resuming, ..Self::default() };
     }
 
-    /// Forgets what waits for the replica of the stream that has ended: another replica has not heard
-    /// of these rejections. [`Self::begin`] repeats those that count on the new stream.
+    /// Forgets what waits for the replica of the stream that has ended: another replica has not
+    /// heard of these rejections. [`Self::begin`] repeats those that count on the new stream.
     pub(super) fn end(&mut self) {
         self.changed.clear();
         self.is_due = false;

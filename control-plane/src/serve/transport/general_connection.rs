@@ -70,6 +70,7 @@ impl General {
         let (address, closed) = (caller.peer.address, caller.closed.clone());
         let is_replica = caller.peer.may_ask_as_replica(SystemTime::now()).is_ok();
         let max_requests = if is_replica { MAX_REQUESTS_OF_REPLICA } else { MAX_REQUESTS };
+        let preface_until = Instant::now() + context.settings.hello_timeout;
         let service = service_fn(move |request: Request<Incoming>| {
             let (mut routes, context, caller) = (routes.clone(), Arc::clone(&context), caller.clone());
             async move {
@@ -79,7 +80,6 @@ impl General {
                 response.map(|response| response.map(|body| Watched::new(body, &context, caller)))
             }
         });
-        let preface_until = Instant::now() + context.settings.hello_timeout;
         let server = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .keep_alive_interval(KEEPALIVE)
