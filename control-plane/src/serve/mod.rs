@@ -84,7 +84,7 @@ impl Listen {
     #[must_use]
     pub fn at(agents: SocketAddr) -> Self {
         let port = match agents.port() {
-            // Beside any free port is any free port, and no port follows the highest one.
+            // The system chooses both ports, or no port follows the highest one.
             0 | u16::MAX => 0,
             port => port + 1,
         };

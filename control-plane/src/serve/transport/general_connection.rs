@@ -26,6 +26,7 @@ use super::{
     connection_limits::Held,
     listener::{self, Connection},
     stalled_responses::{Caller, Watched},
+    sync_connection::PREFACE,
 };
 use crate::serve::context;
 
@@ -36,10 +37,6 @@ const MAX_REQUESTS_OF_REPLICA: u32 = 16_384;
 
 /// Flow-control window of a connection and of each request, in bytes. Requests are small.
 const REQUEST_WINDOW_BYTES: u32 = 65_535;
-
-/// The length of HTTP/2's preface (RFC 9113, 3.4). hyper waits for it without a limit, and sends
-/// pings only after it.
-const PREFACE_BYTES: usize = 24;
 
 /// The server for general connections.
 #[derive(Clone)]
@@ -109,7 +106,8 @@ struct Io {
     until_closed: Pin<Box<WaitForCancellationFutureOwned>>,
     budget: Budget,
     pause: Option<Pin<Box<Sleep>>>,
-    /// When the preface must be complete; `None` once it is.
+    /// When the preface must be complete; `None` once it is. hyper waits for the preface without a
+    /// limit, and sends pings only after it.
     preface_until: Option<Pin<Box<Sleep>>>,
     preface_bytes: usize,
 }
@@ -141,7 +139,7 @@ impl AsyncRead for Io {
         let (now, bytes) = (Instant::now(), buffer.filled().len() - before);
         if self.preface_until.is_some() {
             self.preface_bytes += bytes;
-            self.preface_until = self.preface_until.take().filter(|_| self.preface_bytes < PREFACE_BYTES);
+            self.preface_until = self.preface_until.take().filter(|_| self.preface_bytes < PREFACE.len());
         }
         self.budget.spend(bytes, now);
         self.pause = self.budget.pause(now).map(|pause| Box::pin(sleep(pause)));

@@ -11,7 +11,7 @@ pub(super) const HEADER_BYTES: usize = 9;
 pub(super) const MAX_PAYLOAD_BYTES: u32 = 16_384;
 
 /// The first bytes that a client sends (RFC 9113, 3.4).
-pub(super) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+pub(in super::super) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// The default window of a connection and of a stream, in bytes (RFC 9113, 6.9.2).
 pub(super) const DEFAULT_WINDOW: u32 = 65_535;

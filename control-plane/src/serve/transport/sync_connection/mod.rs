@@ -48,6 +48,7 @@ use crate::{
     },
 };
 use frame::MAX_PAYLOAD_BYTES;
+pub(super) use frame::PREFACE;
 use http2::Http2;
 use io::Io;
 
