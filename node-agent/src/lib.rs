@@ -17,7 +17,6 @@
 //!    - [`interfaces`]: follows the addresses of the node's interfaces.
 //!    - [`node_inputs`]: local pods and NodePort addresses, resolved from settings and Node.
 //!    - [`sysctl`]: kernel parameters.
-//!    - `decoders` turn dumps of the kernel into forwarding tables, without code of the dataplanes.
 //!    - `bisect` finds the faulty items of a batch, `listen` opens listening sockets, `memory`
 //!      returns memory to the system.
 //! 2. [`state`]: what the agent holds, shared by the session and the reconcile loop.
@@ -44,8 +43,6 @@ pub mod control_planes;
 mod cpu_time;
 pub mod dataplane;
 pub mod dataplane_choice;
-#[doc(hidden)]
-pub mod decoders;
 pub mod http;
 mod instance;
 pub mod interfaces;

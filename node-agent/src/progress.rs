@@ -7,7 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{NodeFacts, digest::Digests, forwarding::Comparison};
+use headgate_core::{NodeFacts, digest::Digests};
+use headgate_oracle::Comparison;
 use headgate_proto::v1;
 
 /// The state that a sync programs.

@@ -7,7 +7,7 @@
 //! - [`endpoint_health`] decides which endpoints fail this node's health checks.
 //! - `dataplane` translates the result to kernel objects and plans the differences.
 //! - [`explain`] describes what a node does with one packet.
-//! - [`forwarding`] compares what a kernel forwards with what the state asks for.
+//! - [`forwarding`] is what a node forwards, as a table that the state asks for.
 //! - `conventions` defines formats and rules that all programs share.
 //!
 //! This crate opens no sockets, reads no clock, starts no processes and uses no async runtime. A

@@ -191,7 +191,8 @@ fn held_parts(held: BTreeMap<u16, Vec<v1::HeldService>>) -> Vec<v1::Verification
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use headgate_core::{NodeFacts, digest::Digests, forwarding::Comparison};
+    use headgate_core::{NodeFacts, digest::Digests};
+    use headgate_oracle::Comparison;
     use headgate_proto::{ServiceDigests, digests_from_wire};
 
     use super::*;

@@ -14,8 +14,9 @@ use headgate_core::{
     ServiceKey,
     digest::Digests,
     explain::{Mode, NodeSettings},
-    forwarding::{self, Comparer, Comparison, Table},
+    forwarding::{self, Table},
 };
+use headgate_oracle::{Comparer, Comparison};
 use tracing::{error, warn};
 
 use super::Reconciler;

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use headgate_core::forwarding::Difference;
+use headgate_oracle::Difference;
 use headgate_proto::v1;
 
 use crate::progress::Verification;
@@ -66,7 +66,8 @@ impl Reported {
 mod tests {
     use std::sync::Arc;
 
-    use headgate_core::{NodeFacts, forwarding::Comparison};
+    use headgate_core::NodeFacts;
+    use headgate_oracle::Comparison;
 
     use super::*;
     use crate::progress::Target;

@@ -13,12 +13,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use headgate_core::{
-    NodeFacts, State,
-    explain::NodeSettings,
-    forwarding::{Comparison, compare},
-};
+use headgate_core::{NodeFacts, State, explain::NodeSettings};
 use headgate_node_agent::dataplane::NodeDataplane;
+use headgate_oracle::{Comparison, compare};
 use nix::sys::{
     resource::{UsageWho, getrusage},
     time::TimeValLike as _,

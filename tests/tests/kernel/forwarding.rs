@@ -1,7 +1,7 @@
 //! What the real kernel forwards is decoded to the table that the state asks for: random Services,
 //! both families, every backend. Elements of nftables that another program changes are found and
 //! name the Service, and a full sync repairs them. For rules and virtual servers,
-//! `crates/core/tests/forwarding.rs` and `crates/core/tests/forwarding_ipvs.rs` show this.
+//! `crates/oracle/tests/iptables.rs` and `crates/oracle/tests/ipvs.rs` show this.
 
 mod ipvs;
 
@@ -12,7 +12,6 @@ use headgate_core::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol,
     Service, ServiceKey, ServicePort, State, TrafficPolicy,
     explain::{Mode, NodeSettings},
-    forwarding::{Comparison, compare},
     iptables::{Layout, NodePortAddresses},
     masquerade::{LocalDetector, MasqueradeConfig},
 };
@@ -25,6 +24,7 @@ use headgate_node_agent::{
     },
     node_inputs::NodeInputs,
 };
+use headgate_oracle::{Comparison, compare};
 use headgate_tests::testbed::{Namespace, iptables as programs, netns, plan};
 use nftables_netlink::{Element, ElementData, Nftables, TableName, Transaction};
 

@@ -55,7 +55,7 @@ pub fn unverified(state: &State, facts: &NodeFacts, settings: &NodeSettings, fam
 }
 
 /// The addresses at which NodePorts answer, if the settings name them.
-pub(super) fn node_ports_at(family: Family, settings: &NodeSettings) -> NodePortsAt {
+fn node_ports_at(family: Family, settings: &NodeSettings) -> NodePortsAt {
     match settings.node_ports(family) {
         NodePortAddresses::All => NodePortsAt::AnyAddress,
         NodePortAddresses::Only(addresses) => {

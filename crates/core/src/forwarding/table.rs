@@ -101,29 +101,6 @@ impl fmt::Display for Fate {
     }
 }
 
-/// How a packet ends that is not translated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ending {
-    /// It is accepted.
-    Accept,
-    /// It is dropped.
-    Drop,
-    /// It is rejected.
-    Reject,
-}
-
-impl Ending {
-    /// The fate of an untranslated packet.
-    #[must_use]
-    pub fn fate(ending: Option<Self>) -> Fate {
-        match ending {
-            None | Some(Self::Accept) => Fate::NotServed,
-            Some(Self::Drop) => Fate::Dropped,
-            Some(Self::Reject) => Fate::Rejected,
-        }
-    }
-}
-
 /// The clients that reach a frontend.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Admitted {
@@ -329,7 +306,8 @@ impl Table {
 
 /// The Service that owns a frontend of a table. In a table of a kernel, a NodePort may appear at
 /// one address of the node.
-pub(super) fn owner<'a>(owners: &'a FrontendOwners, frontend: &Frontend) -> Option<&'a ServiceKey> {
+#[must_use]
+pub fn owner<'a>(owners: &'a FrontendOwners, frontend: &Frontend) -> Option<&'a ServiceKey> {
     owners.owner(frontend).or_else(|| match frontend {
         Frontend::Address(address, protocol, port) => {
             owners.owner(&Frontend::NodePort(Family::of(*address), *protocol, *port))

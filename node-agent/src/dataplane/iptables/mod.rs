@@ -174,7 +174,7 @@ impl Dataplane for IptablesFamily {
         let RenderConfig { family, masquerade, leaves_out_sctp, listeners, .. } = self.ledger.config();
         let rules = self.rules.programs.for_decoder()?;
         let listeners = listeners.values().copied().collect();
-        let table = forwarding::iptables::decode(&rules, *family, masquerade.detector(*family), &listeners);
+        let table = headgate_oracle::iptables::decode(&rules, *family, masquerade.detector(*family), &listeners);
         Ok(forwarding::Table { leaves_out_sctp: *leaves_out_sctp, ..table })
     }
 

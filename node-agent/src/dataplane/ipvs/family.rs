@@ -159,7 +159,7 @@ impl Dataplane for IpvsFamily {
         let config = self.ledger.config();
         let (family, ports) = (config.family, &config.node_port_addresses);
         let dump = read::for_decoder(kernel, family, &config.other_addresses, ports, rules)?;
-        let table = forwarding::ipvs::decode(&dump, family, config.masquerade.detector(family));
+        let table = headgate_oracle::ipvs::decode(&dump, family, config.masquerade.detector(family));
         Ok(forwarding::Table { leaves_out_sctp: config.leaves_out_sctp, ..table })
     }
 

@@ -4,14 +4,14 @@ use std::{collections::BTreeSet, net::IpAddr};
 
 use headgate_core::{
     Family, Protocol,
-    forwarding::{
-        iptables::Rules,
-        ipvs::{Dump, Member},
-    },
     iptables::ExistingTables,
     ipvs::{Existing, Set, existing::ExistingServer},
 };
 use headgate_netlink::route::{Change as RouteChange, Prefix, Routing};
+use headgate_oracle::{
+    iptables::Rules,
+    ipvs::{IpvsDump, Member},
+};
 use ipnet::IpNet;
 use ipset_netlink::{Change, IpSets, Specification};
 use ipvs_netlink::{Destination, Forwarding, Ipvs, ServiceId};
@@ -188,13 +188,13 @@ pub(super) fn for_decoder(
     node_addresses: &BTreeSet<IpAddr>,
     node_port_addresses: &[IpAddr],
     rules: Rules,
-) -> Result<Dump, DataplaneError> {
+) -> Result<IpvsDump, DataplaneError> {
     let of_family = |address: &&IpAddr| Family::of(**address) == family;
-    let mut dump = Dump {
+    let mut dump = IpvsDump {
         rules,
         node_addresses: node_addresses.iter().filter(of_family).copied().collect(),
         node_port_addresses: node_port_addresses.iter().filter(of_family).copied().collect(),
-        ..Dump::default()
+        ..IpvsDump::default()
     };
     let device = kernel.device_in_use()?;
     let prefixes = kernel.routing()?.addresses(device).map_err(of_routing)?;

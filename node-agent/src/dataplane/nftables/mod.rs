@@ -8,6 +8,7 @@ mod bulk;
 mod compare;
 mod connection;
 mod datagrams;
+mod dump;
 mod elements;
 mod expressions;
 mod gate;
@@ -44,11 +45,7 @@ use self::{
     quarantine::Rejected,
 };
 use super::{Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics};
-use crate::{
-    decoders::{self, nftables::Dump},
-    node_inputs::NodeInputs,
-    sysctl::route_localnet,
-};
+use crate::{node_inputs::NodeInputs, sysctl::route_localnet};
 
 /// The configuration of both families.
 #[derive(Debug, Clone)]
@@ -385,11 +382,11 @@ impl Dataplane for NftablesFamily {
     fn decode(&mut self, kernel: &mut Connection) -> Result<forwarding::Table, DataplaneError> {
         let (family, reader) = (self.family(), kernel.reader()?);
         let table = table_name(family);
-        let dump = Dump::read(reader, &table).map_err(|error| failure("reading the table of this agent", &error))?;
+        let dump = dump::read(reader, &table).map_err(|error| failure("reading the table of this agent", &error))?;
         let LayoutConfig { detector, listeners, .. } = &self.layout_config;
         let gate = (!listeners.is_empty()).then_some(elements::names::GATE);
         Ok(match dump {
-            Some(dump) => decoders::nftables::decode(&dump, detector.as_ref(), gate),
+            Some(dump) => headgate_oracle::nftables::decode(&dump, detector.as_ref(), gate),
             None => {
                 let problem = forwarding::Problem::Broken(format!("the table {table} is missing"));
                 forwarding::Table { problems: [problem].into(), ..forwarding::Table::new(family) }

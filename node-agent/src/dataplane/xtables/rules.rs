@@ -1,10 +1,10 @@
 //! Reads and writes the rules of one family: the rules of the iptables dataplane, or the iptables
 //! rules of the IPVS dataplane.
 
-use headgate_core::{
-    forwarding,
-    iptables::{ExistingReader, ExistingTables, Jump, Ledger, Script, Table, beside_ipvs, names::CANARY},
+use headgate_core::iptables::{
+    ExistingReader, ExistingTables, Jump, Ledger, Script, Table, beside_ipvs, names::CANARY,
 };
+use headgate_oracle::iptables;
 
 use super::{
     super::{DataplaneError, ErrorKind},
@@ -33,8 +33,8 @@ impl Programs {
     }
 
     /// Reads all rules for a decoder.
-    pub(in crate::dataplane) fn for_decoder(&self) -> Result<forwarding::iptables::Rules, DataplaneError> {
-        let mut rules = forwarding::iptables::Rules::default();
+    pub(in crate::dataplane) fn for_decoder(&self) -> Result<iptables::Rules, DataplaneError> {
+        let mut rules = iptables::Rules::default();
         for table in Table::ALL {
             self.save(table, |line| rules.line(line))?;
         }

@@ -72,10 +72,10 @@ impl Dataplane for LedgerFamily {
     }
 
     fn decode(&mut self, kernel: &mut LedgerKernel) -> Result<forwarding::Table, DataplaneError> {
-        let mut rules = forwarding::iptables::Rules::default();
+        let mut rules = headgate_oracle::iptables::Rules::default();
         let kernel = kernel.0.lock().unwrap();
         Table::ALL.iter().for_each(|table| kernel.save(*table).lines().for_each(|line| rules.line(line)));
-        Ok(forwarding::iptables::decode(&rules, Family::V4, None, &BTreeSet::new()))
+        Ok(headgate_oracle::iptables::decode(&rules, Family::V4, None, &BTreeSet::new()))
     }
 }
 

@@ -6,9 +6,12 @@ use std::collections::BTreeSet;
 use headgate_core::{
     Change, Family, Service,
     explain::{Mode, NodeSettings},
-    forwarding::{Comparison, compare},
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
+};
+use headgate_oracle::{
+    Comparison, compare,
+    nftables::{decode, decode_within},
 };
 use nftables_netlink::{Chain, Element, Expression, Generator, Register, Rule, Transaction, Verdict};
 
@@ -16,7 +19,6 @@ use super::{
     super::{elements::has_node_addresses, layout::table_name},
     rig::{NODES, Rig, address, endpoint, hashed_service, key, service, shapes},
 };
-use crate::decoders::nftables::{decode, decode_within};
 
 /// Services of all shapes. Some have no endpoints, some only on another node.
 fn programmed(family: Family, has_fib: bool) -> Rig {

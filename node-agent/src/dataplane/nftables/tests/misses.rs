@@ -1,17 +1,20 @@
 //! Before Linux 6.17, a lookup may miss a key while a transaction replaces it. The packet then
 //! reaches a right endpoint or none, and is not refused.
 
+use std::collections::BTreeSet;
+
 use headgate_core::{
     Change, Family,
     forwarding::{Fate, Origin},
     nftables::Lookup,
 };
+use headgate_oracle::nftables::{NftablesDump, Packed, decode};
+use nftables_netlink::Expression;
 
 use super::{
     super::elements::{lookup_map, names},
     rig::{PODS, Rig, address, endpoint, key, shapes},
 };
-use crate::decoders::nftables::decode;
 
 /// Which lookups miss the keys that a step replaces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,6 +35,44 @@ fn may_become(misses: Misses, right: &Fate, found: &Fate) -> bool {
         // The packet passes as if the frontend did not exist.
         (Fate::Forwarded(_) | Fate::Dropped, Fate::NotServed) => misses == Misses::All,
         (right, found) => right == found,
+    }
+}
+
+/// The elements of each set whose data differs from that in an earlier dump, as sets and keys.
+fn replaced_since(before: &NftablesDump, now: &NftablesDump) -> BTreeSet<(String, Vec<u8>)> {
+    let mut replaced = BTreeSet::new();
+    for (name, set) in &now.sets {
+        let Some(old) = before.sets.get(name) else { continue };
+        let changed = set.range(&[]).filter(|(key, data)| old.get(key).is_some_and(|old| old != *data));
+        replaced.extend(changed.map(|(key, _)| (name.clone(), key.to_vec())));
+    }
+    replaced
+}
+
+/// Makes lookups miss these elements: in the rules of a set for which `misses` returns true, given
+/// the set, the chain, and the number of the rule among those of the chain that look for an element
+/// of the set.
+fn miss(dump: &mut NftablesDump, elements: &BTreeSet<(String, Vec<u8>)>, misses: impl Fn(&str, &str, usize) -> bool) {
+    for name in elements.iter().map(|(set, _)| set.clone()).collect::<BTreeSet<_>>() {
+        let Some(set) = dump.sets.get(&name) else { continue };
+        let is_kept = |element: &&Packed| !elements.contains(&(name.clone(), set.split(element).0.to_vec()));
+        let mut other = set.clone();
+        other.elements.retain(|element| is_kept(&element));
+        let other_name = format!("{name}, incomplete");
+        for (chain_name, chain) in &mut dump.chains {
+            let finds = |expression: &Expression| matches!(expression, Expression::Lookup { set, .. } if *set == name);
+            let rules = chain.rules.iter_mut().filter(|rule| rule.iter().any(finds)).enumerate();
+            for (_, rule) in rules.filter(|(number, _)| misses(&name, chain_name, *number)) {
+                for expression in rule {
+                    if let Expression::Lookup { set, .. } = expression
+                        && *set == name
+                    {
+                        set.clone_from(&other_name);
+                    }
+                }
+            }
+        }
+        dump.sets.insert(other_name, other);
     }
 }
 
@@ -83,11 +124,11 @@ fn walk_with(family: Family, misses: Misses) -> Seen {
         let mut dump = rig.dump();
         let detector = rig.config.detector.as_ref();
         let right = decode(&dump, detector, None);
-        let mut replaced = dump.replaced_since(&before);
+        let mut replaced = replaced_since(&before, &dump);
         if misses == Misses::FirstOfFrontend {
             replaced.retain(|(set, _)| ![names::ENDPOINTS, names::AFFINITY_ENDPOINTS].contains(&&**set));
         }
-        dump.miss(&replaced, |set, chain, number| misses == Misses::All || first(set, chain, number));
+        miss(&mut dump, &replaced, |set, chain, number| misses == Misses::All || first(set, chain, number));
         let found = decode(&dump, detector, None);
         for (frontend, entry) in &right.entries {
             for origin in Origin::ALL {

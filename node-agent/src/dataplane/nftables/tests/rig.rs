@@ -16,14 +16,14 @@ use headgate_core::{
     masquerade::LocalDetector,
     nftables::{Element, Ledger, NftablesConfig, Plan},
 };
+use headgate_oracle::nftables::NftablesDump;
 use nftables_netlink::{Expression, Nftables, Table, Transaction};
 use nix::sched::{CloneFlags, unshare};
 
 use super::super::{
-    elements,
+    dump, elements,
     layout::{Layout, LayoutConfig, table_name},
 };
-use crate::decoders::nftables::Dump;
 
 /// The protocols, with their numbers.
 pub(super) const PROTOCOLS: [(Protocol, u8); 3] = [(Protocol::Tcp, 6), (Protocol::Udp, 17), (Protocol::Sctp, 132)];
@@ -215,8 +215,8 @@ impl Rig {
     }
 
     /// The table in the kernel.
-    pub(super) fn dump(&mut self) -> Dump {
-        Dump::read(&mut self.kernel, &table_name(self.family)).unwrap().unwrap()
+    pub(super) fn dump(&mut self) -> NftablesDump {
+        dump::read(&mut self.kernel, &table_name(self.family)).unwrap().unwrap()
     }
 
     /// The elements of a set, by their keys.

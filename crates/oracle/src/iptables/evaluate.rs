@@ -2,14 +2,15 @@
 
 use std::{collections::BTreeSet, net::SocketAddr, sync::Arc};
 
+use headgate_core::{
+    forwarding::{Fate, Origin},
+    frontends::Frontend,
+    masquerade::LocalDetector,
+};
 use ipnet::IpNet;
 
 use super::parse::{ChainId, Condition, Content, Rule, Rules, Target, with_recorded};
-use crate::{
-    behaviours::masquerade::LocalDetector,
-    forwarding::{Ending, Fate, Origin},
-    state::frontends::Frontend,
-};
+use crate::ending::Ending;
 
 /// The maximum depth of jumps. The kernel has a limit too.
 const MAX_DEPTH: usize = 16;
@@ -24,20 +25,20 @@ const GATES: [&str; 2] = ["KUBE-GATE", "KUBE-6-GATE"];
 
 /// The first packet of a connection.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::forwarding) struct Packet<'a> {
-    pub(in crate::forwarding) origin: Origin,
-    pub(in crate::forwarding) frontend: Frontend,
-    pub(in crate::forwarding) detector: Option<&'a LocalDetector>,
-    pub(in crate::forwarding) sets: Option<&'a dyn Sets>,
+pub(crate) struct Packet<'a> {
+    pub(crate) origin: Origin,
+    pub(crate) frontend: Frontend,
+    pub(crate) detector: Option<&'a LocalDetector>,
+    pub(crate) sets: Option<&'a dyn Sets>,
     /// The number of jumps and gotos so far. 0 for a caller that asks about a frontend.
-    pub(in crate::forwarding) depth: usize,
+    pub(crate) depth: usize,
 }
 
 /// The chains with a rule that the decoder does not understand, and those in which it gave up.
-pub(in crate::forwarding) type Unknown = BTreeSet<Box<str>>;
+pub(crate) type Unknown = BTreeSet<Box<str>>;
 
 /// The sets that rules use.
-pub(in crate::forwarding) trait Sets: std::fmt::Debug {
+pub(crate) trait Sets: std::fmt::Debug {
     /// Whether a set contains the parts of the frontend that `flags` names. `None` if the set does
     /// not exist, or depends on the source.
     fn contains(&self, set: &str, flags: &str, frontend: &Frontend) -> Option<bool>;
@@ -45,7 +46,7 @@ pub(in crate::forwarding) trait Sets: std::fmt::Debug {
 
 /// The gates while the proxy accepts connections.
 #[derive(Debug)]
-pub(in crate::forwarding) struct ClosedGates;
+pub(crate) struct ClosedGates;
 
 impl Sets for ClosedGates {
     fn contains(&self, set: &str, _: &str, _: &Frontend) -> Option<bool> {
@@ -67,16 +68,16 @@ impl Target {
 
 /// What a chain does with a packet.
 #[derive(Debug, Clone, Default)]
-pub(in crate::forwarding) struct Reached {
+pub(crate) struct Reached {
     endpoints: Endpoints,
     recorded: BTreeSet<SocketAddr>,
-    pub(in crate::forwarding) ending: Option<Ending>,
+    pub(crate) ending: Option<Ending>,
     /// Some packets leave the chain at its end.
     passes: bool,
     /// Some packets leave the chain earlier. They meet none of its later rules.
     left: bool,
     /// The clients to whom this applies. `None` for all clients.
-    pub(in crate::forwarding) admitted: Option<BTreeSet<IpNet>>,
+    pub(crate) admitted: Option<BTreeSet<IpNet>>,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -112,7 +113,7 @@ impl Endpoints {
 
 impl Reached {
     /// The fate of packets that this chain may translate.
-    pub(in crate::forwarding) fn fate(&self) -> Fate {
+    pub(crate) fn fate(&self) -> Fate {
         let endpoints = match &self.endpoints {
             Endpoints::None => return Fate::NotServed,
             Endpoints::Shared(shared) if self.recorded.is_empty() => Arc::clone(shared),
@@ -126,22 +127,22 @@ impl Reached {
     }
 
     /// How all packets end. `None` if some of them go on.
-    pub(in crate::forwarding) fn ending_of_all(&self) -> Option<Ending> {
+    pub(crate) fn ending_of_all(&self) -> Option<Ending> {
         self.ending.filter(|_| !self.passes && !self.left)
     }
 
     /// The packet was not translated, and ends so.
-    pub(in crate::forwarding) fn untranslated(ending: Option<Ending>) -> Self {
+    pub(crate) fn untranslated(ending: Option<Ending>) -> Self {
         Self { ending, passes: ending.is_none(), ..Self::default() }
     }
 
     /// True if no packet meets a later rule.
-    pub(in crate::forwarding) fn is_final(&self) -> bool {
+    pub(crate) fn is_final(&self) -> bool {
         !self.passes
     }
 
     /// Adds what a later rule does with the packets that passed the earlier ones.
-    pub(in crate::forwarding) fn follow_with(&mut self, later: Self) {
+    pub(crate) fn follow_with(&mut self, later: Self) {
         self.passes = later.passes;
         self.add(later);
     }
@@ -239,7 +240,7 @@ impl Packet<'_> {
 
 impl Rules {
     /// Follows a packet through a chain. Appends to `unknown`.
-    pub(in crate::forwarding) fn evaluate(&self, id: ChainId, packet: Packet<'_>, unknown: &mut Unknown) -> Reached {
+    pub(crate) fn evaluate(&self, id: ChainId, packet: Packet<'_>, unknown: &mut Unknown) -> Reached {
         if packet.depth == 0 {
             self.more_steps();
         }

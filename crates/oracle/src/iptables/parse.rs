@@ -7,16 +7,12 @@ use std::{
     sync::Arc,
 };
 
+use headgate_core::{Family, Protocol, forwarding::Problem};
 use ipnet::IpNet;
-
-use crate::{
-    forwarding::Problem,
-    model::{Family, Protocol},
-};
 
 /// A table that decides about packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(in crate::forwarding) enum TableName {
+pub(crate) enum TableName {
     Mangle,
     Nat,
     Filter,
@@ -27,7 +23,7 @@ impl TableName {
         [Self::Mangle, Self::Nat, Self::Filter].into_iter().find(|table| table.as_str() == name)
     }
 
-    pub(in crate::forwarding) fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Mangle => "mangle",
             Self::Nat => "nat",
@@ -38,7 +34,7 @@ impl TableName {
 
 /// A condition of a rule. `true` after a value means that the condition is negated.
 #[derive(Debug, Clone, PartialEq)]
-pub(in crate::forwarding) enum Condition {
+pub(crate) enum Condition {
     Destination(IpNet, bool),
     Source(IpNet, bool),
     Interface(Box<str>, bool),
@@ -64,7 +60,7 @@ pub(in crate::forwarding) enum Condition {
 
 /// What a rule does with packets that meet its conditions.
 #[derive(Debug, Clone, PartialEq)]
-pub(in crate::forwarding) enum Target {
+pub(crate) enum Target {
     Accept,
     Drop,
     Reject,
@@ -79,17 +75,17 @@ pub(in crate::forwarding) enum Target {
 }
 
 /// The position of a chain in [`Rules`].
-pub(in crate::forwarding) type ChainId = usize;
+pub(crate) type ChainId = usize;
 
 #[derive(Debug, Clone, PartialEq)]
-pub(in crate::forwarding) struct Rule {
-    pub(in crate::forwarding) conditions: Vec<Condition>,
-    pub(in crate::forwarding) target: Target,
+pub(crate) struct Rule {
+    pub(crate) conditions: Vec<Condition>,
+    pub(crate) target: Target,
 }
 
 /// The rules of a chain.
 #[derive(Debug, Clone, PartialEq)]
-pub(in crate::forwarding) enum Content {
+pub(crate) enum Content {
     Rules(Vec<Rule>),
     /// The chain only chooses among endpoints.
     Choice(Choice),
@@ -97,17 +93,17 @@ pub(in crate::forwarding) enum Content {
 
 /// A chain that sends the packets of one protocol to one of some endpoints.
 #[derive(Debug, Clone, PartialEq)]
-pub(in crate::forwarding) struct Choice {
-    pub(in crate::forwarding) protocol: Option<Protocol>,
-    pub(in crate::forwarding) endpoints: Arc<[SocketAddr]>,
+pub(crate) struct Choice {
+    pub(crate) protocol: Option<Protocol>,
+    pub(crate) endpoints: Arc<[SocketAddr]>,
     /// Some packets match no rule.
-    pub(in crate::forwarding) is_partial: bool,
+    pub(crate) is_partial: bool,
 }
 
 #[derive(Debug)]
-pub(in crate::forwarding) struct Chain {
-    pub(in crate::forwarding) name: Box<str>,
-    pub(in crate::forwarding) content: Content,
+pub(crate) struct Chain {
+    pub(crate) name: Box<str>,
+    pub(crate) content: Content,
 }
 
 /// The steps that a dump without rules may take.
@@ -175,11 +171,11 @@ impl Rules {
     }
 
     /// Returns the chain of this name.
-    pub(in crate::forwarding) fn find(&self, table: TableName, name: &str) -> Option<ChainId> {
+    pub(crate) fn find(&self, table: TableName, name: &str) -> Option<ChainId> {
         self.ids.get(&(table, Box::from(name))).copied()
     }
 
-    pub(in crate::forwarding) fn chain(&self, id: ChainId) -> &Chain {
+    pub(crate) fn chain(&self, id: ChainId) -> &Chain {
         &self.chains[id]
     }
 
@@ -200,7 +196,7 @@ impl Rules {
     }
 
     /// Adds a problem for each of `targets` to which no rule of a base chain jumps.
-    pub(in crate::forwarding) fn check_base(
+    pub(crate) fn check_base(
         &self,
         table: TableName,
         base: &str,
@@ -432,10 +428,7 @@ fn choice(rules: &[Rule]) -> Option<Choice> {
 ///
 /// With ClientIP affinity, a chain names each endpoint twice: for clients that it recorded, and for
 /// others. If one of the two rules is missing or wrong, then the endpoint is missing here.
-pub(in crate::forwarding) fn with_recorded(
-    endpoints: BTreeSet<SocketAddr>,
-    recorded: &BTreeSet<SocketAddr>,
-) -> BTreeSet<SocketAddr> {
+pub(crate) fn with_recorded(endpoints: BTreeSet<SocketAddr>, recorded: &BTreeSet<SocketAddr>) -> BTreeSet<SocketAddr> {
     if recorded.is_empty() || endpoints.is_subset(recorded) {
         return endpoints;
     }

@@ -17,16 +17,21 @@ use std::{
     net::SocketAddr,
 };
 
+use headgate_core::{
+    Family,
+    forwarding::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
+    frontends::Frontend,
+    iptables::names,
+    masquerade::LocalDetector,
+};
+
 pub use self::parse::Rules;
 use self::{
     evaluate::{ClosedGates, Reached, Sets},
     parse::TableName,
     walk::Walk,
 };
-use super::{Admitted, Ending, Entry, Fate, NodePortsAt, Origin, Problem, Table};
-use crate::{
-    behaviours::masquerade::LocalDetector, dataplane::iptables::names, model::Family, state::frontends::Frontend,
-};
+use crate::ending::Ending;
 
 /// The chain of Services, in nat and filter.
 pub(super) const SERVICES: &str = "KUBE-SERVICES";

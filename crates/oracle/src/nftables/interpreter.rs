@@ -9,7 +9,7 @@ use std::{
 
 use headgate_core::{
     address_from_bytes,
-    forwarding::{Ending, Fate, NodePortsAt, Origin},
+    forwarding::{Fate, NodePortsAt, Origin},
     frontends::Frontend,
     masquerade::LocalDetector,
 };
@@ -19,10 +19,10 @@ use nftables_netlink::{
 };
 
 use super::{
-    Dump,
-    dump::SetDump,
+    dump::{DumpedSet, NftablesDump},
     packet::{Key, Packet, Registers, Word},
 };
+use crate::ending::Ending;
 
 /// The maximum depth of jumps, as in the kernel.
 const MAX_DEPTH: usize = 16;
@@ -99,7 +99,7 @@ type Draw<'a> = (&'a str, Vec<u8>, Numbers);
 /// Executes the rules of a dump.
 #[derive(Debug)]
 pub(super) struct Interpreter<'a> {
-    dump: &'a Dump,
+    dump: &'a NftablesDump,
     detector: Option<&'a LocalDetector>,
     /// A set that contains every key for this run.
     full: Option<&'a str>,
@@ -118,7 +118,7 @@ pub(super) struct Interpreter<'a> {
 
 impl<'a> Interpreter<'a> {
     pub(super) fn new(
-        dump: &'a Dump,
+        dump: &'a NftablesDump,
         detector: Option<&'a LocalDetector>,
         full: Option<&'a str>,
         max_steps: u64,
@@ -351,7 +351,7 @@ impl<'a> Interpreter<'a> {
         });
         let (name, set) = self.dump.sets.get_key_value(set)?;
         let is_plain = !set.has_ranges && !set.is_recorded && self.full != Some(name);
-        let start_bytes = set.key_bytes.checked_sub(4)?;
+        let start_bytes = set.key_bytes().checked_sub(4)?;
         let is_at_end = start_bytes % 4 == 0 && numbers.to.index() as usize == key.index() as usize + start_bytes / 4;
         let is_number = registers.key(numbers.to, 4) == Key::Unknown;
         if !(is_translation && is_plain && is_at_end && is_number) {
@@ -369,7 +369,7 @@ impl<'a> Interpreter<'a> {
     }
 
     /// Reads the elements of a group, unless a packet has been here before.
-    fn drawn(&mut self, set: &'a SetDump, draw: Draw<'a>) -> Rc<Drawn<'a>> {
+    fn drawn(&mut self, set: &'a DumpedSet, draw: Draw<'a>) -> Rc<Drawn<'a>> {
         if let Some(drawn) = self.drawn.get(&draw) {
             return Rc::clone(drawn);
         }
@@ -458,24 +458,26 @@ impl<'a> Interpreter<'a> {
     ) -> Found {
         let dump = self.dump;
         let Some(set) = dump.sets.get(name).filter(|set| !set.has_ranges) else { return Found::NotUnderstood };
-        let key = registers.key(at, set.key_bytes);
+        let key = registers.key(at, set.key_bytes());
         let found = match (&key, result) {
             _ if self.full == Some(name) => Some(&[][..]),
             // A new client is not recorded.
             _ if set.is_recorded => None,
             (Key::Known(key), LookupResult::Verdict) => {
-                return set.verdict(key).map_or(Found::No, |verdict| Found::Verdict(verdict.clone()));
+                return set.verdicts.get(key).map_or(Found::No, |verdict| Found::Verdict(verdict.clone()));
             }
             (Key::Known(key), _) => set.get(key),
             (Key::NodeAddress, _) if name == NODE_PORT_ADDRESSES => self.node_address(set),
             // The source is an address of the node.
             (Key::EndsWithSource(start, _), _) if start.is_empty() => {
-                let is_known = packet.origin == Origin::Node && set.keys(&[]).next().is_some();
+                let is_known = packet.origin == Origin::Node && !set.elements.is_empty();
                 is_known.then_some(&[][..])
             }
             (Key::EndsWithSource(start, prefix_length), LookupResult::Present) => {
-                let range = |key: &[u8]| IpNet::new(address_from_bytes(key.get(start.len()..)?)?, *prefix_length).ok();
-                let ranges: Vec<IpNet> = set.keys(start).filter_map(range).collect();
+                let range = |(key, _): (&[u8], _)| {
+                    IpNet::new(address_from_bytes(key.get(start.len()..)?)?, *prefix_length).ok()
+                };
+                let ranges: Vec<IpNet> = set.range(start).filter_map(range).collect();
                 self.count_steps(ranges.len());
                 return if ranges.is_empty() { Found::No } else { Found::Admitted(ranges) };
             }
@@ -494,8 +496,8 @@ impl<'a> Interpreter<'a> {
 
     /// Whether the set of addresses that answer NodePorts contains the destination: the decoder
     /// assumes one of the addresses in the set.
-    fn node_address<'s>(&mut self, set: &'s SetDump) -> Option<&'s [u8]> {
-        let addresses: BTreeSet<_> = set.keys(&[]).filter_map(address_from_bytes).collect();
+    fn node_address<'s>(&mut self, set: &'s DumpedSet) -> Option<&'s [u8]> {
+        let addresses: BTreeSet<_> = set.range(&[]).filter_map(|(key, _)| address_from_bytes(key)).collect();
         let is_known = !addresses.is_empty();
         self.count_steps(addresses.len());
         let lists_all = self.dump.sets.contains_key(NODE_ADDRESSES);

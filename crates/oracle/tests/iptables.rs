@@ -14,13 +14,16 @@ use headgate_core::{
     Service, ServiceKey, ServicePort, State, TrafficPolicy,
     digest::Digests,
     explain::{Mode, NodeSettings},
-    forwarding::{self, Comparison, compare, expected, iptables, unverified},
+    forwarding::{self, expected, unverified},
     iptables::{ExistingTables, Layout, Ledger, NodePortAddresses, RenderConfig, Table, names::GateChain, ruleset},
     masquerade::{LocalDetector, MasqueradeConfig},
 };
+use headgate_oracle::{Comparison, compare, iptables};
 use proptest::prelude::*;
 
+#[path = "../../core/tests/changes/mod.rs"]
 mod changes;
+#[path = "../../core/tests/fake_kernel/mod.rs"]
 mod fake_kernel;
 use changes::{any_event, node};
 

@@ -2,12 +2,11 @@
 
 use std::{collections::BTreeSet, fmt, sync::Arc};
 
-use super::{Entry, Fate, NodePortsAt, Origin, Problem, Table, expected, expected::node_ports_at, table::owner};
-use crate::{
+use headgate_core::{
+    Family, NodeFacts, Protocol, ServiceKey, State,
     explain::NodeSettings,
-    model::{Family, Protocol, ServiceKey},
-    node_facts::NodeFacts,
-    state::{State, frontends::Frontend},
+    forwarding::{Entry, Fate, NodePortsAt, Origin, Problem, Table, expected, of_views, owner},
+    frontends::Frontend,
 };
 
 /// The maximum number of differences that a comparison lists.
@@ -118,7 +117,7 @@ impl Comparer {
                 }
             }
         }
-        let expected = node_ports_at(found.family, settings);
+        let expected = of_views([], found.family, settings).node_ports_at;
         let difference = node_ports_difference(found.family, &expected, &found.node_ports_at);
         let difference = difference.filter(|_| !is_broken);
         let is_nowhere = found.node_ports_at == NodePortsAt::Listed(BTreeSet::new());

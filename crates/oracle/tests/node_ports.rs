@@ -4,10 +4,10 @@
 use headgate_core::{
     Family, NodeFacts, State,
     explain::{Mode, NodeSettings},
-    forwarding::{compare, iptables},
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
 };
+use headgate_oracle::{compare, iptables};
 
 /// Rules of iptables without Services. Packets that meet `conditions` reach the chain of NodePorts.
 fn rules(conditions: &str) -> iptables::Rules {

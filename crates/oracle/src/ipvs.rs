@@ -9,21 +9,22 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
+use headgate_core::{
+    Family, Protocol,
+    forwarding::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
+    frontends::Frontend,
+    masquerade::LocalDetector,
+};
 use ipnet::IpNet;
 
 use super::{
-    Admitted, Ending, Entry, Fate, NodePortsAt, Origin, Problem, Table,
+    ending::Ending,
     iptables::{
         FIREWALL, Rules, SERVICES,
         evaluate::{Packet, Sets, Unknown},
         parse::TableName,
         translations,
     },
-};
-use crate::{
-    behaviours::masquerade::LocalDetector,
-    model::{Family, Protocol},
-    state::frontends::Frontend,
 };
 
 /// The chain that refuses packets that the node receives.
@@ -53,7 +54,7 @@ pub struct Member {
 
 /// What the kernel of a node has in one family.
 #[derive(Debug, Default)]
-pub struct Dump {
+pub struct IpvsDump {
     /// The virtual servers with their endpoints and weights. An endpoint of weight 0 gets no new
     /// connections.
     pub servers: BTreeMap<(IpAddr, Protocol, u16), Vec<(SocketAddr, u32)>>,
@@ -72,7 +73,7 @@ pub struct Dump {
 /// The sets of a dump. The client is in none of the sets that name sources but `client_in`.
 #[derive(Debug)]
 struct Members<'a> {
-    dump: &'a Dump,
+    dump: &'a IpvsDump,
     client_in: Option<&'a str>,
 }
 
@@ -105,7 +106,7 @@ fn sources<'a>(members: &'a BTreeSet<Member>, frontend: &Frontend) -> impl Itera
 
 /// Decodes a dump. `detector` is how rules recognise pods of the node.
 #[must_use]
-pub fn decode(dump: &Dump, family: Family, detector: Option<&LocalDetector>) -> Table {
+pub fn decode(dump: &IpvsDump, family: Family, detector: Option<&LocalDetector>) -> Table {
     let mut table = Table::new(family);
     let rules = &dump.rules;
     for (name, base, targets) in NEEDED {
@@ -175,7 +176,7 @@ pub fn decode(dump: &Dump, family: Family, detector: Option<&LocalDetector>) -> 
 
 /// Adds a NodePort once, if all addresses serve it alike. Otherwise adds the addresses that differ
 /// from the first, too.
-fn add_node_port(table: &mut Table, dump: &Dump, protocol: Protocol, port: u16, entries: BTreeMap<IpAddr, Entry>) {
+fn add_node_port(table: &mut Table, dump: &IpvsDump, protocol: Protocol, port: u16, entries: BTreeMap<IpAddr, Entry>) {
     let mut entries = entries;
     for address in &dump.node_port_addresses {
         entries.entry(*address).or_default();
@@ -192,7 +193,7 @@ fn add_node_port(table: &mut Table, dump: &Dump, protocol: Protocol, port: u16, 
 
 /// Follows the packets for one frontend that nat does not translate.
 struct Follower<'a> {
-    dump: &'a Dump,
+    dump: &'a IpvsDump,
     family: Family,
     detector: Option<&'a LocalDetector>,
     frontend: Frontend,

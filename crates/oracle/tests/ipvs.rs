@@ -9,20 +9,22 @@ use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service, ServiceKey, ServicePort,
     State, TrafficPolicy,
     explain::{Mode, NodeSettings},
-    forwarding::{
-        Comparison, compare,
-        iptables::Rules,
-        ipvs::{Dump, Member, decode},
-        unverified,
-    },
+    forwarding::unverified,
     frontends::Frontend,
     iptables::{NodePortAddresses, Table},
     ipvs::{Element, IpvsConfig, Ledger, Set},
     masquerade::{LocalDetector, MasqueradeConfig},
 };
+use headgate_oracle::{
+    Comparison, compare,
+    iptables::Rules,
+    ipvs::{IpvsDump, Member, decode},
+};
 use proptest::prelude::*;
 
+#[path = "../../core/tests/changes/mod.rs"]
 mod changes;
+#[path = "../../core/tests/fake_kernel/mod.rs"]
 mod fake_kernel;
 use changes::{any_event, node};
 
@@ -86,14 +88,14 @@ fn verify_with(state: &State, facts: &NodeFacts, family: Family, kernel: &FakeKe
 }
 
 /// What a node with these addresses has.
-fn dump(family: Family, kernel: &FakeKernel, saved: &str, addresses: &BTreeSet<IpAddr>) -> Dump {
+fn dump(family: Family, kernel: &FakeKernel, saved: &str, addresses: &BTreeSet<IpAddr>) -> IpvsDump {
     let mut rules = Rules::default();
     saved.lines().for_each(|line| rules.line(line));
     let servers = kernel.servers.iter().map(|(key, (_, destinations))| {
         let destinations = destinations.iter().map(|(address, weight)| (*address, *weight));
         ((key.address, key.protocol, key.port), destinations.collect())
     });
-    Dump {
+    IpvsDump {
         servers: servers.collect(),
         device: kernel.device_addresses.clone(),
         sets: kernel.sets.iter().map(|(set, all)| (set.name(family), all.iter().map(member).collect())).collect(),

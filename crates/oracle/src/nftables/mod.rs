@@ -20,7 +20,7 @@ use headgate_core::{
 };
 use nftables_netlink::{ChainType, Hook};
 
-pub use self::dump::Dump;
+pub use self::dump::{DumpedChain, DumpedSet, NftablesDump, Packed, pack};
 use self::interpreter::Interpreter;
 
 /// The maximum number of steps for each rule, expression and element of a dump.
@@ -31,14 +31,15 @@ const MAX_STEPS: u64 = 1000;
 /// rules without these elements. If the rules that send TCP connections to the proxy are missing,
 /// the result says so.
 #[must_use]
-pub fn decode(dump: &Dump, detector: Option<&LocalDetector>, gate: Option<&str>) -> Table {
+pub fn decode(dump: &NftablesDump, detector: Option<&LocalDetector>, gate: Option<&str>) -> Table {
     decode_within(dump, detector, gate, dump.size().saturating_mul(MAX_STEPS))
 }
 
 /// Like [`decode`], with a maximum number of steps. A step executes a rule or an expression, or
 /// reads an element. Beyond the maximum, the result says that the decoder gave up.
-pub(crate) fn decode_within(
-    dump: &Dump,
+#[must_use]
+pub fn decode_within(
+    dump: &NftablesDump,
     detector: Option<&LocalDetector>,
     gate: Option<&str>,
     max_steps: u64,
@@ -52,7 +53,7 @@ pub(crate) fn decode_within(
             if !dump.has_base_chain(kind, *hook) {
                 table.problems.insert(Problem::Broken(format!(
                     "the table {} has no rules of type {kind:?} at hook {hook:?}, so it serves no Service there",
-                    dump.name()
+                    dump.name
                 )));
             }
         }
@@ -95,24 +96,23 @@ pub(crate) fn decode_within(
     for chain in interpreter.unknown {
         table.problems.insert(Problem::NotUnderstood(format!(
             "cannot verify what chain {chain} of the table {} does: it contains something that Headgate does not write",
-            dump.name()
+            dump.name
         )));
     }
     table
 }
 
-fn given_up(dump: &Dump) -> Table {
+fn given_up(dump: &NftablesDump) -> Table {
     let problem = Problem::GivenUp(format!(
         "cannot verify the table {}: its rules branch too often to follow them. Look for rules of other programs in it (nft list table {}), and remove them",
-        dump.name(),
-        dump.name()
+        dump.name, dump.name
     ));
     Table { problems: [problem].into(), ..Table::new(dump.family()) }
 }
 
 /// Checks that connections go to one listener of the proxy while the gate is closed. The rules do
 /// not depend on single Services, so one frontend of each kind is enough.
-fn check_redirects(interpreter: &mut Interpreter<'_>, dump: &Dump, table: &mut Table) {
+fn check_redirects(interpreter: &mut Interpreter<'_>, dump: &NftablesDump, table: &mut Table) {
     let mut checked = BTreeSet::new();
     for (frontend, entry) in &table.entries {
         let is_node_port = matches!(frontend, Frontend::NodePort(..));
@@ -127,7 +127,7 @@ fn check_redirects(interpreter: &mut Interpreter<'_>, dump: &Dump, table: &mut T
             if !is_one || fate == *entry.fate(origin) {
                 table.problems.insert(Problem::Broken(format!(
                     "no rule of the table {} sends connections {origin} to the proxy, such as those to {frontend}",
-                    dump.name()
+                    dump.name
                 )));
             }
         }

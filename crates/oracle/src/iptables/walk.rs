@@ -5,18 +5,19 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
+use headgate_core::{
+    Family, Protocol,
+    forwarding::{Fate, Origin, Problem},
+    frontends::Frontend,
+    masquerade::LocalDetector,
+};
 use ipnet::IpNet;
 
 use super::{
     evaluate::{Packet, Reached, Sets, is_loopback},
     parse::{ChainId, Condition, Content, Rule, Rules, TableName, Target},
 };
-use crate::{
-    behaviours::masquerade::LocalDetector,
-    forwarding::{Ending, Fate, Origin, Problem},
-    model::{Family, Protocol},
-    state::frontends::Frontend,
-};
+use crate::ending::Ending;
 
 /// The chain of NodePorts. Its rules are read once, although a rule for each address leads to it.
 const NODE_PORTS: &str = "KUBE-NODEPORTS";
@@ -98,7 +99,7 @@ impl Reach<'_> {
 
 /// The walk of one origin through one table.
 #[derive(Debug)]
-pub(in crate::forwarding) struct Walk<'a> {
+pub(crate) struct Walk<'a> {
     rules: &'a Rules,
     table: TableName,
     origin: Origin,
@@ -110,17 +111,17 @@ pub(in crate::forwarding) struct Walk<'a> {
     /// Frontends whose packets are decided by a rule for many frontends.
     cuts: Vec<(Reach<'a>, Option<Ending>)>,
     /// What happens to packets for each frontend. The first rule of a frontend decides.
-    pub(in crate::forwarding) reached: BTreeMap<Frontend, Reached>,
+    pub(crate) reached: BTreeMap<Frontend, Reached>,
     /// The addresses whose packets reach the chain of NodePorts.
-    pub(in crate::forwarding) node_port_addresses: BTreeSet<IpAddr>,
+    pub(crate) node_port_addresses: BTreeSet<IpAddr>,
     /// Packets to all addresses of the node reach the chain of NodePorts.
-    pub(in crate::forwarding) is_any_address: bool,
+    pub(crate) is_any_address: bool,
     has_node_ports: bool,
-    pub(in crate::forwarding) problems: BTreeSet<Problem>,
+    pub(crate) problems: BTreeSet<Problem>,
 }
 
 impl<'a> Walk<'a> {
-    pub(in crate::forwarding) fn new(
+    pub(crate) fn new(
         rules: &'a Rules,
         family: Family,
         table: TableName,
@@ -148,7 +149,7 @@ impl<'a> Walk<'a> {
     /// Walks from the rules of a base chain that lead to `targets` down. What other programs do
     /// with packets before and after these rules does not count, but if a rule before them ends all
     /// packets, then no rule of `targets` has an effect.
-    pub(in crate::forwarding) fn from(&mut self, base: &'a str, targets: &[&str]) {
+    pub(crate) fn from(&mut self, base: &'a str, targets: &[&str]) {
         let rules: &'a Rules = self.rules;
         let Some(Content::Rules(list)) = rules.find(self.table, base).map(|id| &rules.chain(id).content) else {
             return;
@@ -192,7 +193,7 @@ impl<'a> Walk<'a> {
     }
 
     /// What becomes of translated packets in filter.
-    pub(in crate::forwarding) fn filtered(&self, fate: Fate, protocol: Protocol) -> Fate {
+    pub(crate) fn filtered(&self, fate: Fate, protocol: Protocol) -> Fate {
         let (Fate::Forwarded(endpoints) | Fate::Partly(endpoints)) = &fate else { return fate };
         let refused = |endpoint: &SocketAddr| {
             let to = Frontend::Address(endpoint.ip(), protocol, endpoint.port());

@@ -3,7 +3,7 @@
 use headgate_core::{forwarding::Origin, frontends::Frontend};
 use nftables_netlink::{CtKey, FibFlags, FibResult, MetaKey, PayloadBase, Register, Value};
 
-use super::{Dump, dump::protocol_number};
+use super::dump::{NftablesDump, protocol_number};
 
 /// `NF_CT_STATE_BIT(IP_CT_NEW)` of `linux/netfilter/nf_conntrack_common.h`.
 const STATE_NEW: u32 = 8;
@@ -123,7 +123,7 @@ impl Packet {
     /// Loads bytes of a header.
     pub(super) fn payload(
         &self,
-        dump: &Dump,
+        dump: &NftablesDump,
         (base, offset, length): (PayloadBase, u32, usize),
         to: Register,
         registers: &mut Registers,

@@ -1,0 +1,164 @@
+//! A dump of a table, in a compact form.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use headgate_core::{Family, Protocol, address_from_bytes, frontends::Frontend};
+use nftables_netlink::{
+    BaseChain, ChainType, DataType, Element, ElementData, Expression, Hook, Set, TableName, ValueType, Verdict,
+};
+
+/// A dump of a table.
+#[derive(Debug)]
+pub struct NftablesDump {
+    /// The name of the table.
+    pub name: TableName,
+    /// The chains, by name.
+    pub chains: BTreeMap<String, DumpedChain>,
+    /// The sets and maps, by name.
+    pub sets: HashMap<String, DumpedSet>,
+}
+
+/// A chain.
+#[derive(Debug, Default)]
+pub struct DumpedChain {
+    /// The hook, if packets enter the rules here.
+    pub base: Option<BaseChain>,
+    /// The expressions of each rule.
+    pub rules: Vec<Vec<Expression>>,
+}
+
+/// A set or map with its elements.
+#[derive(Debug, Clone)]
+pub struct DumpedSet {
+    key: ValueType,
+    /// The elements, sorted by key. Empty for a verdict map.
+    pub elements: Vec<Packed>,
+    /// The elements of a verdict map.
+    pub verdicts: BTreeMap<Vec<u8>, Verdict>,
+    /// Packets add elements, which expire. The decoder needs no such elements.
+    pub is_recorded: bool,
+    /// The decoder does not understand such keys.
+    pub(super) has_ranges: bool,
+}
+
+/// The key of an element, followed by its data.
+pub type Packed = Box<[u8]>;
+
+/// Returns the compact form of an element.
+#[must_use]
+pub fn pack(element: Element) -> Packed {
+    let mut bytes = element.key.0;
+    if let Some(ElementData::Value(value)) = element.data {
+        bytes.extend(value.0);
+    }
+    bytes.into_boxed_slice()
+}
+
+impl NftablesDump {
+    pub(super) fn family(&self) -> Family {
+        if self.name.family == nftables_netlink::Family::Ip6 { Family::V6 } else { Family::V4 }
+    }
+
+    /// The number of rules, expressions and elements.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        let rules = self.chains.values().flat_map(|chain| &chain.rules).map(|rule| rule.len() + 1);
+        let elements = self.sets.values().map(|set| set.elements.len() + set.verdicts.len());
+        rules.chain(elements).sum::<usize>() as u64
+    }
+
+    pub(super) fn has_base_chain(&self, kind: ChainType, hook: Hook) -> bool {
+        self.base_chains(hook).iter().any(|(_, base)| base.kind == kind)
+    }
+
+    /// The base chains of a hook, in the order in which packets pass them.
+    pub(super) fn base_chains(&self, hook: Hook) -> Vec<(&str, BaseChain)> {
+        let all = self.chains.iter().filter_map(|(name, chain)| Some((&**name, chain.base?)));
+        let mut of_hook: Vec<_> = all.filter(|(_, base)| base.hook == hook).collect();
+        of_hook.sort_by_key(|(_, base)| base.priority);
+        of_hook
+    }
+
+    /// Every frontend that is a key of a set or map.
+    pub(super) fn frontends(&self) -> BTreeSet<Frontend> {
+        let address = match self.family() {
+            Family::V4 => DataType::Ipv4Address,
+            Family::V6 => DataType::Ipv6Address,
+        };
+        let at_address = ValueType::concatenation(&[address, DataType::Protocol, DataType::Port]);
+        let at_node = ValueType::concatenation(&[DataType::Protocol, DataType::Port]);
+        let mut all = BTreeSet::new();
+        for set in self.sets.values() {
+            let has_address = set.key == at_address;
+            if has_address || set.key == at_node {
+                all.extend(set.range(&[]).filter_map(|(key, _)| self.frontend(key, has_address)));
+            }
+        }
+        all
+    }
+
+    fn frontend(&self, key: &[u8], has_address: bool) -> Option<Frontend> {
+        let (address, rest) = if has_address { key.split_at_checked(self.address_bytes())? } else { (&[][..], key) };
+        let [protocol, _, _, _, high, low, ..] = *rest else { return None };
+        let protocol = Protocol::ALL.into_iter().find(|known| protocol_number(*known) == protocol)?;
+        let port = u16::from_be_bytes([high, low]);
+        Some(if has_address {
+            Frontend::Address(address_from_bytes(address)?, protocol, port)
+        } else {
+            Frontend::NodePort(self.family(), protocol, port)
+        })
+    }
+
+    pub(super) fn address_bytes(&self) -> usize {
+        usize::from(self.family().host_prefix_length()) / 8
+    }
+}
+
+/// The number of a protocol in the IP header.
+pub(super) fn protocol_number(protocol: Protocol) -> u8 {
+    match protocol {
+        Protocol::Tcp => 6,
+        Protocol::Udp => 17,
+        Protocol::Sctp => 132,
+    }
+}
+
+impl DumpedSet {
+    /// A set without elements.
+    #[must_use]
+    pub fn new(set: &Set) -> Self {
+        Self {
+            key: set.key,
+            elements: Vec::new(),
+            verdicts: BTreeMap::new(),
+            is_recorded: set.flags.timeout || set.flags.dynamic,
+            has_ranges: set.flags.interval,
+        }
+    }
+
+    pub(super) fn key_bytes(&self) -> usize {
+        self.key.length_bytes as usize
+    }
+
+    /// The data of an element. `None` if no element has the key.
+    #[must_use]
+    pub fn get(&self, key: &[u8]) -> Option<&[u8]> {
+        let at = self.elements.binary_search_by(|element| self.split(element).0.cmp(key)).ok()?;
+        Some(self.split(&self.elements[at]).1)
+    }
+
+    /// The keys that begin with `start`, with their data.
+    pub fn range<'a>(&'a self, start: &[u8]) -> impl Iterator<Item = (&'a [u8], &'a [u8])> {
+        let first = self.elements.partition_point(|element| self.split(element).0 < start);
+        let left = &self.elements[first..];
+        // Elements are sorted, so those with this beginning follow each other.
+        let count = left.partition_point(|element| self.split(element).0.starts_with(start));
+        left[..count].iter().map(|element| self.split(element))
+    }
+
+    /// The key and the data of an element.
+    #[must_use]
+    pub fn split<'a>(&self, element: &'a [u8]) -> (&'a [u8], &'a [u8]) {
+        element.split_at_checked(self.key_bytes()).unwrap_or((element, &[]))
+    }
+}
