@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use headgate_core::{
-    Dirty, Family, NodeFacts, State,
+    Dirty, Family, FixedState, NodeFacts, State,
     frontends::Frontend,
     masquerade::LocalDetector,
     nftables::{Element, ElementKey, Existing, Ledger, Lookup, NftablesConfig, Plan, Refusal, Selection, Shape},
@@ -129,7 +129,7 @@ impl Rig {
     }
 
     fn full(&mut self) -> Result<Plan, TestCaseError> {
-        let plan = self.ledger.full(&self.state, &self.node, self.sets.existing());
+        let plan = self.ledger.full(&FixedState(&self.state, &self.node), self.sets.existing());
         self.sets.commit(&plan, &self.ledger).map_err(TestCaseError::fail)?;
         Ok(plan)
     }

@@ -5,12 +5,12 @@ mod problems;
 
 use std::{sync::Mutex, thread::JoinHandle};
 
-use headgate_core::{Change, Family, Node, NodeFacts, State};
+use headgate_core::{Change, Family, Node, NodeFacts, State, StateSource};
 
 use super::*;
 use crate::{
     dataplane::{
-        Dataplane, DualStack, KernelHandle, StateSource,
+        Dataplane, DualStack, KernelHandle,
         in_memory::{Call, Control, InMemoryDataplane},
     },
     metric_registry::MetricRegistry,
@@ -100,11 +100,12 @@ fn programmed_version(progress: &Progress) -> Option<u64> {
     Some(progress.programmed.as_ref()?.target.version)
 }
 
-/// Returns a long verification period, so that no verification interferes with a test, and short
-/// pauses after failures.
+/// Returns long periods, so that no check and no full sync in the background interferes with a
+/// test, and short pauses after failures.
 fn timing() -> Timing {
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
-    Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() }
+    let period = Duration::from_secs(3600);
+    Timing { sync_period: period, full_sync_period: period, backoff, ..Timing::default() }
 }
 
 fn retry() -> DataplaneError {
@@ -611,6 +612,55 @@ fn a_newer_change_is_tried_soon_after_a_failure() {
     run.wait_progress(|progress| progress.failure.is_some());
     run.batch(3, vec![endpoint("web", 2, 8080)]);
     run.wait_programmed(3);
+}
+
+#[test]
+fn what_is_due_depends_on_the_wake_and_the_times() {
+    let now = Instant::now();
+    let (past, future) = (now.checked_sub(Duration::from_secs(1)).unwrap(), now + Duration::from_secs(1));
+    let times = |check, maintain, retry| Times { check, maintain, retry, log: Some(past) };
+    let nothing = times(future, None, None);
+    let all = times(past, Some(past), Some(past));
+    for (wake, is_unconfirmed, times, expected) in [
+        (Wake::Stop, true, all, Due::Stop),
+        (Wake::Interfaces, true, all, Due::Inputs),
+        (Wake::Problems, true, all, Due::Publish),
+        (Wake::Work, false, all, Due::Sync),
+        (Wake::Requested, false, all, Due::VerifyTable),
+        (Wake::Rules, true, nothing, Due::EarlierRun),
+        (Wake::Verify, true, nothing, Due::EarlierRun),
+        (Wake::Rules, false, nothing, Due::Check),
+        (Wake::Verify, false, nothing, Due::Publish),
+        (Wake::Verify, false, all, Due::Maintain),
+        (Wake::Verify, false, times(past, Some(future), Some(past)), Due::Check),
+        (Wake::Verify, false, times(now, None, None), Due::Check),
+        (Wake::Verify, false, times(future, Some(future), Some(past)), Due::Retry),
+        (Wake::Verify, false, times(future, Some(now), Some(past)), Due::Maintain),
+    ] {
+        assert_eq!(due(wake, is_unconfirmed, times, now), expected, "{wake:?} {is_unconfirmed} {times:?}");
+    }
+    assert_eq!((nothing.first(), times(future, Some(now), None).first()), (past, past));
+    assert_eq!(Times { log: None, ..times(future, Some(now), None) }.first(), now);
+}
+
+#[test]
+fn a_full_sync_in_the_background_restores_rules_and_leaves_out_changes() {
+    let timing = Timing { sync_period: Duration::from_millis(5), full_sync_period: Duration::ZERO, ..timing() };
+    let run = Loop::start(timing);
+    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
+    run.wait_programmed(1);
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    run.wait_programmed(2);
+    let syncs = |calls: &[Call]| calls.iter().filter(|call| matches!(call, Call::Full(..))).count();
+    assert!(run.control.wait_for(GUARD, |calls| syncs(calls) >= 3), "{:?}", run.control.calls());
+    assert_eq!((run.metrics.repairs.get(), run.metrics.dataplane.drift.get()), (0, 0), "nobody changed anything");
+    run.control.forget("prod/db");
+    run.wait_progress(|_| run.metrics.dataplane.drift.get() > 0);
+    assert_eq!((run.metrics.repairs.get(), run.metrics.dataplane.drift.get()), (1, 1));
+    // A failure is repaired by a sync that reports it.
+    run.control.fail_next(retry());
+    run.wait_progress(|_| run.metrics.verifications_failed.get() > 0);
+    run.wait_progress(|progress| progress.failure.is_none());
 }
 
 #[test]

@@ -17,7 +17,7 @@ use headgate_control_plane::{
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{
-    Change, Dirty, Family, NodeFacts,
+    Change, Dirty, Family, FixedState, NodeFacts,
     iptables::{ExistingTables, Layout, Ledger, RenderConfig, ruleset},
     reference::Referable,
 };
@@ -163,7 +163,7 @@ impl Agent {
 
     fn program_everything(&mut self) {
         for ledger in &mut self.ledgers {
-            ledger.full(self.held.state(), &self.node, &ExistingTables::default());
+            ledger.full(&FixedState(self.held.state(), &self.node), ExistingTables::default());
         }
     }
 

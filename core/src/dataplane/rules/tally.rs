@@ -64,6 +64,7 @@ mod tests {
     use crate::{
         dataplane::iptables::ruleset,
         dataplane::rules::{ExistingTables, Layout, Ledger, RenderConfig, fake_kernel::FakeKernel},
+        dataplane::source::FixedState,
         model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
         node_facts::NodeFacts,
         state::{Dirty, State},
@@ -103,7 +104,7 @@ mod tests {
                     state.apply(change, &mut dirty);
                 });
                 let (script, _) = if is_full {
-                    ledger.full(&state, &facts, &ExistingTables::default())
+                    ledger.full(&FixedState(&state, &facts), ExistingTables::default())
                 } else {
                     ledger.changed(&state, &facts, &dirty)
                 };
