@@ -15,6 +15,9 @@ use proptest::prelude::*;
 mod changes;
 use changes::{any_event, node, squash};
 
+mod changing;
+use changing::Changing;
+
 /// The endpoints of each frontend, as text.
 type Frontends = BTreeMap<(Lookup, Frontend), BTreeSet<String>>;
 
@@ -187,6 +190,36 @@ proptest! {
                 prop_assert_eq!(rig.sets.flat(), wanted.sets.flat());
             }
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn changes_during_a_full_plan_leave_no_two_services_with_one_frontend(
+        changes in prop::collection::vec(any_event(8), 1..40),
+        meanwhile in prop::collection::vec(any_event(8), 0..20),
+        reads in 0usize..4,
+        family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+    ) {
+        let mut rig = Rig::new(family, false);
+        changes.iter().for_each(|event| event.apply(&mut rig.state, &mut rig.node, &mut Dirty::default()));
+        let source = Changing::new(reads, std::mem::take(&mut rig.state), rig.node.clone(), &meanwhile);
+        let plan = rig.ledger.full(&source, rig.sets.existing());
+        rig.sets.commit(&plan, &rig.ledger).map_err(TestCaseError::fail)?;
+        let dirty;
+        (rig.state, rig.node, dirty) = source.end();
+        let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty);
+        rig.sets.commit(&plan, &rig.ledger).map_err(TestCaseError::fail)?;
+
+        let mut wanted = Rig::new(family, false);
+        for event in changes.iter().chain(&meanwhile) {
+            event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default());
+        }
+        wanted.full()?;
+        prop_assert_eq!(rig.sets.flat(), wanted.sets.flat());
+        prop_assert_eq!(rig.ledger.element_count(), rig.sets.elements.len());
     }
 }
 

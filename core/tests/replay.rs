@@ -2,11 +2,11 @@
 //! states, digests and rules. The kernel accepts every script.
 #![allow(clippy::unwrap_used)]
 
-use std::{cell::RefCell, net::IpAddr, sync::Arc};
+use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Protocol, Service, ServiceKey, ServicePort,
-    State, StateSource,
+    State,
     iptables::{
         ExistingTables, Layout, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, names::GateChain, ruleset,
     },
@@ -16,6 +16,9 @@ use proptest::prelude::*;
 
 mod changes;
 use changes::{Event, any_event, node, squash};
+
+mod changing;
+use changing::Changing;
 
 mod flat;
 use flat::flat;
@@ -32,35 +35,6 @@ fn with_proxy(mut config: RenderConfig) -> RenderConfig {
     config.listeners =
         GateChain::ALL.into_iter().zip(10245..).map(|(chain, port)| (chain, (address, port).into())).collect();
     config
-}
-
-/// A source whose state changes after it was read a number of times.
-struct Changing<'a> {
-    /// The number of times, until then; what is read; and what changed.
-    inner: RefCell<(Option<usize>, State, NodeFacts, Dirty)>,
-    meanwhile: &'a [Event],
-}
-
-impl Changing<'_> {
-    fn is_over(&self) -> bool {
-        self.inner.borrow().0.is_none()
-    }
-}
-
-impl StateSource for Changing<'_> {
-    fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty)) {
-        let mut inner = self.inner.borrow_mut();
-        let (looks, state, node, dirty) = &mut *inner;
-        match looks {
-            Some(0) => {
-                self.meanwhile.iter().for_each(|event| event.apply(state, node, dirty));
-                *looks = None;
-            }
-            Some(left) => *left -= 1,
-            None => {}
-        }
-        read(state, node, dirty);
-    }
 }
 
 struct Rig {
@@ -102,18 +76,14 @@ impl Rig {
     /// the source was read `looks` times.
     fn full_in_parts(&mut self, looks: usize, meanwhile: &[Event]) -> Result<(), String> {
         let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
-        let inner = (Some(looks), std::mem::take(&mut self.state), self.node.clone(), Dirty::default());
-        let source = Changing { inner: inner.into(), meanwhile };
+        let source = Changing::new(looks, std::mem::take(&mut self.state), self.node.clone(), meanwhile);
         let mut text = String::new();
         let mut write = |script: &Script| text.push_str(&script.to_string());
         let (script, _) = self.ledger.full_in_parts(&source, ExistingTables::parse(&saves), Some(&mut write));
         text.push_str(&script.to_string());
         self.kernel.restore(&text).map_err(|error| format!("{error} in\n{text}"))?;
-        while !source.is_over() {
-            source.look(&mut |_, _, _| {});
-        }
         let dirty;
-        (_, self.state, self.node, dirty) = source.inner.into_inner();
+        (self.state, self.node, dirty) = source.end();
         let (script, _) = self.ledger.changed(&self.state, &self.node, &dirty);
         self.kernel.restore(&script.to_string())
     }

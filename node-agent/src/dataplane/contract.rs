@@ -87,7 +87,7 @@ pub trait Dataplane: Send {
     ///
     /// # Errors
     /// The check failed. It is unknown whether the rules are complete.
-    fn check(&mut self, kernel: &mut Self::Kernel) -> Result<Sign, DataplaneError>;
+    fn check(&mut self, kernel: &mut Self::Kernel) -> Result<Finding, DataplaneError>;
 
     /// Reads the kernel, and returns what it forwards. The decoder shares no code with what writes
     /// to the kernel, and does not use this dataplane's records. The cost grows with the number of
@@ -157,9 +157,9 @@ pub trait Dataplane: Send {
     fn set_quarantined(&mut self, _services: &BTreeSet<Arc<ServiceKey>>) {}
 }
 
-/// What a check of the kernel found.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Sign {
+/// What a check of the kernel found, in the order of certainty.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Finding {
     /// No sign that somebody removed or changed rules.
     Intact,
     /// Somebody may have changed rules: a full sync shows whether.
@@ -168,7 +168,7 @@ pub enum Sign {
     Changed(String),
 }
 
-impl Sign {
+impl Finding {
     /// `Changed` with a sentence, or `Intact` without one.
     pub(super) fn of(sentence: Option<String>) -> Self {
         sentence.map_or(Self::Intact, Self::Changed)
@@ -265,14 +265,16 @@ pub struct Report {
 }
 
 impl Report {
-    /// Adds the report of the other family. Both families plan the same services, so
-    /// `services_planned` counts each service once.
-    pub(super) fn merge(&mut self, other: Self) {
-        self.services_planned = self.services_planned.max(other.services_planned);
-        self.objects_written += other.objects_written;
-        self.warnings.extend(other.warnings);
-        self.differences += other.differences;
-        self.differing.extend(other.differing);
+    /// Joins the reports of both families. Both plan the same services, so `services_planned`
+    /// counts each service once.
+    pub(super) fn merged(reports: Vec<Self>) -> Self {
+        reports.into_iter().fold(Self::default(), |one, other| Self {
+            services_planned: one.services_planned.max(other.services_planned),
+            objects_written: one.objects_written + other.objects_written,
+            warnings: [one.warnings, other.warnings].concat(),
+            differences: one.differences + other.differences,
+            differing: one.differing.into_iter().chain(other.differing).collect(),
+        })
     }
 }
 

@@ -13,7 +13,7 @@ use tracing::{info, warn};
 use super::{
     DataplaneError,
     contract::{
-        ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, KernelHandle as _, Report, Sign, Wake,
+        ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, Finding, KernelHandle as _, Report, Wake,
     },
     first_services::FirstServices,
     leftovers::{Leftover, Leftovers},
@@ -96,12 +96,12 @@ pub trait NodeDataplane: Send {
     /// The same errors as [`Self::apply`].
     fn maintain(&mut self, now: Instant) -> Result<(), DataplaneError>;
 
-    /// The first sign, in both families, that somebody else removed or changed rules; see
-    /// [`Dataplane::check`].
+    /// Looks for signs that somebody else removed rules, and returns the clearest finding of both
+    /// families; see [`Dataplane::check`].
     ///
     /// # Errors
     /// The check failed. It is unknown whether the rules are complete.
-    fn check(&mut self) -> Result<Sign, DataplaneError>;
+    fn check(&mut self) -> Result<Finding, DataplaneError>;
 
     /// Reads the kernel, and returns what it forwards in each family; see [`Dataplane::decode`].
     ///
@@ -256,19 +256,19 @@ impl<D: Dataplane> DualStack<D> {
 
     /// Calls `work` for each family, even after an error of an earlier family, and joins the
     /// errors.
-    fn each(
+    fn each<T>(
         &mut self,
-        mut work: impl FnMut(&mut OneFamily<D>, &mut D::Kernel) -> Result<(), DataplaneError>,
-    ) -> Result<(), DataplaneError> {
-        let mut result = Ok(());
+        mut work: impl FnMut(&mut OneFamily<D>, &mut D::Kernel) -> Result<T, DataplaneError>,
+    ) -> Result<Vec<T>, DataplaneError> {
+        let (mut all, mut result) = (Vec::new(), Ok(()));
         for family in &mut self.families {
             let done = work(family, &mut self.kernel).map_err(|error| error.of(family.dataplane.family()));
             if done.is_err() {
                 self.kernel.reset();
             }
-            result = DataplaneError::join(result, done);
+            result = DataplaneError::join(result, done.map(|value| all.push(value)));
         }
-        result
+        result.map(|()| all)
     }
 }
 
@@ -321,16 +321,10 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
     }
 
     fn sync_full(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
-        let mut report = Report::default();
-        self.each(|family, kernel| {
-            report.merge(family.sync_first(kernel, source)?);
-            Ok(())
-        })?;
+        let mut reports = self.each(|family, kernel| family.sync_first(kernel, source))?;
         // The families sync one after the other, so that memory holds only one full plan at a time.
-        self.each(|family, kernel| {
-            report.merge(family.sync_full(kernel, source)?);
-            Ok(())
-        })?;
+        reports.extend(self.each(|family, kernel| family.sync_full(kernel, source))?);
+        let mut report = Report::merged(reports);
         // Now that our rules are in place, remove the rules of other dataplanes, because these
         // rules would still redirect packets.
         report.warnings.extend(self.leftovers.remove());
@@ -344,13 +338,11 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
     }
 
     fn apply(&mut self) -> Result<Report, DataplaneError> {
-        let mut report = Report::default();
-        self.each(|family, kernel| {
-            let Some(plan) = family.planned.take() else { return Ok(()) };
-            report.merge(family.timed(|dataplane| dataplane.apply(kernel, plan))?);
-            Ok(())
+        let reports = self.each(|family, kernel| match family.planned.take() {
+            Some(plan) => family.timed(|dataplane| dataplane.apply(kernel, plan)),
+            None => Ok(Report::default()),
         })?;
-        Ok(report)
+        Ok(Report::merged(reports))
     }
 
     fn find_faults(
@@ -359,14 +351,11 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
         families: &[Family],
     ) -> Result<Vec<Fault>, DataplaneError> {
-        let mut faults = Vec::new();
-        self.each(|OneFamily { dataplane, .. }, kernel| {
-            if families.is_empty() || families.contains(&dataplane.family()) {
-                faults.extend(dataplane.find_faults(kernel, source, suspects)?);
-            }
-            Ok(())
+        let faults = self.each(|OneFamily { dataplane, .. }, kernel| {
+            let is_wanted = families.is_empty() || families.contains(&dataplane.family());
+            if is_wanted { dataplane.find_faults(kernel, source, suspects) } else { Ok(Vec::new()) }
         })?;
-        Ok(faults)
+        Ok(faults.concat())
     }
 
     fn set_quarantined(&mut self, faults: &[Fault]) {
@@ -395,30 +384,16 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
 
     fn maintain(&mut self, now: Instant) -> Result<(), DataplaneError> {
         self.leftovers.retry(now);
-        self.each(|family, kernel| family.dataplane.maintain(kernel, now))
+        self.each(|family, kernel| family.dataplane.maintain(kernel, now)).map(drop)
     }
 
-    fn check(&mut self) -> Result<Sign, DataplaneError> {
-        let mut found = Sign::Intact;
-        self.each(|family, kernel| {
-            if !matches!(found, Sign::Changed(_)) {
-                match family.dataplane.check(kernel)? {
-                    Sign::Intact => {}
-                    sign => found = sign,
-                }
-            }
-            Ok(())
-        })?;
-        Ok(found)
+    fn check(&mut self) -> Result<Finding, DataplaneError> {
+        let signs = self.each(|family, kernel| family.dataplane.check(kernel))?;
+        Ok(signs.into_iter().max().unwrap_or(Finding::Intact))
     }
 
     fn decode(&mut self) -> Result<Vec<forwarding::Table>, DataplaneError> {
-        let mut tables = Vec::new();
-        self.each(|OneFamily { dataplane, .. }, kernel| {
-            tables.push(dataplane.decode(kernel)?);
-            Ok(())
-        })?;
-        Ok(tables)
+        self.each(|family, kernel| family.dataplane.decode(kernel))
     }
 
     fn statistics(&self) -> Vec<FamilyStatistics> {

@@ -24,7 +24,7 @@ pub mod userspace;
 pub(crate) mod xtables;
 
 pub use contract::{
-    ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, KernelHandle, ProxyCounts, Report, Sign,
+    ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, Finding, KernelHandle, ProxyCounts, Report,
     Statistics, TableStatistics, TryWake, Wake,
 };
 pub use dual_stack::{DualStack, NodeDataplane};

@@ -30,7 +30,7 @@ use tracing::{debug, error, info, warn};
 
 use crate::{
     backoff::{Backoff, Jitter},
-    dataplane::{DataplaneError, ErrorKind, FamilyStatistics, Fault, NodeDataplane, Report, Sign},
+    dataplane::{DataplaneError, ErrorKind, FamilyStatistics, Fault, Finding, NodeDataplane, Report},
     interfaces::Interfaces,
     memory,
     node_inputs::{NodeInputs, NodeSettings},
@@ -534,7 +534,7 @@ impl Reconciler {
     fn check_rules_of_earlier_run(&mut self) {
         self.check_at = self.now() + self.timing.sync_period;
         match self.dataplane.check() {
-            Ok(Sign::Intact | Sign::Unknown) => {
+            Ok(Finding::Intact | Finding::Unknown) => {
                 info!(
                     "the rules of the last run are in place, and the agent does not change them until a control plane answers"
                 );
@@ -545,7 +545,7 @@ impl Reconciler {
                 });
                 return;
             }
-            Ok(Sign::Changed(sentence)) => {
+            Ok(Finding::Changed(sentence)) => {
                 info!(
                     "rules are missing ({sentence}); programming the last good state without waiting for a control plane"
                 );
@@ -627,13 +627,13 @@ impl Reconciler {
         let checked = self.dataplane.check();
         self.failed_checks = if checked.is_err() { self.failed_checks + 1 } else { 0 };
         match checked {
-            Ok(Sign::Changed(sentence)) => {
+            Ok(Finding::Changed(sentence)) => {
                 warn!("{sentence}; another program removed or changed Headgate's rules; making a full sync");
                 self.metrics.repairs.inc();
                 self.repair();
             }
             Ok(sign) => {
-                let is_unknown = sign == Sign::Unknown;
+                let is_unknown = sign == Finding::Unknown;
                 if is_unknown && self.done.is_none() {
                     self.unfinished.needs_full = true;
                 } else if is_unknown || self.full_sync_at <= self.now() {

@@ -18,7 +18,7 @@ use headgate_core::{
     frontends::Frontend, masquerade::MasqueradeConfig,
 };
 use headgate_node_agent::dataplane::{
-    ErrorKind, FixedState, NodeDataplane, Sign, StateSource,
+    ErrorKind, Finding, FixedState, NodeDataplane, StateSource,
     nftables::{Config, Counts, NftablesDataplane, read_counters},
 };
 use headgate_tests::testbed::{Namespace, netns, process::output};
@@ -320,7 +320,7 @@ fn a_cold_start_programs_the_api_server_and_dns_before_other_services() {
 
 /// Whether neither a check nor a full sync finds a difference. The full sync removes it.
 fn is_intact(dataplane: &mut NftablesDataplane, source: &dyn StateSource) -> Result<bool> {
-    Ok(dataplane.check()? == Sign::Intact && dataplane.sync_full(source)?.differences == 0)
+    Ok(dataplane.check()? == Finding::Intact && dataplane.sync_full(source)?.differences == 0)
 }
 
 /// The Service "counted" with port 53/UDP at 10.96.0.1 and NodePort 30053, and one endpoint.

@@ -12,7 +12,7 @@ use headgate_core::{
 };
 use headgate_node_agent::{
     dataplane::{
-        FixedState, NodeDataplane, Sign,
+        Finding, FixedState, NodeDataplane,
         nftables::{Config, Feature, NftablesDataplane},
     },
     interfaces,
@@ -82,7 +82,7 @@ impl World {
             ensure!(due <= Instant::now(), "the addresses are written late");
             dataplane.maintain(due)?;
             ensure!(dataplane.maintain_at().is_none(), "the addresses are not written");
-            ensure!(dataplane.check()? == Sign::Intact, "the table is not intact");
+            ensure!(dataplane.check()? == Finding::Intact, "the table is not intact");
             Ok(())
         })
     }

@@ -11,7 +11,7 @@ use headgate_core::{
     iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel, ruleset},
 };
 use headgate_node_agent::dataplane::{
-    FixedState, NodeDataplane, Sign,
+    Finding, FixedState, NodeDataplane,
     iptables::{Config, IptablesDataplane, Variant},
 };
 use headgate_tests::testbed::{iptables as testbed_iptables, netns};
@@ -284,10 +284,10 @@ fn run(variant: Variant, layout: Layout) {
             assert_equal(&namespace, saved_by, &rig, "with many Services");
             rig.step((1..200u16).map(|i| Change::RemoveService(ServiceKey::new("many", &format!("svc{i}")))).collect());
             assert_equal(&namespace, saved_by, &rig, "with few Services again");
-            assert_eq!(rig.backend.check().unwrap(), Sign::Intact);
+            assert_eq!(rig.backend.check().unwrap(), Finding::Intact);
             rig.assert_deep_verification_sees_a_flushed_chain(&namespace, saved_by);
             rig.backend.cleanup().unwrap();
-            assert!(matches!(rig.backend.check().unwrap(), Sign::Changed(_)));
+            assert!(matches!(rig.backend.check().unwrap(), Finding::Changed(_)));
             let left = testbed_iptables::save_all(&namespace, Path::new("/run/xtables.lock")).unwrap();
             assert!(!left.contains("KUBE"), "{left}");
             Ok(())

@@ -134,8 +134,11 @@ impl Script {
         }
     }
 
-    /// Passes the text to `write` and forgets it. The counts stay.
+    /// Passes the text to `write`, if there is any, and forgets it. The counts stay.
     pub(super) fn pass_on(&mut self, write: &mut dyn FnMut(&Self)) {
+        if self.is_empty() {
+            return;
+        }
         write(self);
         for table in Table::ALL {
             let rules = self.rules_written(table);

@@ -18,7 +18,9 @@ use headgate_core::{
 };
 
 use self::control::{Script, Table};
-use super::{Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Report, Sign, leftovers::Leftover};
+use super::{
+    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Report, leftovers::Leftover,
+};
 
 /// One IP family. It records its calls in a [`Control`].
 #[derive(Debug)]
@@ -97,9 +99,9 @@ impl Dataplane for InMemoryFamily {
         Ok(Report { services_planned: count(plan.services), objects_written, ..Report::default() })
     }
 
-    fn check(&mut self, kernel: &mut Control) -> Result<Sign, DataplaneError> {
+    fn check(&mut self, kernel: &mut Control) -> Result<Finding, DataplaneError> {
         let is_intact = kernel.work(Call::Check)?.verdicts.pop_front().unwrap_or(true);
-        Ok(Sign::of((!is_intact).then(|| "somebody else has changed the table".to_owned())))
+        Ok(Finding::of((!is_intact).then(|| "somebody else has changed the table".to_owned())))
     }
 
     fn decode(&mut self, kernel: &mut Control) -> Result<forwarding::Table, DataplaneError> {

@@ -28,7 +28,7 @@ use tracing::warn;
 
 pub use super::xtables::Variant;
 use super::{
-    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Report, Sign, Statistics,
+    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Report, Statistics,
     xtables::{
         self, Flushes, Rules, bisect,
         programs::{Programs, Restore},
@@ -137,8 +137,8 @@ impl Dataplane for IptablesFamily {
         self.finish(written, services_planned)
     }
 
-    fn check(&mut self, _kernel: &mut Flushes) -> Result<Sign, DataplaneError> {
-        self.rules.check(self.ledger.jumps()).map(Sign::of)
+    fn check(&mut self, _kernel: &mut Flushes) -> Result<Finding, DataplaneError> {
+        self.rules.check(self.ledger.jumps()).map(Finding::of)
     }
 
     fn decode(&mut self, _kernel: &mut Flushes) -> Result<forwarding::Table, DataplaneError> {

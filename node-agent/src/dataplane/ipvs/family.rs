@@ -14,7 +14,7 @@ use headgate_core::{
 
 use super::{
     super::{
-        Dataplane, DataplaneError, Degradation, ErrorKind, Fault, Report, Sign, Statistics,
+        Dataplane, DataplaneError, Degradation, ErrorKind, Fault, Finding, Report, Statistics,
         ip_sets::of_sets,
         retries::{PAUSES, PAUSES_OF_MODULES, Retries},
         xtables::{self, Rules, bisect},
@@ -138,11 +138,11 @@ impl Dataplane for IpvsFamily {
 
     /// Detects flushed rules, sets or virtual servers, and a device that somebody removed or
     /// brought up. Checks only one address and one virtual server.
-    fn check(&mut self, kernel: &mut Kernel) -> Result<Sign, DataplaneError> {
+    fn check(&mut self, kernel: &mut Kernel) -> Result<Finding, DataplaneError> {
         let sign = self.rules.check(self.ledger.rules().jumps())?;
         let sign = sign.map_or_else(|| self.check_device_and_sets(kernel), |sign| Ok(Some(sign)))?;
         // Before the first full sync, the ledger does not contain the objects of the kernel.
-        Ok(Sign::of(if sign.is_some() || !self.is_synced { sign } else { self.check_contents(kernel)? }))
+        Ok(Finding::of(if sign.is_some() || !self.is_synced { sign } else { self.check_contents(kernel)? }))
     }
 
     fn decode(&mut self, kernel: &mut Kernel) -> Result<forwarding::Table, DataplaneError> {

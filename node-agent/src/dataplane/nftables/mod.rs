@@ -46,7 +46,7 @@ use self::{
     layout::{Layout, LayoutConfig, picks::is_clients_map, table_name},
     quarantine::Rejected,
 };
-use super::{Dataplane, DataplaneError, DualStack, ErrorKind, Fault, Report, Sign, Statistics};
+use super::{Dataplane, DataplaneError, DualStack, ErrorKind, Fault, Finding, Report, Statistics};
 use crate::{
     decoders::{
         self,
@@ -334,21 +334,21 @@ impl Dataplane for NftablesFamily {
         Ok(report)
     }
 
-    fn check(&mut self, kernel: &mut Connection) -> Result<Sign, DataplaneError> {
+    fn check(&mut self, kernel: &mut Connection) -> Result<Finding, DataplaneError> {
         let (family, table) = (self.family(), table_name(self.family()));
         let chains = kernel.reader()?.chains(&table).map_err(|error| failure("listing chains", &error))?;
         let missing = self.layout.chains.keys().find(|name| chains.iter().all(|chain| chain.object.name != **name));
         if chains.is_empty() {
-            return Ok(Sign::Changed(format!("the table {table} is missing")));
+            return Ok(Finding::Changed(format!("the table {table} is missing")));
         }
         if let Some(chain) = missing {
-            return Ok(Sign::Changed(format!("the chain {chain} of the table {table} is missing")));
+            return Ok(Finding::Changed(format!("the chain {chain} of the table {table} is missing")));
         }
         // Before the first sync, the records are empty.
-        let Some(watch) = kernel.watch().filter(|_| !self.layout.chains.is_empty()) else { return Ok(Sign::Intact) };
+        let Some(watch) = kernel.watch().filter(|_| !self.layout.chains.is_empty()) else { return Ok(Finding::Intact) };
         let is_lost = watch.take_lost(family);
-        let without_change = if is_lost { Sign::Unknown } else { Sign::Intact };
-        Ok(watch.foreign_change(family).map_or(without_change, Sign::Changed))
+        let without_change = if is_lost { Finding::Unknown } else { Finding::Intact };
+        Ok(watch.foreign_change(family).map_or(without_change, Finding::Changed))
     }
 
     fn decode(&mut self, kernel: &mut Connection) -> Result<forwarding::Table, DataplaneError> {

@@ -39,7 +39,7 @@ use self::{
     set_gate::SetGate,
 };
 use super::{
-    Dataplane, DataplaneError, Degradation, DualStack, Fault, Leftover, Report, Sign, Statistics,
+    Dataplane, DataplaneError, Degradation, DualStack, Fault, Finding, Leftover, Report, Statistics,
     iptables::{self, IptablesFamily, Variant},
     nftables::{self, NftablesFamily},
     xtables::{self, Flushes},
@@ -218,7 +218,7 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
         Ok(report)
     }
 
-    fn check(&mut self, kernel: &mut R::Kernel) -> Result<Sign, DataplaneError> {
+    fn check(&mut self, kernel: &mut R::Kernel) -> Result<Finding, DataplaneError> {
         self.direct.check(kernel)
     }
 

@@ -51,8 +51,8 @@ impl Dataplane for LedgerFamily {
         Ok(Report::default())
     }
 
-    fn check(&mut self, _: &mut LedgerKernel) -> Result<Sign, DataplaneError> {
-        Ok(Sign::Intact)
+    fn check(&mut self, _: &mut LedgerKernel) -> Result<Finding, DataplaneError> {
+        Ok(Finding::Intact)
     }
 
     fn decode(&mut self, kernel: &mut LedgerKernel) -> Result<forwarding::Table, DataplaneError> {
