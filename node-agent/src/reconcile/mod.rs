@@ -9,12 +9,17 @@
 
 pub mod metrics;
 mod quarantine;
+mod schedule;
 mod summary;
 mod verification;
 
 pub use metrics::{SyncKind, SyncMetrics};
 
-use self::{quarantine::Quarantine, summary::Summary};
+use self::{
+    quarantine::Quarantine,
+    schedule::{Due, Times, due},
+    summary::Summary,
+};
 
 use std::{
     collections::BTreeSet,
@@ -77,63 +82,6 @@ impl Default for Timing {
             backoff: Backoff::default(),
             quarantine: Backoff::new(Duration::from_secs(60), Duration::from_secs(3600), Jitter::Half),
             clock: Instant::now,
-        }
-    }
-}
-
-/// What the loop does next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Due {
-    /// End.
-    Stop,
-    /// Only publish what changed, and write the line of the log that is due.
-    Publish,
-    /// Resolve the node's inputs again.
-    Inputs,
-    /// Program changes.
-    Sync,
-    /// Find out whether the rules of an earlier run are in place.
-    EarlierRun,
-    /// Check the rules.
-    Check,
-    /// Verify what the kernel forwards.
-    VerifyTable,
-    /// The dataplane's work that is due.
-    Maintain,
-    /// Try quarantined services again.
-    Retry,
-}
-
-/// When work is due that no signal announces.
-#[derive(Debug, Clone, Copy)]
-struct Times {
-    check: Instant,
-    maintain: Option<Instant>,
-    retry: Option<Instant>,
-    log: Option<Instant>,
-}
-
-impl Times {
-    fn first(&self) -> Instant {
-        [self.maintain, self.retry, self.log].into_iter().flatten().fold(self.check, Instant::min)
-    }
-}
-
-/// Decides what the loop does at `now` after `wake`. `is_unconfirmed` is true while the rules of an
-/// earlier run must stay.
-fn due(wake: Wake, is_unconfirmed: bool, times: Times, now: Instant) -> Due {
-    match wake {
-        Wake::Stop => Due::Stop,
-        Wake::Interfaces => Due::Inputs,
-        Wake::Problems => Due::Publish,
-        Wake::Work => Due::Sync,
-        Wake::Requested => Due::VerifyTable,
-        Wake::Rules | Wake::Verify if is_unconfirmed => Due::EarlierRun,
-        Wake::Rules => Due::Check,
-        Wake::Verify => {
-            let times = [(times.maintain, Due::Maintain), (Some(times.check), Due::Check), (times.retry, Due::Retry)];
-            let first = times.into_iter().find(|(at, _)| at.is_some_and(|at| at <= now));
-            first.map_or(Due::Publish, |(_, due)| due)
         }
     }
 }

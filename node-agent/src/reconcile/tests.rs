@@ -615,35 +615,6 @@ fn a_newer_change_is_tried_soon_after_a_failure() {
 }
 
 #[test]
-fn what_is_due_depends_on_the_wake_and_the_times() {
-    let now = Instant::now();
-    let (past, future) = (now.checked_sub(Duration::from_secs(1)).unwrap(), now + Duration::from_secs(1));
-    let times = |check, maintain, retry| Times { check, maintain, retry, log: Some(past) };
-    let nothing = times(future, None, None);
-    let all = times(past, Some(past), Some(past));
-    for (wake, is_unconfirmed, times, expected) in [
-        (Wake::Stop, true, all, Due::Stop),
-        (Wake::Interfaces, true, all, Due::Inputs),
-        (Wake::Problems, true, all, Due::Publish),
-        (Wake::Work, false, all, Due::Sync),
-        (Wake::Requested, false, all, Due::VerifyTable),
-        (Wake::Rules, true, nothing, Due::EarlierRun),
-        (Wake::Verify, true, nothing, Due::EarlierRun),
-        (Wake::Rules, false, nothing, Due::Check),
-        (Wake::Verify, false, nothing, Due::Publish),
-        (Wake::Verify, false, all, Due::Maintain),
-        (Wake::Verify, false, times(past, Some(future), Some(past)), Due::Check),
-        (Wake::Verify, false, times(now, None, None), Due::Check),
-        (Wake::Verify, false, times(future, Some(future), Some(past)), Due::Retry),
-        (Wake::Verify, false, times(future, Some(now), Some(past)), Due::Maintain),
-    ] {
-        assert_eq!(due(wake, is_unconfirmed, times, now), expected, "{wake:?} {is_unconfirmed} {times:?}");
-    }
-    assert_eq!((nothing.first(), times(future, Some(now), None).first()), (past, past));
-    assert_eq!(Times { log: None, ..times(future, Some(now), None) }.first(), now);
-}
-
-#[test]
 fn a_full_sync_in_the_background_restores_rules_and_leaves_out_changes() {
     let timing = Timing { sync_period: Duration::from_millis(5), full_sync_period: Duration::ZERO, ..timing() };
     let run = Loop::start(timing);

@@ -9,7 +9,7 @@ use std::{
     process,
     sync::Mutex,
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
