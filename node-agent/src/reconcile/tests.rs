@@ -626,12 +626,7 @@ fn a_full_sync_in_the_background_restores_rules_and_leaves_out_changes() {
     assert!(run.control.wait_for(GUARD, |calls| syncs(calls) >= 3), "{:?}", run.control.calls());
     assert_eq!((run.metrics.repairs.get(), run.metrics.dataplane.drift.get()), (0, 0), "nobody changed anything");
     run.control.forget("prod/db");
-    run.wait_progress(|_| run.metrics.dataplane.drift.get() > 0);
-    assert!(run.metrics.repairs.get() > 0);
-    // A failure is repaired by a sync that reports it.
-    run.control.fail_next(retry());
-    run.wait_progress(|_| run.metrics.verifications_failed.get() > 0);
-    run.wait_progress(|progress| progress.failure.is_none());
+    run.wait_progress(|_| run.metrics.repairs.get() > 0);
 }
 
 #[test]
