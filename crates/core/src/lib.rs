@@ -25,7 +25,11 @@ mod state;
 
 pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, source_ranges, topology, view};
 pub use conventions::{dns_name, errors, exposition, node_state, plaintext};
-pub use dataplane::{iptables, ipvs, nftables, userspace};
+pub use dataplane::{
+    iptables, ipvs, nftables,
+    source::{FixedState, StateSource},
+    userspace,
+};
 pub use model::{
     Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, LoadBalancing, Node, Placement,
     PortState, Protocol, ProxyProtocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight,

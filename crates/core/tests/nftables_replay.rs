@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 use headgate_core::{
-    Dirty, Family, NodeFacts, State,
+    Dirty, Family, FixedState, NodeFacts, State,
     frontends::Frontend,
     masquerade::LocalDetector,
     nftables::{Element, ElementKey, Existing, Ledger, Lookup, NftablesConfig, Plan, Refusal, Selection, Shape},
@@ -14,6 +14,9 @@ use proptest::prelude::*;
 
 mod changes;
 use changes::{any_event, node, squash};
+
+mod changing;
+use changing::Changing;
 
 /// The endpoints of each frontend, as text.
 type Frontends = BTreeMap<(Lookup, Frontend), BTreeSet<String>>;
@@ -129,7 +132,7 @@ impl Rig {
     }
 
     fn full(&mut self) -> Result<Plan, TestCaseError> {
-        let plan = self.ledger.full(&self.state, &self.node, self.sets.existing());
+        let plan = self.ledger.full(&FixedState(&self.state, &self.node), self.sets.existing());
         self.sets.commit(&plan, &self.ledger).map_err(TestCaseError::fail)?;
         Ok(plan)
     }
@@ -187,6 +190,36 @@ proptest! {
                 prop_assert_eq!(rig.sets.flat(), wanted.sets.flat());
             }
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn changes_during_a_full_plan_leave_no_two_services_with_one_frontend(
+        changes in prop::collection::vec(any_event(8), 1..40),
+        meanwhile in prop::collection::vec(any_event(8), 0..20),
+        reads in 0usize..4,
+        family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+    ) {
+        let mut rig = Rig::new(family, false);
+        changes.iter().for_each(|event| event.apply(&mut rig.state, &mut rig.node, &mut Dirty::default()));
+        let source = Changing::new(reads, std::mem::take(&mut rig.state), rig.node.clone(), &meanwhile);
+        let plan = rig.ledger.full(&source, rig.sets.existing());
+        rig.sets.commit(&plan, &rig.ledger).map_err(TestCaseError::fail)?;
+        let dirty;
+        (rig.state, rig.node, dirty) = source.end();
+        let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty);
+        rig.sets.commit(&plan, &rig.ledger).map_err(TestCaseError::fail)?;
+
+        let mut wanted = Rig::new(family, false);
+        for event in changes.iter().chain(&meanwhile) {
+            event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default());
+        }
+        wanted.full()?;
+        prop_assert_eq!(rig.sets.flat(), wanted.sets.flat());
+        prop_assert_eq!(rig.ledger.element_count(), rig.sets.elements.len());
     }
 }
 

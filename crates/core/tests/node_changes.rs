@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
-    Change, Dirty, Family, NodeFacts, ServiceKey, State,
+    Change, Dirty, Family, FixedState, NodeFacts, ServiceKey, State,
     iptables::{Existing, Layout, Ledger, RenderConfig, Table, ruleset},
 };
 use proptest::prelude::*;
@@ -102,7 +102,7 @@ impl Agent {
         for table in Table::ALL {
             existing.set(table, Existing::parse(table, &saves));
         }
-        let (script, _) = self.ledger.full(&self.state, &self.facts, &existing);
+        let (script, _) = self.ledger.full(&FixedState(&self.state, &self.facts), existing);
         self.kernel.restore(&script.to_string()).unwrap();
     }
 

@@ -8,8 +8,8 @@ use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
-    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey,
-    ServicePort, State,
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Protocol, Service,
+    ServiceKey, ServicePort, State,
     iptables::{ExistingTables, Layout, Ledger, RenderConfig, Script, Table, names::CANARY, ruleset},
 };
 
@@ -46,7 +46,7 @@ impl Rig {
 
     fn full(&mut self) -> bool {
         let existing = ExistingTables::parse(&Table::ALL.map(|table| self.kernel.save(table)).concat());
-        let (script, _) = self.ledger.full(&self.state, &node(), &existing);
+        let (script, _) = self.ledger.full(&FixedState(&self.state, &node()), existing);
         self.run_and_confirm(&script)
     }
 

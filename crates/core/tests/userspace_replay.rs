@@ -8,7 +8,7 @@ use std::{
 };
 
 use headgate_core::{
-    Dirty, Family, NodeFacts, Protocol, State,
+    Dirty, Family, FixedState, NodeFacts, Protocol, State,
     nftables::Lookup,
     userspace::{Ledger, Listening, Operation, Plan, PoolSettings},
 };
@@ -81,7 +81,7 @@ impl Rig {
     }
 
     fn full(&mut self) {
-        let plan = self.ledger.full(&self.state, &self.node);
+        let plan = self.ledger.full(&FixedState(&self.state, &self.node));
         self.table.commit(plan);
     }
 
@@ -118,7 +118,7 @@ proptest! {
             }
             prop_assert_eq!(rig.table.flat(), wanted.table.flat());
             prop_assert_eq!(rig.table.pools.len(), wanted.table.pools.len());
-            prop_assert_eq!(rig.ledger.full(&rig.state, &rig.node), Plan::default());
+            prop_assert_eq!(rig.ledger.full(&FixedState(&rig.state, &rig.node)), Plan::default());
         }
     }
 }

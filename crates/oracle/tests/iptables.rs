@@ -10,8 +10,8 @@ use std::{
 
 use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
-    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, ProxyProtocol,
-    Service, ServiceKey, ServicePort, State, TrafficPolicy,
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Placement, Protocol,
+    ProxyProtocol, Service, ServiceKey, ServicePort, State, TrafficPolicy,
     digest::Digests,
     explain::{Mode, NodeSettings},
     forwarding::{self, expected, unverified},
@@ -60,7 +60,7 @@ fn rules(state: &State, facts: &NodeFacts, family: Family, layout: Layout, setti
         ..RenderConfig::new(family)
     };
     let mut kernel = FakeKernel::default();
-    let (script, _) = Ledger::new(ruleset(config)).full(state, facts, &ExistingTables::default());
+    let (script, _) = Ledger::new(ruleset(config)).full(&FixedState(state, facts), ExistingTables::default());
     kernel.restore(&script.to_string()).unwrap();
     Table::ALL.map(|table| kernel.save(table)).concat()
 }

@@ -6,8 +6,8 @@ use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use fake_kernel::ipvs::FakeKernel;
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service, ServiceKey, ServicePort,
-    State, TrafficPolicy,
+    Change, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Placement, Protocol, Service, ServiceKey,
+    ServicePort, State, TrafficPolicy,
     explain::{Mode, NodeSettings},
     forwarding::unverified,
     frontends::Frontend,
@@ -53,7 +53,7 @@ fn programmed(state: &State, facts: &NodeFacts, family: Family) -> FakeKernel {
         ..IpvsConfig::new(family)
     };
     let mut kernel = FakeKernel::new(&config);
-    let plan = Ledger::new(config).full(state, facts, &kernel.existing(), 0);
+    let plan = Ledger::new(config).full(&FixedState(state, facts), &kernel.existing(), 0);
     kernel.apply(&plan).unwrap();
     kernel
 }
@@ -210,7 +210,7 @@ fn a_node_without_an_address_for_node_ports_is_verified() {
     let state = two_services();
     let config = IpvsConfig { masquerade: settings().masquerade, ..IpvsConfig::new(Family::V4) };
     let mut kernel = FakeKernel::new(&config);
-    kernel.apply(&Ledger::new(config).full(&state, &node(), &kernel.existing(), 0)).unwrap();
+    kernel.apply(&Ledger::new(config).full(&FixedState(&state, &node()), &kernel.existing(), 0)).unwrap();
     for node_ports in [NodePortAddresses::All, NodePortAddresses::Only(Vec::new())] {
         let settings = NodeSettings { node_ports_v4: node_ports, ..settings() };
         let dump = dump(Family::V4, &kernel, &saved(&kernel), &BTreeSet::new());

@@ -11,24 +11,22 @@ use std::{
 };
 
 use headgate_core::{
-    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, forwarding, view::NoLocalEndpoints,
+    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding, view::NoLocalEndpoints,
 };
 use headgate_userspace::{ConnectionList, ServiceStats, TcpStats, UdpStats};
 
-use super::{DataplaneError, StateSource, metrics::DataplaneMetrics};
+use super::{DataplaneError, metrics::DataplaneMetrics};
 use crate::node_inputs::NodeInputs;
 
 /// One IP family of a dataplane.
 ///
-/// All calls come from one thread. [`Self::plan`] and [`Self::plan_full`] run while the caller
-/// holds the lock of the state: they compute and do not touch the kernel. A full sync calls
-/// [`Self::prepare`], [`Self::read`], [`Self::plan_full`] and [`Self::apply`]. After an error of
-/// [`Self::apply`], [`super::ErrorKind`] says whether a full sync must follow.
+/// All calls come from one thread. [`Self::plan`] runs while the caller holds the lock of the
+/// state: it computes and does not touch the kernel. The caller calls [`Self::apply`] next. After
+/// an error of [`Self::apply`] or [`Self::sync`], [`super::ErrorKind`] says whether a full sync
+/// must follow.
 pub trait Dataplane: Send {
     /// The handle to the kernel that both families share, such as netlink sockets.
     type Kernel: KernelHandle;
-    /// The objects of this family that [`Self::read`] found in the kernel.
-    type Found;
     /// The changes to write to the kernel.
     type Plan: Send;
 
@@ -56,15 +54,6 @@ pub trait Dataplane: Send {
         false
     }
 
-    /// Begins a full sync: sets kernel parameters and creates the objects that [`Self::read`]
-    /// needs. Returns a sentence for each setting that this machine does not support.
-    ///
-    /// # Errors
-    /// The full sync cannot continue.
-    fn prepare(&mut self, _kernel: &mut Self::Kernel) -> Result<Vec<String>, DataplaneError> {
-        Ok(Vec::new())
-    }
-
     /// True if the kernel has no object of this family, and the first sync should program the most
     /// important Services before all others. The cost does not grow with the number of Services.
     ///
@@ -74,47 +63,31 @@ pub trait Dataplane: Send {
         Ok(false)
     }
 
-    /// Reads all objects of this family from the kernel. The cost grows with the number of
-    /// Services. Called in full syncs.
+    /// A full sync: sets kernel parameters, reads all objects of this family from the kernel, and
+    /// writes what differs from the state. Reads a few Services at a time from `source`, so that
+    /// the state is not locked for long and memory does not hold all rules. What changes meanwhile
+    /// is written now, or planned again afterwards. The cost grows with the number of Services.
     ///
     /// # Errors
-    /// The kernel cannot be read.
-    fn read(&mut self, kernel: &mut Self::Kernel) -> Result<Self::Found, DataplaneError>;
-
-    /// Plans the changes that bring the kernel from `found` to the state. May move parts out of
-    /// `found`.
-    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Self::Found) -> Self::Plan;
+    /// The kernel has its old objects, or a part of the new ones.
+    fn sync(&mut self, kernel: &mut Self::Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError>;
 
     /// Plans the changes for the changed services. The cost depends only on these services.
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan;
 
-    /// Writes a plan to the kernel. `source` is `Some` in a full sync. To save memory, a large plan
-    /// does not hold all rules: it reads parts of the state from `source` when it writes them.
+    /// Writes a plan to the kernel.
     ///
     /// # Errors
     /// [`super::ErrorKind`] says what the caller must do. The plan cannot be applied again.
-    fn apply(
-        &mut self,
-        kernel: &mut Self::Kernel,
-        plan: Self::Plan,
-        source: Option<&dyn StateSource>,
-    ) -> Result<Report, DataplaneError>;
+    fn apply(&mut self, kernel: &mut Self::Kernel, plan: Self::Plan) -> Result<Report, DataplaneError>;
 
     /// Looks for signs that somebody removed rules, at a cost that does not grow with the number of
-    /// Services. Returns the first sign as a sentence. Before the first full sync, the caller uses
-    /// this check to find out whether the rules of an earlier run are in place.
+    /// Services. Before the first full sync, the caller uses this check to find out whether the
+    /// rules of an earlier run are in place.
     ///
     /// # Errors
     /// The check failed. It is unknown whether the rules are complete.
-    fn check(&mut self, kernel: &mut Self::Kernel) -> Result<Option<String>, DataplaneError>;
-
-    /// Compares the kernel with what this dataplane has programmed. Returns a sentence for each
-    /// difference that it reports. A dataplane may compare a part at each call. Successive calls
-    /// then compare all parts in turn.
-    ///
-    /// # Errors
-    /// The kernel cannot be read.
-    fn compare(&mut self, kernel: &mut Self::Kernel) -> Result<Vec<String>, DataplaneError>;
+    fn check(&mut self, kernel: &mut Self::Kernel) -> Result<Finding, DataplaneError>;
 
     /// Reads the kernel, and returns what it forwards. The decoder shares no code with what writes
     /// to the kernel, and does not use this dataplane's records. The cost grows with the number of
@@ -135,15 +108,71 @@ pub trait Dataplane: Send {
         Vec::new()
     }
 
-    /// Returns the dataplane itself if it has work that becomes due by time.
-    fn maintenance(&mut self) -> Option<&mut dyn Maintain<Self::Kernel>> {
+    /// The time at which to call [`Self::maintain`]: some dataplanes have work that becomes due by
+    /// time, such as draining, or another attempt to write rejected objects. `None` while no work
+    /// is pending.
+    fn due_at(&self) -> Option<Instant> {
         None
     }
 
-    /// Returns the dataplane itself if it can find and leave out services whose rules the kernel
-    /// rejects.
-    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<Self::Kernel>> {
+    /// Does the work that is due at `now`.
+    ///
+    /// # Errors
+    /// The same errors as [`Self::apply`].
+    fn maintain(&mut self, _kernel: &mut Self::Kernel, _now: Instant) -> Result<(), DataplaneError> {
+        Ok(())
+    }
+
+    /// Returns the deferred parts of services, or `None` if they are unchanged since the last call.
+    /// A part is deferred when the kernel rejects it and accepts the rest of the service; the
+    /// dataplane tries the part again by itself.
+    fn deferred(&mut self) -> Option<Vec<Fault>> {
         None
+    }
+
+    /// The caller calls this function after [`super::ErrorKind::Rejected`]. Finds the faulty
+    /// services among `suspects`. If `suspects` is `None`, searches all services that are not
+    /// quarantined. Returns an empty list if the kernel accepts each service by itself.
+    ///
+    /// If the dataplane knows the faulty services from the kernel's answer, it returns these
+    /// services. Otherwise the dataplane bisects: it tries the rules of some services in chains
+    /// that receive no packets. A full sync repairs everything that the search leaves behind.
+    ///
+    /// # Errors
+    /// The search did not finish, for example because another process holds a lock. Try the search
+    /// again.
+    fn find_faults(
+        &mut self,
+        _kernel: &mut Self::Kernel,
+        _source: &dyn StateSource,
+        _suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
+    ) -> Result<Vec<Fault>, DataplaneError> {
+        Ok(Vec::new())
+    }
+
+    /// Quarantines these services and no others. Plans leave out the quarantined services. Their
+    /// last good rules stay, if the dataplane knows these rules. The caller must make a full sync
+    /// after it quarantines another service. After it releases a service from quarantine, it must
+    /// plan this service as changed.
+    fn set_quarantined(&mut self, _services: &BTreeSet<Arc<ServiceKey>>) {}
+}
+
+/// What a check of the kernel found, in the order of certainty.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Finding {
+    /// No sign that somebody removed or changed rules.
+    Intact,
+    /// Somebody may have changed rules: a full sync shows whether.
+    Unknown,
+    /// Somebody removed or changed rules, as a sentence.
+    Changed(String),
+}
+
+impl Finding {
+    /// `Changed` with a sentence, or `Intact` without one.
+    #[must_use]
+    pub fn of(sentence: Option<String>) -> Self {
+        sentence.map_or(Self::Intact, Self::Changed)
     }
 }
 
@@ -167,11 +196,6 @@ pub trait KernelHandle: Send {
     /// The caller calls `note_sync` before and after the write of each full sync, so that what
     /// [`Self::follow`] started can tell this write from those of other programs.
     fn note_sync(&self) {}
-
-    /// The proxy that carries connections, in mode userspace.
-    fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
-        None
-    }
 }
 
 /// What carries connections in this process.
@@ -213,53 +237,6 @@ pub type Wake = Arc<dyn Fn() + Send + Sync>;
 /// call it again soon.
 pub type TryWake = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// Work that becomes due by time, such as draining, or another attempt to write rejected objects.
-pub trait Maintain<K> {
-    /// The time at which to call [`Self::maintain`]. `None` while no work is pending.
-    fn due_at(&self) -> Option<Instant>;
-
-    /// Does the work that is due at `now`.
-    ///
-    /// # Errors
-    /// The same errors as [`Dataplane::apply`].
-    fn maintain(&mut self, kernel: &mut K, now: Instant) -> Result<(), DataplaneError>;
-
-    /// Returns the deferred parts of services, or `None` if they are unchanged since the last call.
-    /// A part is deferred when the kernel rejects it and accepts the rest of the service; the
-    /// dataplane tries the part again by itself.
-    fn deferred(&mut self) -> Option<Vec<Fault>> {
-        None
-    }
-}
-
-/// Finds services whose rules the kernel rejects, and quarantines them so that they do not delay
-/// other services.
-pub trait FindFaults<K> {
-    /// The caller calls this function after [`super::ErrorKind::Rejected`]. Finds the faulty
-    /// services among `suspects`. If `suspects` is `None`, searches all services that are not
-    /// quarantined. Returns an empty list if the kernel accepts each service by itself.
-    ///
-    /// If the dataplane knows the faulty services from the kernel's answer, it returns these
-    /// services. Otherwise the dataplane bisects: it tries the rules of some services in chains
-    /// that receive no packets. A full sync repairs everything that the search leaves behind.
-    ///
-    /// # Errors
-    /// The search did not finish, for example because another process holds a lock. Try the search
-    /// again.
-    fn find_faults(
-        &mut self,
-        kernel: &mut K,
-        source: &dyn StateSource,
-        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
-    ) -> Result<Vec<Fault>, DataplaneError>;
-
-    /// Quarantines these services and no others. Plans leave out the quarantined services. Their
-    /// last good rules stay, if the dataplane knows these rules. The caller must make a full sync
-    /// after it quarantines another service. After it releases a service from quarantine, it must
-    /// plan this service as changed.
-    fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>);
-}
-
 /// A service of which the kernel rejects some or all rules, in one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
@@ -281,15 +258,24 @@ pub struct Report {
     pub objects_written: u32,
     /// One sentence for each part of the step that did not succeed completely.
     pub warnings: Vec<String>,
+    /// Number of objects that a full sync found otherwise than this dataplane should have written
+    /// them before. Contains what no step has written yet.
+    pub differences: u32,
+    /// The services to which these objects belong, if they belong to services.
+    pub differing: BTreeSet<Arc<ServiceKey>>,
 }
 
 impl Report {
-    /// Adds the report of the other family. Both families plan the same services, so
-    /// `services_planned` counts each service once.
-    pub(super) fn merge(&mut self, other: Self) {
-        self.services_planned = self.services_planned.max(other.services_planned);
-        self.objects_written += other.objects_written;
-        self.warnings.extend(other.warnings);
+    /// Joins the reports of both families. Both plan the same services, so `services_planned`
+    /// counts each service once.
+    pub(super) fn merged(reports: Vec<Self>) -> Self {
+        reports.into_iter().fold(Self::default(), |one, other| Self {
+            services_planned: one.services_planned.max(other.services_planned),
+            objects_written: one.objects_written + other.objects_written,
+            warnings: [one.warnings, other.warnings].concat(),
+            differences: one.differences + other.differences,
+            differing: one.differing.into_iter().chain(other.differing).collect(),
+        })
     }
 }
 
@@ -320,7 +306,7 @@ pub struct TableStatistics {
 pub struct FamilyStatistics {
     /// The family.
     pub family: Family,
-    /// How long the kernel took for the last step.
+    /// How long the last step took. Includes the planning of a full sync.
     pub took: Duration,
     /// Counts of the programmed rules.
     pub statistics: Statistics,

@@ -7,28 +7,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, forwarding};
-use prometheus_client::metrics::counter::Counter;
+use headgate_core::{Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding};
 use tracing::{info, warn};
 
 use super::{
-    DataplaneError, StateSource,
+    DataplaneError,
     contract::{
-        ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, KernelHandle as _, Maintain, Report, Wake,
+        ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, Finding, KernelHandle as _, Report, Wake,
     },
     first_services::FirstServices,
     leftovers::{Leftover, Leftovers},
     metrics::DataplaneMetrics,
 };
-use crate::{cpu_time, node_inputs::NodeInputs};
-
-/// The pause after a comparison with the agent's records, as a multiple of the processor time that
-/// the comparison took. Verifications of the forwarding table have the same pauses: together they
-/// take at most one percent of a core.
-pub(crate) const COMPARISON_PAUSE_FACTOR: u32 = 200;
-
-/// The maximum number of differences that the log names after one comparison.
-const MAX_LOGGED_DIFFERENCES: usize = 5;
+use crate::node_inputs::NodeInputs;
 
 /// The maximum number of services that a degradation names.
 const MAX_NAMES: usize = 3;
@@ -41,14 +32,10 @@ pub trait NodeDataplane: Send {
     fn name(&self) -> &str;
 
     /// Why the agent chose this dataplane. `None` if the configuration leaves no choice.
-    fn reason(&self) -> Option<&str> {
-        None
-    }
+    fn reason(&self) -> Option<&str>;
 
     /// The proxy that carries connections, in mode userspace.
-    fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
-        None
-    }
+    fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>>;
 
     /// The problems that the operator has to fix, as sentences that include the remedy.
     fn degraded(&self, demand: &Demand) -> Vec<String>;
@@ -63,11 +50,10 @@ pub trait NodeDataplane: Send {
     /// dataplane counts into `metrics`. Logs a warning if the kernel does not report changes.
     fn follow(&mut self, wake: Wake, metrics: DataplaneMetrics);
 
-    /// Programs the whole state, whatever the kernel holds. The caller calls this function for the
-    /// first sync and for every repair. The function reads the kernel, plans while it holds the
-    /// lock of the state, releases the lock, and writes the plan. The programmed state is at least
-    /// as new as the state at the start of the call. Changes that arrive during the call are
-    /// planned again afterwards.
+    /// Programs the whole state, whatever the kernel holds; see [`Dataplane::sync`]. The caller
+    /// calls this function for the first sync, for every repair, and as background verification.
+    /// The programmed state is at least as new as the state at the start of the call. Changes that
+    /// arrive during the call are planned again afterwards.
     ///
     /// # Errors
     /// The kernel has its old rules, or a part of the new rules. The caller tries again.
@@ -84,7 +70,7 @@ pub trait NodeDataplane: Send {
     fn apply(&mut self) -> Result<Report, DataplaneError>;
 
     /// Finds the services whose rules the kernel rejects in `families`; an empty list means both
-    /// families. See [`super::FindFaults::find_faults`].
+    /// families. See [`Dataplane::find_faults`].
     ///
     /// # Errors
     /// The search did not finish in a family. Try the search again.
@@ -95,32 +81,27 @@ pub trait NodeDataplane: Send {
         families: &[Family],
     ) -> Result<Vec<Fault>, DataplaneError>;
 
-    /// Quarantines these services and no others; see [`super::FindFaults::set_quarantined`].
+    /// Quarantines these services and no others; see [`Dataplane::set_quarantined`].
     fn set_quarantined(&mut self, faults: &[Fault]);
 
-    /// Like [`Maintain::deferred`], for both families.
+    /// Like [`Dataplane::deferred`], for both families.
     fn deferred(&mut self) -> Option<Vec<Fault>>;
 
     /// The time at which to call [`Self::maintain`]. `None` while no work is pending.
-    fn maintain_at(&mut self) -> Option<Instant>;
+    fn maintain_at(&self) -> Option<Instant>;
 
-    /// Does the work that is due, such as the removal of drained destinations.
+    /// Does the work that is due at `now`, such as the removal of drained destinations.
     ///
     /// # Errors
     /// The same errors as [`Self::apply`].
-    fn maintain(&mut self) -> Result<(), DataplaneError>;
+    fn maintain(&mut self, now: Instant) -> Result<(), DataplaneError>;
 
-    /// True when rules of an earlier run are in place. Does not compare the rules with the state.
-    ///
-    /// # Errors
-    /// The check failed.
-    fn has_rules(&mut self) -> Result<bool, DataplaneError>;
-
-    /// False when somebody else removed or changed programmed rules.
+    /// Looks for signs that somebody else removed rules, and returns the clearest finding of both
+    /// families; see [`Dataplane::check`].
     ///
     /// # Errors
     /// The check failed. It is unknown whether the rules are complete.
-    fn verify(&mut self) -> Result<bool, DataplaneError>;
+    fn check(&mut self) -> Result<Finding, DataplaneError>;
 
     /// Reads the kernel, and returns what it forwards in each family; see [`Dataplane::decode`].
     ///
@@ -154,7 +135,7 @@ pub struct DualStack<D: Dataplane> {
     families: Vec<OneFamily<D>>,
     own: Vec<Leftover>,
     leftovers: Leftovers,
-    metrics: DataplaneMetrics,
+    proxy: Option<Arc<dyn ConnectionProxy>>,
     is_without_ipv6: bool,
     /// Why this dataplane runs in place of the configured dataplane.
     in_place_of: Option<String>,
@@ -166,10 +147,10 @@ struct OneFamily<D: Dataplane> {
     dataplane: D,
     /// The plan of [`NodeDataplane::plan`], until [`NodeDataplane::apply`] writes it.
     planned: Option<D::Plan>,
-    /// How long the kernel took for the last step.
+    /// How long the last step took.
     took: Duration,
-    /// When rules may be compared again; `None` before the first full sync.
-    next_comparison: Option<Instant>,
+    /// True after the first successful full sync.
+    is_synced: bool,
     deferred: Vec<Fault>,
 }
 
@@ -224,7 +205,7 @@ impl<D: Dataplane> DualStack<D> {
                 dataplane: make(family),
                 planned: None,
                 took: Duration::ZERO,
-                next_comparison: None,
+                is_synced: false,
                 deferred: Vec::new(),
             });
         }
@@ -234,7 +215,7 @@ impl<D: Dataplane> DualStack<D> {
             families: made,
             own,
             leftovers: Leftovers::new(Vec::new(), Duration::ZERO),
-            metrics: DataplaneMetrics::default(),
+            proxy: None,
             is_without_ipv6,
             in_place_of: None,
             reason: None,
@@ -247,6 +228,12 @@ impl<D: Dataplane> DualStack<D> {
     pub fn with_leftovers(self, mut all: Vec<Leftover>, limit: Duration) -> Self {
         all.retain(|leftover| self.own.iter().all(|own| own.name != leftover.name));
         Self { leftovers: Leftovers::new(all, limit), ..self }
+    }
+
+    /// Sets [`NodeDataplane::proxy`].
+    #[must_use]
+    pub(crate) fn with_proxy(self, proxy: Arc<dyn ConnectionProxy>) -> Self {
+        Self { proxy: Some(proxy), ..self }
     }
 
     /// Makes [`NodeDataplane::degraded`] report `sentence`, which says why this dataplane runs in
@@ -269,33 +256,19 @@ impl<D: Dataplane> DualStack<D> {
 
     /// Calls `work` for each family, even after an error of an earlier family, and joins the
     /// errors.
-    fn each(
+    fn each<T>(
         &mut self,
-        mut work: impl FnMut(&mut OneFamily<D>, &mut D::Kernel) -> Result<(), DataplaneError>,
-    ) -> Result<(), DataplaneError> {
-        let mut result = Ok(());
+        mut work: impl FnMut(&mut OneFamily<D>, &mut D::Kernel) -> Result<T, DataplaneError>,
+    ) -> Result<Vec<T>, DataplaneError> {
+        let (mut all, mut result) = (Vec::new(), Ok(()));
         for family in &mut self.families {
             let done = work(family, &mut self.kernel).map_err(|error| error.of(family.dataplane.family()));
             if done.is_err() {
                 self.kernel.reset();
             }
-            result = DataplaneError::join(result, done);
+            result = DataplaneError::join(result, done.map(|value| all.push(value)));
         }
-        result
-    }
-
-    /// True when `is_true` returns true for each family. After the first false, `is_true` is not
-    /// called for the remaining families.
-    fn all(
-        &mut self,
-        mut is_true: impl FnMut(&mut OneFamily<D>, &mut D::Kernel) -> Result<bool, DataplaneError>,
-    ) -> Result<bool, DataplaneError> {
-        let mut all = true;
-        self.each(|family, kernel| {
-            all = all && is_true(family, kernel)?;
-            Ok(())
-        })?;
-        Ok(all)
+        result.map(|()| all)
     }
 }
 
@@ -309,7 +282,7 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
     }
 
     fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
-        self.kernel.proxy()
+        self.proxy.clone()
     }
 
     fn degraded(&self, demand: &Demand) -> Vec<String> {
@@ -343,22 +316,15 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
 
     fn follow(&mut self, wake: Wake, metrics: DataplaneMetrics) {
         if let Err(error) = self.kernel.follow(wake, &metrics) {
-            warn!(%error, "the agent cannot follow the changes of other programs, and finds such changes by comparisons alone");
+            warn!(%error, "the agent cannot follow the changes of other programs, and finds such changes by full syncs alone");
         }
-        self.metrics = metrics;
     }
 
     fn sync_full(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
-        let mut report = Report::default();
-        self.each(|family, kernel| {
-            report.merge(family.sync_first(kernel, source)?);
-            Ok(())
-        })?;
+        let mut reports = self.each(|family, kernel| family.sync_first(kernel, source))?;
         // The families sync one after the other, so that memory holds only one full plan at a time.
-        self.each(|family, kernel| {
-            report.merge(family.sync_full(kernel, source)?);
-            Ok(())
-        })?;
+        reports.extend(self.each(|family, kernel| family.sync_full(kernel, source))?);
+        let mut report = Report::merged(reports);
         // Now that our rules are in place, remove the rules of other dataplanes, because these
         // rules would still redirect packets.
         report.warnings.extend(self.leftovers.remove());
@@ -372,13 +338,11 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
     }
 
     fn apply(&mut self) -> Result<Report, DataplaneError> {
-        let mut report = Report::default();
-        self.each(|family, kernel| {
-            let Some(plan) = family.planned.take() else { return Ok(()) };
-            report.merge(family.apply(kernel, plan, None)?);
-            Ok(())
+        let reports = self.each(|family, kernel| match family.planned.take() {
+            Some(plan) => family.timed(|dataplane| dataplane.apply(kernel, plan)),
+            None => Ok(Report::default()),
         })?;
-        Ok(report)
+        Ok(Report::merged(reports))
     }
 
     fn find_faults(
@@ -387,31 +351,25 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
         families: &[Family],
     ) -> Result<Vec<Fault>, DataplaneError> {
-        let mut faults = Vec::new();
-        self.each(|OneFamily { dataplane, .. }, kernel| {
+        let faults = self.each(|OneFamily { dataplane, .. }, kernel| {
             let is_wanted = families.is_empty() || families.contains(&dataplane.family());
-            if let Some(finding) = dataplane.fault_finding().filter(|_| is_wanted) {
-                faults.extend(finding.find_faults(kernel, source, suspects)?);
-            }
-            Ok(())
+            if is_wanted { dataplane.find_faults(kernel, source, suspects) } else { Ok(Vec::new()) }
         })?;
-        Ok(faults)
+        Ok(faults.concat())
     }
 
     fn set_quarantined(&mut self, faults: &[Fault]) {
         for OneFamily { dataplane, .. } in &mut self.families {
             let family = dataplane.family();
             let own = faults.iter().filter(|fault| fault.family == family);
-            if let Some(finding) = dataplane.fault_finding() {
-                finding.set_quarantined(&own.map(|fault| Arc::clone(&fault.service)).collect());
-            }
+            dataplane.set_quarantined(&own.map(|fault| Arc::clone(&fault.service)).collect());
         }
     }
 
     fn deferred(&mut self) -> Option<Vec<Fault>> {
         let mut is_new = false;
         for OneFamily { dataplane, deferred, .. } in &mut self.families {
-            if let Some(faults) = dataplane.maintenance().and_then(Maintain::deferred) {
+            if let Some(faults) = dataplane.deferred() {
                 *deferred = faults;
                 is_new = true;
             }
@@ -419,36 +377,23 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         is_new.then(|| self.families.iter().flat_map(|family| family.deferred.clone()).collect())
     }
 
-    fn maintain_at(&mut self) -> Option<Instant> {
-        let due_at = |family: &mut OneFamily<D>| family.dataplane.maintenance()?.due_at();
-        self.families.iter_mut().filter_map(due_at).chain(self.leftovers.retry_at()).min()
+    fn maintain_at(&self) -> Option<Instant> {
+        let families = self.families.iter().filter_map(|family| family.dataplane.due_at());
+        families.chain(self.leftovers.retry_at()).min()
     }
 
-    fn maintain(&mut self) -> Result<(), DataplaneError> {
-        let now = Instant::now();
+    fn maintain(&mut self, now: Instant) -> Result<(), DataplaneError> {
         self.leftovers.retry(now);
-        self.each(|OneFamily { dataplane, .. }, kernel| match dataplane.maintenance() {
-            Some(maintenance) => maintenance.maintain(kernel, now),
-            None => Ok(()),
-        })
+        self.each(|family, kernel| family.dataplane.maintain(kernel, now)).map(drop)
     }
 
-    fn has_rules(&mut self) -> Result<bool, DataplaneError> {
-        self.all(|family, kernel| Ok(family.dataplane.check(kernel)?.is_none()))
-    }
-
-    fn verify(&mut self) -> Result<bool, DataplaneError> {
-        let drift = self.metrics.drift.clone();
-        self.all(|family, kernel| family.is_intact(kernel, &drift))
+    fn check(&mut self) -> Result<Finding, DataplaneError> {
+        let signs = self.each(|family, kernel| family.dataplane.check(kernel))?;
+        Ok(signs.into_iter().max().unwrap_or(Finding::Intact))
     }
 
     fn decode(&mut self) -> Result<Vec<forwarding::Table>, DataplaneError> {
-        let mut tables = Vec::new();
-        self.each(|OneFamily { dataplane, .. }, kernel| {
-            tables.push(dataplane.decode(kernel)?);
-            Ok(())
-        })?;
-        Ok(tables)
+        self.each(|family, kernel| family.dataplane.decode(kernel))
     }
 
     fn statistics(&self) -> Vec<FamilyStatistics> {
@@ -464,69 +409,30 @@ impl<D: Dataplane> OneFamily<D> {
     /// Programs the most important Services alone, if this is the first sync and the dataplane
     /// wants to start with these Services.
     fn sync_first(&mut self, kernel: &mut D::Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
-        if self.next_comparison.is_some() || !self.dataplane.starts_with_first_services(kernel)? {
+        if self.is_synced || !self.dataplane.starts_with_first_services(kernel)? {
             return Ok(Report::default());
         }
-        let found = self.dataplane.read(kernel)?;
-        self.program(kernel, found, &FirstServices(source))
+        self.sync(kernel, &FirstServices(source))
     }
 
     fn sync_full(&mut self, kernel: &mut D::Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
-        let mut report = Report { warnings: self.dataplane.prepare(kernel)?, ..Report::default() };
-        let found = self.dataplane.read(kernel)?;
-        report.merge(self.program(kernel, found, source)?);
-        self.next_comparison.get_or_insert_with(Instant::now);
+        let report = self.sync(kernel, source)?;
+        self.is_synced = true;
         Ok(report)
     }
 
-    fn program(
-        &mut self,
-        kernel: &mut D::Kernel,
-        mut found: D::Found,
-        source: &dyn StateSource,
-    ) -> Result<Report, DataplaneError> {
-        let mut plan = None;
-        source.look(&mut |state, node| plan = Some(self.dataplane.plan_full(state, node, &mut found)));
-        drop(found);
+    fn sync(&mut self, kernel: &mut D::Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         kernel.note_sync();
-        let result = plan.map_or_else(|| Ok(Report::default()), |plan| self.apply(kernel, plan, Some(source)));
+        let result = self.timed(|dataplane| dataplane.sync(kernel, source));
         kernel.note_sync();
         result
     }
 
-    fn apply(
-        &mut self,
-        kernel: &mut D::Kernel,
-        plan: D::Plan,
-        source: Option<&dyn StateSource>,
-    ) -> Result<Report, DataplaneError> {
+    fn timed(&mut self, work: impl FnOnce(&mut D) -> Result<Report, DataplaneError>) -> Result<Report, DataplaneError> {
         let started = Instant::now();
-        let result = self.dataplane.apply(kernel, plan, source);
+        let result = work(&mut self.dataplane);
         self.took = started.elapsed();
         result
-    }
-
-    /// True when nobody else has changed the rules. Each call detects flushed rules. Only a
-    /// comparison detects a changed rule. The pauses between comparisons limit the cost of the
-    /// comparisons to half a percent of a core. Adds the number of differences to `drift`.
-    fn is_intact(&mut self, kernel: &mut D::Kernel, drift: &Counter) -> Result<bool, DataplaneError> {
-        if let Some(sentence) = self.dataplane.check(kernel)? {
-            warn!("{sentence}");
-            return Ok(false);
-        }
-        let started = Instant::now();
-        if self.next_comparison.is_none_or(|due| started < due) {
-            return Ok(true);
-        }
-        let before = cpu_time::of_thread_and_children();
-        let differences = self.dataplane.compare(kernel);
-        let used = before.zip(cpu_time::of_thread_and_children()).map(|(before, after)| after.saturating_sub(before));
-        self.next_comparison =
-            Some(Instant::now() + used.unwrap_or_else(|| started.elapsed()) * COMPARISON_PAUSE_FACTOR);
-        let differences = differences?;
-        differences.iter().take(MAX_LOGGED_DIFFERENCES).for_each(|sentence| warn!("{sentence}"));
-        drift.inc_by(differences.len() as u64);
-        Ok(differences.is_empty())
     }
 
     fn statistics(&self) -> FamilyStatistics {

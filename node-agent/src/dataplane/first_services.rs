@@ -1,8 +1,6 @@
 //! The Services that a node needs first.
 
-use headgate_core::{Change, Dirty, NodeFacts, Protocol, Service, ServiceKey, State};
-
-use super::StateSource;
+use headgate_core::{Change, Dirty, NodeFacts, Protocol, Service, ServiceKey, State, StateSource};
 
 /// The port of DNS.
 const DNS_PORT: u16 = 53;
@@ -14,8 +12,8 @@ const DNS_PORT: u16 = 53;
 pub(super) struct FirstServices<'a>(pub(super) &'a dyn StateSource);
 
 impl StateSource for FirstServices<'_> {
-    fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts)) {
-        self.0.look(&mut |state, node| plan(&first(state), node));
+    fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty)) {
+        self.0.look(&mut |state, node, dirty| read(&first(state), node, dirty));
     }
 }
 

@@ -20,7 +20,8 @@ pub struct DataplaneMetrics {
     pub foreign_changes: Counter,
     /// Times that notifications about changes were lost.
     pub notifications_lost: Counter,
-    /// Differences between the kernel and the agent's records that comparisons found.
+    /// Differences between the kernel and the state that verifications and full syncs in the
+    /// background found.
     pub drift: Counter,
     /// How long the kernel took for a transaction of nftables.
     pub transaction_duration: Histogram,
@@ -49,14 +50,15 @@ impl DataplaneMetrics {
         let help =
             "Changes that other programs made to Headgate's tables of nftables, as the kernel notified the agent";
         add.counter("foreign_changes", "", help, self.foreign_changes.clone());
-        let help = "Times that notifications about changes of nftables were lost, so that the agent compared its tables with the kernel";
+        let help = "Times that notifications about changes of nftables were lost, so that the agent made a full sync";
         add.counter("notifications_lost", "", help, self.notifications_lost.clone());
-        let help = "Differences between the kernel and the agent's records that comparisons found";
+        let help =
+            "Differences between the kernel and the state that verifications and full syncs in the background found";
         add.counter("drift", "", help, self.drift.clone());
         let help = "Time that the kernel took for a transaction of nftables";
         add.histogram("transaction_duration_seconds", "", help, self.transaction_duration.clone());
         let labels = "ip_family, map";
-        let help = "Clients with a recorded endpoint (ClientIP affinity in mode nftables), by the map of their timeout, at the last comparison";
+        let help = "Clients with a recorded endpoint (ClientIP affinity in mode nftables), by the map of their timeout, at the last full sync";
         add.gauge("affinity_clients", labels, help, self.affinity_clients.clone());
         let help =
             "Clients that a map of ClientIP affinity can hold. When the map is full, further clients get any endpoint";

@@ -26,17 +26,15 @@ pub mod userspace;
 pub(crate) mod xtables;
 
 pub use contract::{
-    ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, FindFaults, KernelHandle, Maintain, ProxyCounts,
-    Report, Statistics, TableStatistics, TryWake, Wake,
+    ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, Finding, KernelHandle, ProxyCounts, Report,
+    Statistics, TableStatistics, TryWake, Wake,
 };
-pub(crate) use dual_stack::COMPARISON_PAUSE_FACTOR;
 pub use dual_stack::{DualStack, NodeDataplane};
 pub use error::{DataplaneError, ErrorKind};
 pub use leftovers::Leftover;
 
 use headgate_core::explain::Mode;
-
-pub use crate::state::source::{FixedState, StateSource};
+pub use headgate_core::{FixedState, StateSource};
 
 /// The proxy mode of a dataplane's name, as `/proxyMode` shows it: "iptables" for "iptables-nft".
 #[must_use]

@@ -142,7 +142,7 @@ mod tests {
         metrics.session.stream_error("version_gap");
         metrics.session.resumed(ResumeMode::Digests);
         metrics.session.set_source_age(Duration::from_secs(5));
-        let report = Report { services_planned: 3, objects_written: 4, warnings: Vec::new() };
+        let report = Report { services_planned: 3, objects_written: 4, ..Report::default() };
         metrics.sync.succeeded(SyncKind::Partial, Duration::from_millis(3), &report, &[], &[]);
         metrics.sync.failed(SyncKind::Full, &[]);
         let text = metrics.encode(&Counts::default()).unwrap();

@@ -9,12 +9,17 @@
 
 pub mod metrics;
 mod quarantine;
+mod schedule;
 mod summary;
 mod verification;
 
 pub use metrics::{SyncKind, SyncMetrics};
 
-use self::{quarantine::Quarantine, summary::Summary};
+use self::{
+    quarantine::Quarantine,
+    schedule::{Due, Times, due},
+    summary::Summary,
+};
 
 use std::{
     collections::BTreeSet,
@@ -23,14 +28,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Demand, Dirty, Family, ServiceKey, State, iptables::RenderConfig};
+use headgate_core::{Demand, Dirty, Family, ServiceKey};
 use headgate_proto::v1;
 use tokio::sync::watch;
 use tracing::{debug, error, info, warn};
 
 use crate::{
     backoff::{Backoff, Jitter},
-    dataplane::{DataplaneError, ErrorKind, FamilyStatistics, Fault, NodeDataplane, Report},
+    dataplane::{DataplaneError, ErrorKind, FamilyStatistics, Fault, Finding, NodeDataplane, Report},
     interfaces::Interfaces,
     memory,
     node_inputs::{NodeInputs, NodeSettings},
@@ -45,25 +50,27 @@ const CHANGE_PAUSE: Duration = Duration::from_millis(200);
 /// kernel that rejects every attempt is therefore busy for at most a fifth of the time, however
 /// often the state changes.
 const CHANGE_PAUSE_FACTOR: u32 = 4;
-/// Number of consecutive failed verifications after which the loop makes a full sync. While
-/// verifications fail, the loop cannot notice that another program removed rules. A full sync does
-/// not need the verification, because it reads all rules.
-const FAILED_VERIFICATIONS_BEFORE_FULL_SYNC: u32 = 2;
+/// Number of consecutive failed checks after which the loop makes a full sync. While checks fail,
+/// the loop cannot notice that another program removed rules. A full sync does not need the check,
+/// because it reads all rules.
+const FAILED_CHECKS_BEFORE_FULL_SYNC: u32 = 2;
 
 /// Periods and pauses of the loop.
 #[derive(Debug, Clone)]
 pub struct Timing {
     /// Shortest time between the starts of two syncs.
     pub min_sync_period: Duration,
-    /// Time between two verifications.
+    /// Time between two checks of the rules.
     pub sync_period: Duration,
-    /// Time between two precautionary full syncs. The loop makes such syncs only in small clusters.
+    /// Shortest time between two full syncs in the background. Their cost extends this time.
     pub full_sync_period: Duration,
     /// Pauses after failures.
     pub backoff: Backoff,
     /// Pauses before an unchanged service in quarantine is tried again. Jitter spreads these
     /// attempts over time.
     pub quarantine: Backoff,
+    /// Returns the present time.
+    pub clock: fn() -> Instant,
 }
 
 impl Default for Timing {
@@ -71,9 +78,10 @@ impl Default for Timing {
         Self {
             min_sync_period: Duration::ZERO,
             sync_period: Duration::from_secs(30),
-            full_sync_period: Duration::from_secs(3600),
+            full_sync_period: Duration::ZERO,
             backoff: Backoff::default(),
             quarantine: Backoff::new(Duration::from_secs(60), Duration::from_secs(3600), Jitter::Half),
+            clock: Instant::now,
         }
     }
 }
@@ -108,10 +116,10 @@ pub struct Reconciler {
     /// The generation of the state that the last sync programmed. `None` requests another sync.
     done: Option<u64>,
     pace: Pace,
-    verify_at: Instant,
-    /// Number of failed verifications since the last successful verification.
-    failed_verifications: u32,
-    /// When the next precautionary full sync is due.
+    check_at: Instant,
+    /// Number of failed checks since the last successful check.
+    failed_checks: u32,
+    /// When the next full sync in the background may begin.
     full_sync_at: Instant,
     pauses: verification::Pauses,
     /// See [`Self::with_unknown_rules`].
@@ -142,8 +150,8 @@ impl Reconciler {
             mode_reason: dataplane.reason().map(Into::into),
             ..Progress::default()
         });
-        let now = Instant::now();
-        let (verify_at, full_sync_at) = (now + timing.sync_period, now + timing.full_sync_period);
+        let now = (timing.clock)();
+        let (check_at, full_sync_at) = (now + timing.sync_period, now + timing.full_sync_period);
         let failures = timing.backoff.clone();
         let unfinished = Unfinished::default();
         let quarantine = Quarantine::new(timing.quarantine.clone());
@@ -163,8 +171,8 @@ impl Reconciler {
             is_node_known: false,
             done: None,
             pace: Pace { not_before: now, after_failure: None },
-            verify_at,
-            failed_verifications: 0,
+            check_at,
+            failed_checks: 0,
             full_sync_at,
             pauses: verification::Pauses::default(),
             has_unknown_rules: false,
@@ -217,6 +225,16 @@ impl Reconciler {
 
     /// Runs until [`AgentState::stop`]. The rules stay in the kernel.
     pub fn run(mut self) {
+        self.begin();
+        loop {
+            let wake = self.shared.wait(self.done, self.pace, self.times().first());
+            if !self.step(wake) {
+                return;
+            }
+        }
+    }
+
+    fn begin(&mut self) {
         let shared = Arc::clone(&self.shared);
         self.dataplane.follow(Arc::new(move || shared.signal(Wake::Rules)), self.metrics.dataplane.clone());
         if let Some(proxy) = self.dataplane.proxy() {
@@ -226,31 +244,40 @@ impl Reconciler {
         self.resolve_inputs();
         self.publish_status();
         if self.shared.is_unconfirmed() {
-            self.verify_at = Instant::now();
-        }
-        loop {
-            let due = [self.quarantine.next_due(), self.maintain_at(), self.summary.due_at()];
-            let verify_at = due.into_iter().flatten().fold(self.verify_at, Instant::min);
-            match self.shared.wait(self.done, self.pace, verify_at) {
-                Wake::Stop => return,
-                Wake::Interfaces => self.resolve_inputs(),
-                // Every turn publishes them.
-                Wake::Problems => {}
-                Wake::Work => self.sync(),
-                Wake::Rules | Wake::Verify if self.shared.is_unconfirmed() => self.check_rules_of_earlier_run(),
-                Wake::Rules => self.verify(),
-                Wake::Requested => self.verify_table(),
-                Wake::Verify if self.maintain_at().is_some_and(|due| due <= Instant::now()) => self.maintain(),
-                Wake::Verify if Instant::now() < self.verify_at => self.retry(&self.quarantine.due()),
-                Wake::Verify => self.verify(),
-            }
-            self.publish_status();
-            self.summary.log(Instant::now());
+            self.check_at = self.now();
         }
     }
 
+    /// Does what is due after `wake`. Returns false at the end.
+    fn step(&mut self, wake: Wake) -> bool {
+        let now = self.now();
+        match due(wake, self.shared.is_unconfirmed(), self.times(), now) {
+            Due::Stop => return false,
+            Due::Publish => {}
+            Due::Inputs => self.resolve_inputs(),
+            Due::Sync => self.sync(),
+            Due::EarlierRun => self.check_rules_of_earlier_run(),
+            Due::Check => self.check(),
+            Due::VerifyTable => self.verify_table(),
+            Due::Maintain => self.maintain(now),
+            Due::Retry => self.retry(&self.quarantine.due(now)),
+        }
+        self.publish_status();
+        self.summary.log(self.now());
+        true
+    }
+
+    fn now(&self) -> Instant {
+        (self.timing.clock)()
+    }
+
+    fn times(&self) -> Times {
+        let Self { check_at, quarantine, summary, .. } = self;
+        Times { check: *check_at, maintain: self.maintain_at(), retry: quarantine.next_due(), log: summary.due_at() }
+    }
+
     fn sync(&mut self) {
-        let started = Instant::now();
+        let started = self.now();
         if self.unfinished.needs_full || self.shared.needs_full() {
             self.resolve_inputs();
         }
@@ -269,15 +296,15 @@ impl Reconciler {
         let result = match kind {
             SyncKind::Nothing => Ok(Report::default()),
             SyncKind::Partial => self.dataplane.apply(),
-            // The dataplane locks the state itself while it plans, so that the lock is free while
-            // the kernel is read and written.
+            // The dataplane locks the state itself, for a few services at a time.
             SyncKind::Full => self.dataplane.sync_full(&*self.shared),
         };
         self.pace = Pace { not_before: started + self.timing.min_sync_period, after_failure: None };
-        self.verify_at = Instant::now() + self.timing.sync_period;
+        let now = self.now();
+        self.check_at = now + self.timing.sync_period;
         match result {
             Ok(report) => {
-                self.succeeded(target, generation, kind, &report, started.elapsed());
+                self.succeeded(target, generation, kind, &report, now - started);
                 let to_retry = mem::take(&mut self.unfinished.to_retry);
                 self.retry(&to_retry);
             }
@@ -293,7 +320,7 @@ impl Reconciler {
                 // observers miss no change.
                 self.plan_again(error.services);
             }
-            Err(error) => self.failed(target, generation, kind, started.elapsed(), &error),
+            Err(error) => self.failed(target, generation, kind, now - started, &error),
         }
     }
 
@@ -328,7 +355,7 @@ impl Reconciler {
             warn!(%service, %family, reason, "the kernel rejects the rules of a service; it is quarantined and keeps its last good rules, if any");
         }
         let before = self.quarantine.all().len();
-        self.metrics.service_rejections.inc_by(self.quarantine.add(faults) as u64);
+        self.metrics.service_rejections.inc_by(self.quarantine.add(faults, self.now()) as u64);
         let all = self.quarantine.all();
         self.dataplane.set_quarantined(&all);
         // The step did not contain services that were in quarantine already, so these services
@@ -345,7 +372,7 @@ impl Reconciler {
         match self.dataplane.find_faults(&*self.shared, Some(services), &[]) {
             Ok(faults) => {
                 let rejected: BTreeSet<_> = faults.iter().map(|fault| Arc::clone(&fault.service)).collect();
-                self.quarantine.renew(faults);
+                self.quarantine.renew(faults, self.now());
                 let accepted: BTreeSet<_> = services.difference(&rejected).cloned().collect();
                 if !accepted.is_empty() {
                     self.quarantine.release(&accepted);
@@ -357,7 +384,7 @@ impl Reconciler {
             }
             Err(error) => {
                 warn!(%error, "could not try quarantined services again");
-                self.quarantine.postpone(services);
+                self.quarantine.postpone(services, self.now());
             }
         }
     }
@@ -390,9 +417,6 @@ impl Reconciler {
         self.done = Some(generation);
         let to_retry = mem::take(&mut self.unfinished.to_retry);
         self.unfinished = Unfinished { to_retry, ..Unfinished::default() };
-        if kind == SyncKind::Full {
-            self.full_sync_at = Instant::now() + self.timing.full_sync_period;
-        }
         self.observers.iter_mut().for_each(|observer| observer.applied());
         self.failures.reset();
         self.record_deferred();
@@ -422,7 +446,7 @@ impl Reconciler {
         // If the services were planned again, the result would be an empty plan. A full sync reads
         // the kernel, so it finds and writes the differences.
         self.unfinished.needs_full = true;
-        let now = Instant::now();
+        let now = self.now();
         let (pause, retry_changed_at) = match error.kind {
             ErrorKind::Retry | ErrorKind::PlanAgain | ErrorKind::NeedsFullSync | ErrorKind::Rejected => {
                 (self.failures.next_pause(), now + CHANGE_PAUSE.max(took * CHANGE_PAUSE_FACTOR))
@@ -456,9 +480,9 @@ impl Reconciler {
     /// plane has answered. If rules are missing, as after a reboot, the state from disk is
     /// programmed at once.
     fn check_rules_of_earlier_run(&mut self) {
-        self.verify_at = Instant::now() + self.timing.sync_period;
-        match self.dataplane.has_rules() {
-            Ok(true) => {
+        self.check_at = self.now() + self.timing.sync_period;
+        match self.dataplane.check() {
+            Ok(Finding::Intact | Finding::Unknown) => {
                 info!(
                     "the rules of the last run are in place, and the agent does not change them until a control plane answers"
                 );
@@ -469,8 +493,10 @@ impl Reconciler {
                 });
                 return;
             }
-            Ok(false) => {
-                info!("rules are missing; programming the last good state without waiting for a control plane");
+            Ok(Finding::Changed(sentence)) => {
+                info!(
+                    "rules are missing ({sentence}); programming the last good state without waiting for a control plane"
+                );
             }
             Err(error) => {
                 self.metrics.verifications_failed.inc();
@@ -497,14 +523,6 @@ impl Reconciler {
         });
     }
 
-    /// True when the next precautionary full sync is due. A verification looks only for a few rules
-    /// whose absence shows that tables were flushed; a full sync compares all rules. A full sync
-    /// reads all rules from the kernel, so it is never due in large clusters.
-    fn is_full_sync_due(&self) -> bool {
-        Instant::now() >= self.full_sync_at
-            && self.shared.with_state(State::endpoint_count) <= RenderConfig::CLASSIC_MAX_ENDPOINTS
-    }
-
     /// Resolves the settings that depend on the Node and on the interfaces of the machine. Requests
     /// a full sync if rules depend on the changed inputs.
     fn resolve_inputs(&mut self) {
@@ -529,13 +547,13 @@ impl Reconciler {
     /// The time of the dataplane's next maintenance. `None` if no maintenance is pending. Also
     /// `None` while a full sync is pending, because the full sync does the same work, and while the
     /// rules of an earlier run stay.
-    fn maintain_at(&mut self) -> Option<Instant> {
+    fn maintain_at(&self) -> Option<Instant> {
         let is_off = self.unfinished.needs_full || self.shared.is_unconfirmed();
         self.dataplane.maintain_at().filter(|_| !is_off)
     }
 
-    fn maintain(&mut self) {
-        match self.dataplane.maintain() {
+    fn maintain(&mut self, now: Instant) {
+        match self.dataplane.maintain(now) {
             Ok(()) => {}
             Err(error) if error.kind == ErrorKind::PlanAgain => {
                 info!("{error}");
@@ -550,28 +568,37 @@ impl Reconciler {
         self.publish_rejections();
     }
 
-    fn verify(&mut self) {
-        self.verify_at = Instant::now() + self.timing.sync_period;
-        let verified = self.dataplane.verify();
-        self.failed_verifications = if verified.is_err() { self.failed_verifications + 1 } else { 0 };
-        let needs_full = match verified {
-            Ok(true) => self.is_full_sync_due(),
-            Ok(false) => {
-                warn!("another program removed or changed Headgate's rules; making a full sync");
+    /// Looks for signs that somebody removed rules. If it is time, compares all rules and verifies
+    /// what the kernel forwards.
+    fn check(&mut self) {
+        self.check_at = self.now() + self.timing.sync_period;
+        let checked = self.dataplane.check();
+        self.failed_checks = if checked.is_err() { self.failed_checks + 1 } else { 0 };
+        match checked {
+            Ok(Finding::Changed(sentence)) => {
+                warn!("{sentence}; another program removed or changed Headgate's rules; making a full sync");
                 self.metrics.repairs.inc();
-                true
+                self.repair();
+            }
+            Ok(sign) => {
+                let is_unknown = sign == Finding::Unknown;
+                if is_unknown && self.done.is_none() {
+                    self.unfinished.needs_full = true;
+                } else if is_unknown || self.full_sync_at <= self.now() {
+                    self.sync_in_background();
+                }
+                if self.is_table_due() {
+                    self.verify_table();
+                }
             }
             Err(error) => {
                 self.metrics.verifications_failed.inc();
-                warn!(%error, failed = self.failed_verifications, "could not verify the rules");
-                self.failed_verifications >= FAILED_VERIFICATIONS_BEFORE_FULL_SYNC
+                warn!(%error, failed = self.failed_checks, "could not check the rules");
+                if self.failed_checks >= FAILED_CHECKS_BEFORE_FULL_SYNC {
+                    self.failed_checks = 0;
+                    self.repair();
+                }
             }
-        };
-        if needs_full {
-            self.failed_verifications = 0;
-            self.repair();
-        } else if self.is_table_due() {
-            self.verify_table();
         }
     }
 

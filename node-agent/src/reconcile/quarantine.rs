@@ -59,35 +59,35 @@ impl Quarantine {
         parts.into_iter().filter(is_new).filter(|fault| seen.insert(Arc::clone(&fault.service))).collect()
     }
 
-    /// Quarantines services that the kernel has just rejected, and starts their next pause. Returns
+    /// Quarantines services that the kernel rejected at `now`, and starts their next pause. Returns
     /// the number of services that were not in quarantine before.
-    pub(crate) fn add(&mut self, faults: Vec<Fault>) -> usize {
+    pub(crate) fn add(&mut self, faults: Vec<Fault>, now: Instant) -> usize {
         let mut by_service: BTreeMap<Arc<ServiceKey>, Reasons> = BTreeMap::new();
         for Fault { service, family, reason } in faults {
             by_service.entry(service).or_default().insert(family, reason);
         }
         let before = self.services.len();
         for (service, reasons) in by_service {
-            let new = || Entry { reasons: Reasons::new(), pauses: self.pauses.clone(), retry_at: Instant::now() };
+            let new = || Entry { reasons: Reasons::new(), pauses: self.pauses.clone(), retry_at: now };
             let entry = self.services.entry(service).or_insert_with(new);
             entry.reasons.extend(reasons);
-            entry.retry_at = Instant::now() + entry.pauses.next_pause();
+            entry.retry_at = now + entry.pauses.next_pause();
         }
         self.services.len() - before
     }
 
     /// Like [`Self::add`], for services that were tried again in all families. Drops the earlier
     /// reasons of these services.
-    pub(crate) fn renew(&mut self, faults: Vec<Fault>) {
+    pub(crate) fn renew(&mut self, faults: Vec<Fault>, now: Instant) {
         for Fault { service, .. } in &faults {
             self.services.get_mut(service).into_iter().for_each(|entry| entry.reasons.clear());
         }
-        self.add(faults);
+        self.add(faults, now);
     }
 
     /// Delays the next attempt of services that could not be tried, by the shortest pause.
-    pub(crate) fn postpone(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
-        let retry_at = Instant::now() + self.pauses.first();
+    pub(crate) fn postpone(&mut self, services: &BTreeSet<Arc<ServiceKey>>, now: Instant) {
+        let retry_at = now + self.pauses.first();
         let entries = self.services.iter_mut().filter(|(service, _)| services.contains(*service));
         entries.for_each(|(_, entry)| entry.retry_at = retry_at);
     }
@@ -111,8 +111,7 @@ impl Quarantine {
     }
 
     /// The services whose pause is over.
-    pub(crate) fn due(&self) -> BTreeSet<Arc<ServiceKey>> {
-        let now = Instant::now();
+    pub(crate) fn due(&self, now: Instant) -> BTreeSet<Arc<ServiceKey>> {
         self.services.iter().filter(|(_, entry)| entry.retry_at <= now).map(|(key, _)| Arc::clone(key)).collect()
     }
 
@@ -190,24 +189,24 @@ mod tests {
         let mut services = quarantine();
         let mut pauses = Vec::new();
         for _ in 0..12 {
-            services.add(vec![fault("web", Family::V4, "line 3 failed")]);
+            services.add(vec![fault("web", Family::V4, "line 3 failed")], Instant::now());
             pauses.extend(pause(&services));
         }
         assert!(pauses[0] <= MINUTE && pauses[0] > MINUTE / 3, "{pauses:?}");
         assert!(pauses[1] <= 2 * MINUTE && pauses[1] > 2 * MINUTE / 3, "{pauses:?}");
         assert!(pauses[11] <= 60 * MINUTE && pauses[11] > 29 * MINUTE, "{pauses:?}");
-        assert!(services.due().is_empty());
+        assert!(services.due(Instant::now()).is_empty());
         let mut services = Quarantine::new(Backoff::new(Duration::ZERO, MINUTE, Jitter::Half));
-        services.add(vec![fault("api", Family::V4, "line 3 failed")]);
-        assert_eq!(services.due().len(), 1);
+        services.add(vec![fault("api", Family::V4, "line 3 failed")], Instant::now());
+        assert_eq!(services.due(Instant::now()).len(), 1);
     }
 
     #[test]
     fn a_service_is_named_once_with_its_families() {
         let mut services = quarantine();
         let both = vec![fault("web", Family::V4, "no match"), fault("web", Family::V6, "no match")];
-        assert_eq!(services.add(both.clone()), 1);
-        assert_eq!(services.add(both.clone()), 0);
+        assert_eq!(services.add(both.clone(), Instant::now()), 1);
+        assert_eq!(services.add(both.clone(), Instant::now()), 0);
         let rejection = &services.rejections()[0];
         assert_eq!(rejection.resource, "Service prod/web");
         assert_eq!((rejection.field.as_str(), rejection.reason.as_str()), ("rules (IPv4, IPv6)", "no match"));
@@ -219,7 +218,7 @@ mod tests {
     #[test]
     fn services_rejected_in_part_are_listed_with_the_quarantined_services_and_reported_as_new_once() {
         let mut services = quarantine();
-        services.add(vec![fault("web", Family::V4, "no match")]);
+        services.add(vec![fault("web", Family::V4, "no match")], Instant::now());
         let parts = |names: &[&str]| {
             let in_both_families = |name: &&str| Family::BOTH.map(|family| fault(name, family, "a broadcast address"));
             names.iter().flat_map(in_both_families).collect::<Vec<_>>()

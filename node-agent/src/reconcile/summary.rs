@@ -56,7 +56,7 @@ mod tests {
     #[test]
     fn the_first_change_is_logged_at_once_and_further_ones_are_summed_up() {
         let (mut summary, took) = (Summary::default(), Duration::from_millis(3));
-        let report = |objects_written| Report { services_planned: 1, objects_written, warnings: Vec::new() };
+        let report = |objects_written| Report { services_planned: 1, objects_written, ..Report::default() };
         let now = Instant::now();
         summary.add(1, &report(0), took);
         summary.log(now);

@@ -5,12 +5,12 @@ mod problems;
 
 use std::{sync::Mutex, thread::JoinHandle};
 
-use headgate_core::{Change, Family, Node, NodeFacts, State};
+use headgate_core::{Change, Family, Node, NodeFacts, State, StateSource};
 
 use super::*;
 use crate::{
     dataplane::{
-        Dataplane, DualStack, KernelHandle, StateSource,
+        Dataplane, DualStack, KernelHandle,
         in_memory::{self, Call, Control},
     },
     metric_registry::MetricRegistry,
@@ -100,11 +100,12 @@ fn programmed_version(progress: &Progress) -> Option<u64> {
     Some(progress.programmed.as_ref()?.target.version)
 }
 
-/// Returns a long verification period, so that no verification interferes with a test, and short
-/// pauses after failures.
+/// Returns long periods, so that no check and no full sync in the background interferes with a
+/// test, and short pauses after failures.
 fn timing() -> Timing {
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
-    Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() }
+    let period = Duration::from_secs(3600);
+    Timing { sync_period: period, full_sync_period: period, backoff, ..Timing::default() }
 }
 
 fn retry() -> DataplaneError {
@@ -611,6 +612,21 @@ fn a_newer_change_is_tried_soon_after_a_failure() {
     run.wait_progress(|progress| progress.failure.is_some());
     run.batch(3, vec![endpoint("web", 2, 8080)]);
     run.wait_programmed(3);
+}
+
+#[test]
+fn a_full_sync_in_the_background_restores_rules_and_leaves_out_changes() {
+    let timing = Timing { sync_period: Duration::from_millis(5), full_sync_period: Duration::ZERO, ..timing() };
+    let run = Loop::start(timing);
+    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
+    run.wait_programmed(1);
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    run.wait_programmed(2);
+    let syncs = |calls: &[Call]| calls.iter().filter(|call| matches!(call, Call::Full(..))).count();
+    assert!(run.control.wait_for(GUARD, |calls| syncs(calls) >= 3), "{:?}", run.control.calls());
+    assert_eq!((run.metrics.repairs.get(), run.metrics.dataplane.drift.get()), (0, 0), "nobody changed anything");
+    run.control.forget("prod/db");
+    run.wait_progress(|_| run.metrics.repairs.get() > 0);
 }
 
 #[test]

@@ -1,8 +1,9 @@
-//! Verifies what the kernel forwards: compares the table that is decoded from the kernel with the
-//! table that the state asks for.
+//! Verifies the kernel in the background, in two ways.
 //!
-//! The dataplane's own comparison uses its ledger. It does not find a mistake of the ledger, or of
-//! the code that renders rules. This verification does, because it shares no code with them.
+//! A full sync compares everything that the dataplane writes with the state, and restores what
+//! another program changed. It does not find a mistake of the code that renders rules. The other
+//! verification does, because it shares no code with it: it compares the table that is decoded from
+//! the kernel with the table that the state asks for.
 
 use std::{
     collections::BTreeSet,
@@ -22,9 +23,15 @@ use tracing::{error, warn};
 use super::Reconciler;
 use crate::{
     cpu_time,
-    dataplane::{COMPARISON_PAUSE_FACTOR, mode_of},
+    dataplane::{ErrorKind, Report, mode_of},
+    memory,
     progress::Verification,
 };
+
+/// The pause after a full sync in the background, and after a verification of the forwarding table,
+/// as a multiple of the processor time that it took. So each takes at most half a percent of a
+/// core.
+const PAUSE_FACTOR: u32 = 200;
 
 /// The number of Services that are compared while the lock of the state is held.
 const SERVICES_AT_ONCE: usize = 256;
@@ -52,9 +59,51 @@ pub(super) struct Pauses {
 type Compared = (Comparison, Option<Digests>);
 
 impl Reconciler {
+    /// Makes a full sync beside the syncs that program changes, unless such a sync follows anyway.
+    /// Records and logs what another program had changed.
+    pub(super) fn sync_in_background(&mut self) {
+        if self.done.is_none() || self.shared.needs_full() {
+            return;
+        }
+        let (started, before) = (self.now(), cpu_time::of_thread_and_children());
+        let result = self.dataplane.sync_full(&*self.shared);
+        let now = self.now();
+        let used = cpu_time_since(before).unwrap_or(now - started);
+        self.full_sync_at = now + self.timing.full_sync_period.max(used * PAUSE_FACTOR);
+        match result {
+            Ok(report) => self.record_restored(&report),
+            Err(error) if error.kind == ErrorKind::PlanAgain => self.plan_again(error.services),
+            Err(error) => {
+                self.metrics.verifications_failed.inc();
+                warn!(%error, "a full sync in the background failed");
+                self.repair();
+            }
+        }
+        self.record_deferred();
+        self.publish_rejections();
+        memory::give_back();
+    }
+
+    /// Records what a full sync in the background has restored. Leaves out services that changed
+    /// since the last sync, because their rules differ for this reason.
+    fn record_restored(&self, report: &Report) {
+        report.warnings.iter().for_each(|warning| warn!("{warning}"));
+        let restored = self.shared.with_unprogrammed(|_, _, changed| {
+            let is_restored = |service: &&Arc<ServiceKey>| !changed.services.contains(*service);
+            let restored: Vec<_> = report.differing.iter().filter(is_restored).collect();
+            let count = u32::try_from(restored.len()).unwrap_or(u32::MAX);
+            (restored, if changed.is_empty() { report.differences } else { count })
+        });
+        let Some((restored, differences)) = restored.filter(|(_, differences)| *differences > 0) else { return };
+        self.metrics.repairs.inc();
+        self.metrics.dataplane.drift.inc_by(differences.into());
+        warn!(differences, "another program had changed Headgate's rules, and a full sync has restored them");
+        restored.iter().take(MAX_LOGGED).for_each(|service| warn!(%service, "rules of this service were restored"));
+    }
+
     /// True when a verification without a request may begin.
     pub(super) fn is_table_due(&self) -> bool {
-        self.done.is_some() && self.pauses.next.is_none_or(|next| next <= Instant::now())
+        self.done.is_some() && self.pauses.next.is_none_or(|next| next <= self.now())
     }
 
     /// Verifies the kernel, publishes the result, and requests a full sync if there are
@@ -65,16 +114,14 @@ impl Reconciler {
             return;
         };
         let facts = Arc::new(self.shared.with_facts(|_, facts| facts.clone()));
-        let (at, before) = (Instant::now(), cpu_time::of_thread_and_children());
+        let (at, started, before) = (Instant::now(), self.now(), cpu_time::of_thread_and_children());
         let decoded = self.dataplane.decode().map_err(|error| error.to_string());
         let compared = decoded.and_then(|tables| {
             self.compare_tables(tables)
                 .ok_or_else(|| "the node or its settings changed, and the rules are written anew".to_owned())
         });
-        let cpu_time = before.zip(cpu_time::of_thread_and_children());
-        let cpu_time = cpu_time.map(|(before, after)| after.saturating_sub(before));
-        let pause = cpu_time.unwrap_or_else(|| at.elapsed()) * COMPARISON_PAUSE_FACTOR;
-        self.pauses.next = Some(Instant::now() + pause);
+        let (cpu_time, now) = (cpu_time_since(before), self.now());
+        self.pauses.next = Some(now + cpu_time.unwrap_or(now - started) * PAUSE_FACTOR);
         let (comparison, found, error) = match compared {
             Ok((comparison, found)) => {
                 self.record_differences(&comparison);
@@ -155,15 +202,20 @@ impl Reconciler {
         findings.extend(comparison.not_understood.iter().cloned());
         let (differences, not_understood) = (comparison.total, comparison.not_understood.len());
         let is_new = !findings.is_subset(&self.pauses.repaired);
-        let is_old = self.pauses.repaired_at.is_none_or(|at| at.elapsed() >= REPAIR_AGAIN_AFTER);
+        let is_old = self.pauses.repaired_at.is_none_or(|at| self.now() - at >= REPAIR_AGAIN_AFTER);
         if is_new || (is_old && !findings.is_empty()) {
             warn!(differences, not_understood, "making a full sync");
             self.metrics.repairs.inc();
             self.repair();
-            self.pauses.repaired_at = Some(Instant::now());
+            self.pauses.repaired_at = Some(self.now());
         } else if !findings.is_empty() {
             error!(differences, not_understood, "a full sync has not removed what this verification found");
         }
         self.pauses.repaired = findings;
     }
+}
+
+/// The processor time of this thread and its children since `before`.
+fn cpu_time_since(before: Option<Duration>) -> Option<Duration> {
+    Some(cpu_time::of_thread_and_children()?.saturating_sub(before?))
 }

@@ -7,7 +7,6 @@
 
 pub mod backlog;
 pub mod held;
-pub mod source;
 
 use std::{
     collections::BTreeSet,
@@ -16,7 +15,7 @@ use std::{
     time::Instant,
 };
 
-use headgate_core::{Dirty, Node, NodeFacts, ServiceKey, State, digest::Digests};
+use headgate_core::{Dirty, Node, NodeFacts, ServiceKey, State, StateSource, digest::Digests};
 use headgate_proto::{node_to_wire, v1};
 use tracing::error;
 
@@ -26,7 +25,6 @@ use crate::{
     state::{
         backlog::Backlog,
         held::{Held, OwnNode, Restored, StateUpdate},
-        source::StateSource,
     },
 };
 
@@ -139,8 +137,9 @@ impl Inner {
 }
 
 impl StateSource for AgentState {
-    fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts)) {
-        self.with_facts(plan);
+    fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty)) {
+        let inner = self.lock();
+        read(inner.held.state(), &inner.facts, &inner.dirty);
     }
 }
 

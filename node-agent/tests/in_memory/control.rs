@@ -8,7 +8,7 @@ use std::{
 };
 
 use headgate_core::{NodeFacts, ServiceKey, digest::Digests, view::ServicePortView};
-use headgate_node_agent::dataplane::{ConnectionProxy, DataplaneError, Fault, KernelHandle};
+use headgate_node_agent::dataplane::{DataplaneError, Fault, KernelHandle};
 
 /// A call of the dataplane that reached the kernel. Services are written as `namespace/name`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,7 +40,6 @@ pub(super) struct Script {
     pub(super) verdicts: VecDeque<bool>,
     held: bool,
     pub(super) degraded: Vec<String>,
-    proxy: Option<Arc<dyn ConnectionProxy>>,
     pub(super) rejected: BTreeSet<String>,
     pub(super) quarantined: BTreeSet<Arc<ServiceKey>>,
     pub(super) deferred: Option<Vec<Fault>>,
@@ -77,9 +76,9 @@ impl Control {
         self.script().degraded.push(sentence.to_owned());
     }
 
-    /// Makes `proxy` the dataplane's proxy. The caller does this before the loop runs.
-    pub fn carry_with(&self, proxy: Arc<dyn ConnectionProxy>) {
-        self.script().proxy = Some(proxy);
+    /// Removes a service, as another program would.
+    pub fn forget(&self, service: &str) {
+        self.script().table.retain(|key, _| key.to_string() != service);
     }
 
     /// Makes the kernel reject `services`, and no others, from now on.
@@ -132,8 +131,4 @@ impl Control {
     }
 }
 
-impl KernelHandle for Control {
-    fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
-        self.script().proxy.clone()
-    }
-}
+impl KernelHandle for Control {}

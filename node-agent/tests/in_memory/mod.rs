@@ -6,10 +6,10 @@ mod control;
 
 pub use control::{Call, Control};
 
-use std::{collections::BTreeSet, mem, sync::Arc, time::Instant};
+use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
 use headgate_core::{
-    Demand, Dirty, Family, NodeFacts, ServiceKey, State,
+    Demand, Dirty, Family, NodeFacts, ServiceKey, State, StateSource,
     explain::{Mode, NodeSettings},
     forwarding,
     iptables::NodePortAddresses,
@@ -17,8 +17,7 @@ use headgate_core::{
     view::{ServicePortView, service_views},
 };
 use headgate_node_agent::dataplane::{
-    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, FindFaults, Leftover, Maintain, Report,
-    StateSource,
+    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Leftover, Report,
 };
 
 use self::control::{Script, Table};
@@ -27,8 +26,6 @@ use self::control::{Script, Table};
 #[derive(Debug)]
 pub struct InMemoryFamily {
     control: Control,
-    /// The table as this dataplane has programmed it.
-    programmed: Table,
 }
 
 /// A dataplane and its control. The dataplane programs only IPv4, because both families would share
@@ -36,7 +33,7 @@ pub struct InMemoryFamily {
 #[must_use]
 pub fn dataplane() -> (DualStack<InMemoryFamily>, Control) {
     let control = Control::default();
-    let make = |_| InMemoryFamily { control: control.clone(), programmed: Table::new() };
+    let make = |_| InMemoryFamily { control: control.clone() };
     let kernel = control.clone();
     let own = Leftover::new("memory", move || kernel.work(Call::Cleanup).map(|mut script| script.table.clear()));
     (DualStack::assemble("memory", control.clone(), vec![own], vec![Family::V4], make), control)
@@ -52,21 +49,27 @@ pub struct Plan {
 
 impl Dataplane for InMemoryFamily {
     type Kernel = Control;
-    type Found = Table;
     type Plan = Plan;
 
     fn family(&self) -> Family {
         Family::V4
     }
 
-    fn read(&mut self, kernel: &mut Control) -> Result<Table, DataplaneError> {
-        Ok(kernel.script().table.clone())
-    }
-
-    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Table) -> Plan {
-        let gone = mem::take(found).into_keys().map(|key| (key, Vec::new()));
-        let entries = gone.chain(state.entries().map(|(key, _)| entry(state, node, key))).collect();
-        Plan { call: Call::Full(state.digests().clone(), node.clone()), services: state.service_count(), entries }
+    fn sync(&mut self, kernel: &mut Control, source: &dyn StateSource) -> Result<Report, DataplaneError> {
+        let found = kernel.script().table.clone();
+        let mut plan = None;
+        source.look(&mut |state, node, _| {
+            let gone = found.keys().map(|key| (Arc::clone(key), Vec::new()));
+            let entries = gone.chain(state.entries().map(|(key, _)| entry(state, node, key))).collect();
+            let call = Call::Full(state.digests().clone(), node.clone());
+            plan = Some(Plan { call, services: state.service_count(), entries });
+        });
+        let Some(plan) = plan else { return Ok(Report::default()) };
+        let differs = |(key, views): &(&Arc<ServiceKey>, &Vec<ServicePortView>)| {
+            found.get(*key).map_or(!views.is_empty(), |found| found != *views)
+        };
+        let differing: BTreeSet<_> = plan.entries.iter().filter(differs).map(|(key, _)| Arc::clone(key)).collect();
+        Ok(Report { differences: count(differing.len()), differing, ..self.apply(kernel, plan)? })
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
@@ -74,12 +77,7 @@ impl Dataplane for InMemoryFamily {
         Plan { call: Call::Apply(names(&dirty.services), state.digests().clone()), services: entries.len(), entries }
     }
 
-    fn apply(
-        &mut self,
-        kernel: &mut Control,
-        plan: Plan,
-        source: Option<&dyn StateSource>,
-    ) -> Result<Report, DataplaneError> {
+    fn apply(&mut self, kernel: &mut Control, plan: Plan) -> Result<Report, DataplaneError> {
         let mut script = kernel.work(plan.call)?;
         let Script { table, rejected, quarantined, .. } = &mut *script;
         let mut entries = plan.entries;
@@ -89,31 +87,21 @@ impl Dataplane for InMemoryFamily {
         }
         let objects_written = count(entries.len());
         for (key, views) in entries {
-            for table in [&mut *table, &mut self.programmed] {
-                match views.is_empty() {
-                    true => drop(table.remove(&key)),
-                    false => drop(table.insert(Arc::clone(&key), views.clone())),
-                }
+            match views.is_empty() {
+                true => drop(table.remove(&key)),
+                false => drop(table.insert(key, views)),
             }
         }
-        if source.is_some() {
-            self.programmed.clone_from(table);
-        }
-        Ok(Report { services_planned: count(plan.services), objects_written, warnings: Vec::new() })
+        Ok(Report { services_planned: count(plan.services), objects_written, ..Report::default() })
     }
 
-    fn check(&mut self, kernel: &mut Control) -> Result<Option<String>, DataplaneError> {
+    fn check(&mut self, kernel: &mut Control) -> Result<Finding, DataplaneError> {
         let is_intact = kernel.work(Call::Check)?.verdicts.pop_front().unwrap_or(true);
-        Ok((!is_intact).then(|| "somebody else has changed the table".to_owned()))
-    }
-
-    fn compare(&mut self, kernel: &mut Control) -> Result<Vec<String>, DataplaneError> {
-        let is_same = self.read(kernel)? == self.programmed;
-        Ok(if is_same { Vec::new() } else { vec!["the table differs".to_owned()] })
+        Ok(Finding::of((!is_intact).then(|| "somebody else has changed the table".to_owned())))
     }
 
     fn decode(&mut self, kernel: &mut Control) -> Result<forwarding::Table, DataplaneError> {
-        let views = self.read(kernel)?.into_values().flatten();
+        let views = kernel.script().table.clone().into_values().flatten();
         let settings = NodeSettings {
             mode: Mode::Iptables,
             masquerade: MasqueradeConfig::default(),
@@ -128,16 +116,6 @@ impl Dataplane for InMemoryFamily {
         self.control.script().degraded.iter().cloned().map(Into::into).collect()
     }
 
-    fn maintenance(&mut self) -> Option<&mut dyn Maintain<Control>> {
-        Some(self)
-    }
-
-    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<Control>> {
-        Some(self)
-    }
-}
-
-impl Maintain<Control> for InMemoryFamily {
     fn due_at(&self) -> Option<Instant> {
         self.control.script().maintenance_due_at
     }
@@ -150,9 +128,7 @@ impl Maintain<Control> for InMemoryFamily {
     fn deferred(&mut self) -> Option<Vec<Fault>> {
         self.control.script().deferred.take()
     }
-}
 
-impl FindFaults<Control> for InMemoryFamily {
     fn find_faults(
         &mut self,
         kernel: &mut Control,
@@ -161,7 +137,7 @@ impl FindFaults<Control> for InMemoryFamily {
     ) -> Result<Vec<Fault>, DataplaneError> {
         let rejected = kernel.work(Call::FindFaults(suspects.map(names)))?.rejected.clone();
         let mut faults = Vec::new();
-        source.look(&mut |state, _| {
+        source.look(&mut |state, _, _| {
             let suspected = state.entries().map(|(key, _)| key);
             let suspected = suspected.filter(|key| suspects.is_none_or(|suspects| suspects.contains(*key)));
             let found = suspected.filter(|key| rejected.contains(&key.to_string())).cloned();

@@ -1,5 +1,5 @@
-//! The nftables dataplane against the real kernel, without the programs: quarantine, background
-//! comparison and counters of Services.
+//! The nftables dataplane against the real kernel, without the programs: quarantine, full syncs
+//! that find changes, and counters of Services.
 
 use std::{
     collections::BTreeSet,
@@ -9,7 +9,7 @@ use std::{
     process,
     sync::Mutex,
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -18,7 +18,7 @@ use headgate_core::{
     frontends::Frontend, masquerade::MasqueradeConfig,
 };
 use headgate_node_agent::dataplane::{
-    ErrorKind, FixedState, NodeDataplane, StateSource,
+    ErrorKind, Finding, FixedState, NodeDataplane, StateSource,
     nftables::{Config, Counts, NftablesDataplane, read_counters},
 };
 use headgate_tests::testbed::{Namespace, netns, process::output};
@@ -87,9 +87,9 @@ fn services() -> String {
 struct Interfered<'a>(FixedState<'a>);
 
 impl StateSource for Interfered<'_> {
-    fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts)) {
+    fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty)) {
         nft(&["add", "element", "ip", "headgate", "services", "{ 10.96.0.2 . tcp . 81 : 0 . 0 . 1 . 98 . 98 }"]);
-        self.0.look(plan);
+        self.0.look(read);
     }
 }
 
@@ -125,7 +125,7 @@ fn a_service_that_the_kernel_rejects_is_quarantined_and_keeps_its_last_good_elem
         ] {
             assert_eq!(listed.contains(frontend), is_there, "{frontend} in\n{listed}");
         }
-        assert!(dataplane.verify()?);
+        assert!(is_intact(&mut dataplane, &FixedState(&state, &node))?);
 
         // The last good elements come back after a flush. Other Services do not get their numbers.
         nft(&["delete", "table", "ip", "headgate"]);
@@ -139,7 +139,7 @@ fn a_service_that_the_kernel_rejects_is_quarantined_and_keeps_its_last_good_elem
             .collect();
         assert_eq!(numbers.len(), 4, "{listed}");
         assert!(listed.contains("10.96.0.2 . tcp . 80") && !listed.contains("10.96.0.2 . tcp . 81"), "{listed}");
-        assert!(dataplane.verify()?);
+        assert!(is_intact(&mut dataplane, &FixedState(&state, &node))?);
 
         // While another program has the key, another attempt fails and changes nothing.
         nft(&["add", "element", "ip", "headgate", "services", "{ 10.96.0.2 . tcp . 81 : 0 . 0 . 1 . 98 . 98 }"]);
@@ -153,7 +153,7 @@ fn a_service_that_the_kernel_rejects_is_quarantined_and_keeps_its_last_good_elem
         dataplane.plan(&state, &node, &Dirty { services: two, ..Dirty::default() });
         dataplane.apply()?;
         assert!(services().contains("10.96.0.2 . tcp . 81"));
-        assert!(dataplane.verify()?);
+        assert!(is_intact(&mut dataplane, &FixedState(&state, &node))?);
         Ok(())
     });
 }
@@ -214,7 +214,7 @@ fn a_lost_connection_loses_no_rule_and_the_agent_owns_its_table_again() {
         ensure!(!can_write()?, "the agent does not own its table again");
         dataplane.sync_full(&FixedState(&state, &node))?;
         assert!(services().contains("10.96.0.2 . tcp . 80"), "{}", services());
-        assert!(dataplane.verify()?);
+        assert!(is_intact(&mut dataplane, &FixedState(&state, &node))?);
         Ok(())
     });
 }
@@ -235,7 +235,7 @@ fn a_large_first_sync_is_complete() {
         }
         let written = first.sync_full(&FixedState(&state, &node))?.objects_written;
         assert!(written > 20_100, "{written} objects were written");
-        assert!(first.verify()?);
+        assert!(is_intact(&mut first, &FixedState(&state, &node))?);
         let chains = nft(&["list", "chains", "ip"]);
         assert!(chains.contains("services-of-7 ") && chains.contains("services-of-201 "), "{chains}");
 
@@ -255,7 +255,7 @@ fn a_comparison_finds_every_kind_of_foreign_change() {
         let (mut dataplane, mut state, node) = (dataplane()?, State::default(), NodeFacts::named("node-1"));
         apply(&mut state, service("one", 1, &[80]).into_iter().chain(service("two", 2, &[80])));
         dataplane.sync_full(&FixedState(&state, &node))?;
-        // Nothing listens to notifications: only the comparison can find the changes.
+        // Nothing listens to notifications: only a full sync can find the changes.
         let changes: [&[&str]; 7] = [
             &["delete", "element", "ip", "headgate", "services", "{ 10.96.0.2 . tcp . 80 }"],
             &["flush", "map", "ip", "headgate", "endpoints"],
@@ -267,13 +267,9 @@ fn a_comparison_finds_every_kind_of_foreign_change() {
         ];
         for change in changes {
             nft(change);
-            find_difference(&mut dataplane, change);
+            assert!(!is_intact(&mut dataplane, &FixedState(&state, &node))?, "nothing found {change:?}");
             dataplane.sync_full(&FixedState(&state, &node))?;
-        }
-        let until = Instant::now() + Duration::from_secs(5);
-        while Instant::now() < until {
-            assert!(dataplane.verify()?, "a comparison found a difference that does not exist");
-            thread::sleep(Duration::from_millis(50));
+            assert!(is_intact(&mut dataplane, &FixedState(&state, &node))?, "a difference stays after {change:?}");
         }
         Ok(())
     });
@@ -283,10 +279,10 @@ fn a_comparison_finds_every_kind_of_foreign_change() {
 struct Recording<'a>(FixedState<'a>, &'a Mutex<Vec<String>>);
 
 impl StateSource for Recording<'_> {
-    fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts)) {
+    fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty)) {
         let maps = nft(&["list", "maps", "ip"]);
         self.1.lock().unwrap().push(if maps.contains("headgate") { services() } else { String::new() });
-        self.0.look(plan);
+        self.0.look(read);
     }
 }
 
@@ -307,8 +303,8 @@ fn a_cold_start_programs_the_api_server_and_dns_before_other_services() {
         let source = Recording(FixedState(&state, &node), &looks);
         dataplane.sync_full(&source)?;
         let recorded = looks.lock().unwrap().clone();
-        let [before, first] = recorded.as_slice() else { panic!("{} looks", recorded.len()) };
-        assert_eq!(before, "");
+        assert_eq!(recorded[0], "");
+        let first = &recorded[recorded.len() / 2];
         let holds = |listed: &str| {
             ["10.96.0.1 . tcp . 443", "10.96.0.8 . udp . 53", "10.96.0.7 . tcp . 80"].map(|one| listed.contains(one))
         };
@@ -317,18 +313,14 @@ fn a_cold_start_programs_the_api_server_and_dns_before_other_services() {
         // A later full sync, and the start of an agent beside rules, program everything at once.
         dataplane.sync_full(&source)?;
         self::dataplane()?.sync_full(&source)?;
-        assert_eq!(looks.lock().unwrap().len(), 4);
+        assert_eq!(looks.lock().unwrap().len(), 2 * recorded.len());
         Ok(())
     });
 }
 
-/// Verifies until a comparison has found a difference.
-fn find_difference(dataplane: &mut NftablesDataplane, change: &[&str]) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while dataplane.verify().unwrap() {
-        assert!(Instant::now() < deadline, "no comparison found {change:?}");
-        thread::sleep(Duration::from_millis(50));
-    }
+/// Whether neither a check nor a full sync finds a difference. The full sync removes it.
+fn is_intact(dataplane: &mut NftablesDataplane, source: &dyn StateSource) -> Result<bool> {
+    Ok(dataplane.check()? == Finding::Intact && dataplane.sync_full(source)?.differences == 0)
 }
 
 /// The Service "counted" with port 53/UDP at 10.96.0.1 and NodePort 30053, and one endpoint.
@@ -431,7 +423,7 @@ fn counters_of_services_are_exact_and_survive_changes_of_endpoints() {
         // Another instance adopts the table. The endpoint moves to the node itself.
         let mut programmed = with_counters(true)?;
         programmed.sync_full(&FixedState(&state, &facts))?;
-        assert!(programmed.verify()?);
+        assert!(is_intact(&mut programmed, &FixedState(&state, &facts))?);
         let [_, here] = counted([10, 0, 2, 1]);
         let key = ServiceKey::new("ns", "counted");
         let dirty = apply(&mut state, [Change::RemoveEndpoint(key.clone(), [10, 0, 2, 2].into()), here]);
@@ -474,7 +466,7 @@ fn counters_of_services_are_exact_and_survive_changes_of_endpoints() {
         assert!(nft(&["list", "set", "ip", "headgate", "counted-traffic"]).contains("counter packets"));
         let mut without = dataplane()?;
         without.sync_full(&FixedState(&state, &facts))?;
-        assert!(without.verify()?);
+        assert!(is_intact(&mut without, &FixedState(&state, &facts))?);
         assert_eq!(counts()?, [Counts::default(); 2]);
         assert!(!nft(&["list", "table", "ip", "headgate"]).contains("counted"));
         exchange("10.96.0.1:53", 1)

@@ -12,7 +12,7 @@ use headgate_core::{
 };
 use headgate_node_agent::{
     dataplane::{
-        FixedState, NodeDataplane,
+        Finding, FixedState, NodeDataplane,
         nftables::{Config, Feature, NftablesDataplane},
     },
     interfaces,
@@ -80,8 +80,9 @@ impl World {
             ensure!(!dataplane.configure(&inputs()?), "another address causes a full sync");
             let due = dataplane.maintain_at().context("the addresses are not written")?;
             ensure!(due <= Instant::now(), "the addresses are written late");
-            dataplane.maintain()?;
-            ensure!(dataplane.maintain_at().is_none() && dataplane.verify()?, "the addresses are not written");
+            dataplane.maintain(due)?;
+            ensure!(dataplane.maintain_at().is_none(), "the addresses are not written");
+            ensure!(dataplane.check()? == Finding::Intact, "the table is not intact");
             Ok(())
         })
     }

@@ -14,7 +14,7 @@ use headgate_core::{
     iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, ruleset},
 };
 use headgate_node_agent::dataplane::{
-    FixedState, NodeDataplane,
+    Finding, FixedState, NodeDataplane,
     iptables::{Config, IptablesDataplane, Variant},
 };
 use headgate_tests::testbed::{iptables as testbed_iptables, netns};
@@ -98,7 +98,7 @@ impl Rig {
         self.backend.sync_full(&FixedState(&self.state, &node())).unwrap();
         for (_, ledger, kernel) in &mut self.expected {
             let saves = Table::ALL.map(|table| kernel.save(table)).concat();
-            let (script, _) = ledger.full(&self.state, &node(), &ExistingTables::parse(&saves));
+            let (script, _) = ledger.full(&FixedState(&self.state, &node()), ExistingTables::parse(&saves));
             kernel.restore(&script.to_string()).unwrap();
         }
     }
@@ -130,8 +130,8 @@ impl Rig {
         let family = headgate_tests::testbed::plan::Family::V4;
         let flush = ["-t", "nat", "-F", "KUBE-MARK-MASQ"];
         testbed_iptables::run(namespace, variant, family, Path::new("/run/xtables.lock"), &flush).unwrap();
-        assert!(!backend.verify().unwrap(), "the flushed chain was not noticed");
-        assert_eq!(backend.sync_full(&FixedState(&self.state, &node())).unwrap().objects_written, 1);
+        let report = backend.sync_full(&FixedState(&self.state, &node())).unwrap();
+        assert_eq!((report.objects_written, report.differences), (1, 1), "the flushed chain was not noticed");
     }
 
     /// Asserts that a new agent writes nothing if it finds its rules in the kernel. After a change
@@ -186,7 +186,6 @@ fn a_foreign_rule_does_not_stop_other_changes(variant: Variant, by: testbed_ipta
             assert!(saved.contains("ns/svc2:web has no endpoints"), "{saved}");
             assert!(saved.contains(&format!(":{chain} ")) && !saved.contains(&format!("-A {chain} ")), "{saved}");
             assert!(!saved.contains("svc1"), "{saved}");
-            assert!(rig.backend.verify().unwrap(), "the agent wants to repair a chain that cannot be deleted");
             let repaired = rig.backend.sync_full(&FixedState(&rig.state, &node())).unwrap();
             assert_eq!(
                 (repaired.objects_written, repaired.warnings),
@@ -289,10 +288,10 @@ fn run(variant: Variant, layout: Layout) {
             assert_equal(&namespace, saved_by, &rig, "with many Services");
             rig.step((1..200u16).map(|i| Change::RemoveService(ServiceKey::new("many", &format!("svc{i}")))).collect());
             assert_equal(&namespace, saved_by, &rig, "with few Services again");
-            assert!(rig.backend.verify().unwrap());
+            assert_eq!(rig.backend.check().unwrap(), Finding::Intact);
             rig.assert_deep_verification_sees_a_flushed_chain(&namespace, saved_by);
             rig.backend.cleanup().unwrap();
-            assert!(!rig.backend.verify().unwrap());
+            assert!(matches!(rig.backend.check().unwrap(), Finding::Changed(_)));
             let left = testbed_iptables::save_all(&namespace, Path::new("/run/xtables.lock")).unwrap();
             assert!(!left.contains("KUBE"), "{left}");
             Ok(())

@@ -3,13 +3,16 @@
 //!
 //! [`iptables`] and [`ipvs`] do not import each other. Both use [`rules`] (text of iptables rules,
 //! scripts, and the ledger of programmed rules) and [`ipsets`]. `refcount` counts how many services
-//! use an element of a set or an address of a device. [`userspace`] has the endpoints of
-//! [`nftables`].
+//! use an element of a set or an address of a device. `source` lets full plans read the state, and
+//! `quarantine` keeps the last good objects of rejected services. [`userspace`] has the endpoints
+//! of [`nftables`].
 
 mod ipsets;
 pub mod iptables;
 pub mod ipvs;
 pub mod nftables;
+mod quarantine;
 mod refcount;
 mod rules;
+pub(crate) mod source;
 pub mod userspace;

@@ -72,11 +72,6 @@ impl<T: Copy + Ord + Hash> RefCounts<T> {
         self.users.keys()
     }
 
-    /// Removes all users.
-    pub(super) fn clear(&mut self) {
-        self.users.clear();
-    }
-
     /// Returns the touched elements that have users and that the kernel lacked, in order.
     pub(super) fn to_add<'a>(&'a self, touched: &'a Touched<T>) -> impl DoubleEndedIterator<Item = T> + 'a {
         let added = touched.0.iter().filter(|(element, was_there)| !**was_there && self.contains(element));

@@ -15,6 +15,7 @@ use std::{
 use super::{
     nftables::{Lookup, NftablesConfig, port_plan},
     rules::names::GateChain,
+    source::{self, StateSource},
 };
 use crate::{
     behaviours::view::{ServicePortView, service_views},
@@ -140,15 +141,16 @@ impl Ledger {
         plan
     }
 
-    /// Plans the changes from the pools that the ledger recorded to the wanted pools.
-    pub fn full(&mut self, state: &State, node: &NodeFacts) -> Plan {
+    /// Plans the changes from the pools that the ledger recorded to the wanted pools. The caller
+    /// passes the Services that change meanwhile to [`Self::changed`].
+    pub fn full(&mut self, source: &dyn StateSource) -> Plan {
         let mut plan = Plan::default();
-        let removed = self.programmed.keys().filter(|key| state.entry(key).is_none()).map(Arc::clone);
-        for key in removed.collect::<Vec<_>>() {
-            self.program(state, node, &key, &mut plan);
-        }
-        for (key, _) in state.entries() {
-            self.program(state, node, key, &mut plan);
+        let mut keys = source::services(source);
+        keys.extend(self.programmed.keys().filter(|key| keys.binary_search(key).is_err()).cloned().collect::<Vec<_>>());
+        for part in source::parts(&keys) {
+            source.look(&mut |state, node, _| {
+                part.iter().for_each(|key| self.program(state, node, key, &mut plan));
+            });
         }
         plan
     }

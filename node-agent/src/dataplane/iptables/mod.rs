@@ -2,7 +2,7 @@
 //! --noflush`.
 //!
 //! A change writes only the chains of changed services. The dataplane reads all rules from the
-//! kernel only for a full sync or a comparison.
+//! kernel only for a full sync.
 
 mod config;
 mod counters;
@@ -11,18 +11,15 @@ pub use config::Config;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    mem,
     net::SocketAddr,
     sync::Arc,
     time::Instant,
 };
 
 use headgate_core::{
-    Demand, Dirty, Family, NodeFacts, ServiceKey, State, forwarding,
+    Demand, Dirty, Family, NodeFacts, ServiceKey, State, StateSource, forwarding,
     iptables::{
-        ExistingTables, Ledger, RenderConfig, Script, Table, has_localnet_guard,
-        ledger::LateChange,
-        localnet_guard_script,
+        Ledger, RenderConfig, Script, Table, has_localnet_guard, localnet_guard_script,
         names::{GateChain, LOCALNET_GUARD},
         ruleset,
     },
@@ -31,9 +28,11 @@ use tracing::warn;
 
 pub use super::xtables::Variant;
 use super::{
-    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, FindFaults, Maintain, Report, StateSource,
-    Statistics,
-    xtables::{self, Flushes, Rules, bisect, programs::Programs},
+    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Report, Statistics,
+    xtables::{
+        self, Flushes, Rules, bisect,
+        programs::{Programs, Restore},
+    },
 };
 use crate::{node_inputs::NodeInputs, sysctl};
 
@@ -101,7 +100,6 @@ impl DualStack<IptablesFamily> {
 
 impl Dataplane for IptablesFamily {
     type Kernel = Flushes;
-    type Found = ExistingTables;
     type Plan = (Script, u32);
 
     fn family(&self) -> Family {
@@ -116,58 +114,31 @@ impl Dataplane for IptablesFamily {
         self.ledger.set_ruleset(ruleset(config))
     }
 
-    fn prepare(&mut self, _kernel: &mut Flushes) -> Result<Vec<String>, DataplaneError> {
+    fn sync(&mut self, _kernel: &mut Flushes, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         self.make_counters();
         let has_guard = has_localnet_guard(self.ledger.config());
         let failed = if has_guard { sysctl::route_localnet().err() } else { None };
-        Ok(failed.into_iter().collect())
-    }
-
-    fn read(&mut self, _kernel: &mut Flushes) -> Result<ExistingTables, DataplaneError> {
-        self.rules.programs.existing_tables()
-    }
-
-    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut ExistingTables) -> Self::Plan {
-        self.ledger.full_by(self.rules.programs.writing(), state, node, mem::take(found))
+        let mut report = match self.write_everything(source) {
+            Err(error) if self.counters_are_rejected(&error)? => self.write_everything(source)?,
+            result => result?,
+        };
+        self.has_counted = true;
+        report.warnings.extend(failed);
+        Ok(report)
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan {
         self.ledger.changed(state, node, dirty)
     }
 
-    fn apply(
-        &mut self,
-        kernel: &mut Flushes,
-        (script, services_planned): Self::Plan,
-        source: Option<&dyn StateSource>,
-    ) -> Result<Report, DataplaneError> {
+    fn apply(&mut self, _: &mut Flushes, (script, services_planned): Self::Plan) -> Result<Report, DataplaneError> {
         self.rules.count(&script);
-        let error = match self.write(&script, services_planned, source) {
-            Ok(report) => {
-                self.ledger.confirm();
-                self.has_counted |= source.is_some();
-                return Ok(report);
-            }
-            Err(error) => self.rules.explain(error),
-        };
-        self.leave_out_sctp();
-        let Some(source) = source else { return Err(error) };
-        if !self.counters_are_rejected(&error)? {
-            return Err(error);
-        }
-        let (mut found, mut plan) = (self.read(kernel)?, None);
-        source.look(&mut |state, node| plan = Some(self.plan_full(state, node, &mut found)));
-        plan.map_or(Err(error), |plan| self.apply(kernel, plan, Some(source)))
+        let written = self.write(&script);
+        self.finish(written, services_planned)
     }
 
-    fn check(&mut self, _kernel: &mut Flushes) -> Result<Option<String>, DataplaneError> {
-        self.rules.check(self.ledger.jumps())
-    }
-
-    fn compare(&mut self, kernel: &mut Flushes) -> Result<Vec<String>, DataplaneError> {
-        let found = self.read(kernel)?;
-        let is_same = self.ledger.matches(&found);
-        Ok(if is_same { Vec::new() } else { vec!["the kernel's iptables rules differ from the agent's".to_owned()] })
+    fn check(&mut self, _kernel: &mut Flushes) -> Result<Finding, DataplaneError> {
+        self.rules.check(self.ledger.jumps()).map(Finding::of)
     }
 
     fn decode(&mut self, _kernel: &mut Flushes) -> Result<forwarding::Table, DataplaneError> {
@@ -186,16 +157,6 @@ impl Dataplane for IptablesFamily {
         self.rules.missing_sctp(demand, "ports of SCTP do not work").into_iter().collect()
     }
 
-    fn maintenance(&mut self) -> Option<&mut dyn Maintain<Flushes>> {
-        Some(self)
-    }
-
-    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<Flushes>> {
-        Some(self)
-    }
-}
-
-impl Maintain<Flushes> for IptablesFamily {
     fn due_at(&self) -> Option<Instant> {
         self.rules.sctp.retry_at()
     }
@@ -205,9 +166,7 @@ impl Maintain<Flushes> for IptablesFamily {
         self.leave_out_sctp();
         retried
     }
-}
 
-impl FindFaults<Flushes> for IptablesFamily {
     fn find_faults(
         &mut self,
         _kernel: &mut Flushes,
@@ -247,40 +206,55 @@ impl IptablesFamily {
         self.ledger.set_ruleset(ruleset(RenderConfig { leaves_out_sctp, ..self.ledger.config().clone() }));
     }
 
-    fn write(
-        &mut self,
-        script: &Script,
-        services_planned: u32,
-        source: Option<&dyn StateSource>,
-    ) -> Result<Report, DataplaneError> {
-        let mut report = Report { services_planned, ..Report::default() };
-        if script.is_empty() {
-            return Ok(report);
-        }
-        let mut changed = Vec::new();
+    /// Reads the rules in the kernel, and writes what differs from the state.
+    fn write_everything(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
+        let existing = self.rules.programs.existing_tables()?;
+        let division = self.ledger.prefix_length();
         let programs = &self.rules.programs;
-        let kept = programs.restore_leaving_by(script, &mut |script| self.restore(script, source, &mut changed))?;
-        self.ledger.note_late(changed);
-        xtables::note_written(&mut report, script, kept, |table, name| self.ledger.note_undeletable(table, name));
+        let mut parts: Option<Result<Restore, DataplaneError>> = None;
+        let mut write = |script: &Script| {
+            if let Ok(restore) = parts.get_or_insert_with(|| programs.start()) {
+                restore.write(script);
+            }
+        };
+        let write = programs.can_write_in_parts().then_some(&mut write as &mut dyn FnMut(&Script));
+        let (script, services_planned) = self.ledger.full_in_parts(source, existing, write);
+        self.rules.count(&script);
+        let written = parts.map_or(Ok(()), |parts| parts?.finish(None));
+        let written = written.and_then(|()| self.write(&script));
+        let mut report = self.finish(written, services_planned)?;
+        // Another layout or division of the rules is not a change of another program.
+        if division == self.ledger.prefix_length() {
+            report.differences = report.objects_written;
+            report.differing = script.services().iter().cloned().collect();
+        }
         Ok(report)
     }
 
-    /// Runs a script. Reads `source` to render the services whose rules the plan did not render.
-    /// Sets `changed` to the services that changed since the script was planned.
-    fn restore(
-        &self,
-        script: &Script,
-        source: Option<&dyn StateSource>,
-        changed: &mut Vec<LateChange>,
-    ) -> Result<(), DataplaneError> {
-        changed.clear();
-        self.rules.programs.restore_with(script, &mut |services, text| {
-            // Without a source, the script holds all its text.
-            let Some(source) = source else { return };
-            source.look(&mut |state, node| {
-                text.clear();
-                self.ledger.write_late(state, node, script, services, text, changed);
-            });
-        })
+    fn finish(
+        &mut self,
+        written: Result<Report, DataplaneError>,
+        services_planned: u32,
+    ) -> Result<Report, DataplaneError> {
+        match written {
+            Ok(report) => {
+                self.ledger.confirm();
+                Ok(Report { services_planned, ..report })
+            }
+            Err(error) => {
+                let error = self.rules.explain(error);
+                self.leave_out_sctp();
+                Err(error)
+            }
+        }
+    }
+
+    fn write(&mut self, script: &Script) -> Result<Report, DataplaneError> {
+        let mut report = Report::default();
+        if !script.is_empty() {
+            let kept = self.rules.programs.restore_leaving(script)?;
+            xtables::note_written(&mut report, script, kept, |table, name| self.ledger.note_undeletable(table, name));
+        }
+        Ok(report)
     }
 }

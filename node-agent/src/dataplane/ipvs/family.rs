@@ -1,21 +1,20 @@
 //! Virtual servers, sets and rules of one IP family.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
     sync::Arc,
     time::Instant,
 };
 
 use headgate_core::{
-    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, forwarding,
+    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
     ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Problem, Scheduler, ServerKey, Set},
 };
 
 use super::{
     super::{
-        Dataplane, DataplaneError, Degradation, ErrorKind, Fault, FindFaults, Maintain, Report, StateSource,
-        Statistics,
+        Dataplane, DataplaneError, Degradation, ErrorKind, Fault, Finding, Report, Statistics,
         ip_sets::of_sets,
         retries::{PAUSES, PAUSES_OF_MODULES, Retries},
         xtables::{self, Rules, bisect},
@@ -48,7 +47,7 @@ pub struct IpvsFamily {
     pub(super) rejected: Retries<Object>,
     /// Schedulers that services ask for and the kernel does not have.
     pub(super) missing_schedulers: Retries<Scheduler>,
-    /// The revision of the ledger's deferred objects that [`Maintain::deferred`] last reported.
+    /// The revision of the ledger's deferred objects that [`Dataplane::deferred`] last reported.
     pub(super) reported_revision: u64,
     /// When to check the draining destinations next.
     pub(super) drain_at: Option<Instant>,
@@ -78,7 +77,6 @@ impl IpvsFamily {
 
 impl Dataplane for IpvsFamily {
     type Kernel = Kernel;
-    type Found = Existing;
     type Plan = Plan;
 
     const NEEDS_INTERFACES: bool = true;
@@ -102,22 +100,28 @@ impl Dataplane for IpvsFamily {
         self.ledger.set_config(config)
     }
 
-    fn prepare(&mut self, kernel: &mut Kernel) -> Result<Vec<String>, DataplaneError> {
+    fn sync(&mut self, kernel: &mut Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         self.unset_parameters = kernel.prepare(&self.config.settings)?;
         kernel.device()?;
         let failed = if self.family() == Family::V6 { Sysctls::default().allow_ipv6_on_device().err() } else { None };
-        Ok(failed.into_iter().collect())
-    }
-
-    fn read(&mut self, kernel: &mut Kernel) -> Result<Existing, DataplaneError> {
-        let device = kernel.device_in_use()?;
-        let tables = self.rules.programs.existing_tables()?;
-        read::existing(kernel, device, self.family(), tables)
-    }
-
-    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Existing) -> Plan {
+        let found = self.read(kernel)?;
+        let deferred: BTreeSet<Object> = self.ledger.deferred().map(|(object, _)| object).collect();
+        let division = self.ledger.rules().prefix_length();
         let now_ms = self.now_ms();
-        self.ledger.full(state, node, found, now_ms)
+        let plan = self.ledger.full(source, &found, now_ms);
+        drop(found);
+        let is_new = |op: &&Op| op.object().is_none_or(|object| !deferred.contains(&object));
+        let ops: Vec<Op> = plan.ops().filter(is_new).copied().collect();
+        // Another layout or division of the rules is not a change of another program.
+        let is_redivided = division != self.ledger.rules().prefix_length();
+        let chains = if is_redivided { 0 } else { plan.script.chains_written() + plan.script.chains_deleted() };
+        let owners = if ops.is_empty() { HashMap::new() } else { self.ledger.owners(&ops) };
+        let differing = plan.script.services().iter().cloned().chain(owners.into_values()).collect();
+        let mut report = self.apply(kernel, plan)?;
+        self.is_synced = true;
+        report.warnings.extend(failed);
+        let differences = u32::try_from(ops.len()).unwrap_or(u32::MAX).saturating_add(chains);
+        Ok(Report { differences, differing, ..report })
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
@@ -125,33 +129,20 @@ impl Dataplane for IpvsFamily {
         self.ledger.changed(state, node, dirty, now_ms)
     }
 
-    fn apply(
-        &mut self,
-        kernel: &mut Kernel,
-        plan: Plan,
-        source: Option<&dyn StateSource>,
-    ) -> Result<Report, DataplaneError> {
+    fn apply(&mut self, kernel: &mut Kernel, plan: Plan) -> Result<Report, DataplaneError> {
         self.rules.count(&plan.script);
         let result = self.write(kernel, &plan);
-        self.is_synced |= source.is_some() && result.is_ok();
         self.plan_drain();
         result
     }
 
     /// Detects flushed rules, sets or virtual servers, and a device that somebody removed or
     /// brought up. Checks only one address and one virtual server.
-    fn check(&mut self, kernel: &mut Kernel) -> Result<Option<String>, DataplaneError> {
+    fn check(&mut self, kernel: &mut Kernel) -> Result<Finding, DataplaneError> {
         let sign = self.rules.check(self.ledger.rules().jumps())?;
         let sign = sign.map_or_else(|| self.check_device_and_sets(kernel), |sign| Ok(Some(sign)))?;
         // Before the first full sync, the ledger does not contain the objects of the kernel.
-        if sign.is_some() || !self.is_synced { Ok(sign) } else { self.check_contents(kernel) }
-    }
-
-    fn compare(&mut self, kernel: &mut Kernel) -> Result<Vec<String>, DataplaneError> {
-        let found = self.read(kernel)?;
-        let is_same = self.ledger.matches(&found);
-        let sentence = || "the kernel's virtual servers, sets, addresses or rules differ from the agent's".to_owned();
-        Ok(if is_same { Vec::new() } else { vec![sentence()] })
+        Ok(Finding::of(if sign.is_some() || !self.is_synced { sign } else { self.check_contents(kernel)? }))
     }
 
     fn decode(&mut self, kernel: &mut Kernel) -> Result<forwarding::Table, DataplaneError> {
@@ -174,19 +165,32 @@ impl Dataplane for IpvsFamily {
         self.unset_parameters.iter().cloned().map(Into::into).chain(missing).chain(without_sctp).collect()
     }
 
-    fn maintenance(&mut self) -> Option<&mut dyn Maintain<Kernel>> {
-        Some(self)
+    fn due_at(&self) -> Option<Instant> {
+        let Self { rejected, missing_schedulers, rules, drain_at, .. } = self;
+        [rejected.next_due(), missing_schedulers.next_due(), rules.sctp.retry_at(), *drain_at]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
-    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<Kernel>> {
-        Some(self)
+    fn maintain(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
+        match self.retry_schedulers(kernel, now) {
+            Err(error) if error.kind != ErrorKind::PlanAgain => Err(error),
+            found => DataplaneError::join(found, self.retry_all(kernel, now)),
+        }
     }
-}
 
-/// Searches only the iptables rules, because a script with one faulty rule is rejected as a whole.
-/// The kernel rejects virtual servers and set elements individually, so finding the faulty objects
-/// needs no search.
-impl FindFaults<Kernel> for IpvsFamily {
+    fn deferred(&mut self) -> Option<Vec<Fault>> {
+        let revision = self.ledger.deferred_revision();
+        (revision != self.reported_revision).then(|| {
+            self.reported_revision = revision;
+            self.deferred_parts()
+        })
+    }
+
+    /// Searches only the iptables rules, because a script with one faulty rule is rejected as a
+    /// whole. The kernel rejects virtual servers and set elements individually, so finding the
+    /// faulty objects needs no search.
     fn find_faults(
         &mut self,
         _: &mut Kernel,
@@ -202,6 +206,12 @@ impl FindFaults<Kernel> for IpvsFamily {
 }
 
 impl IpvsFamily {
+    fn read(&self, kernel: &mut Kernel) -> Result<Existing, DataplaneError> {
+        let device = kernel.device_in_use()?;
+        let tables = self.rules.programs.existing_tables()?;
+        read::existing(kernel, device, self.family(), tables)
+    }
+
     /// Leaves SCTP ports out of the rules while iptables cannot match SCTP on this machine.
     pub(super) fn leave_out_sctp(&mut self) {
         let leaves_out_sctp = self.rules.sctp.is_missing();

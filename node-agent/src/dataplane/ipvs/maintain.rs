@@ -12,7 +12,7 @@ use ipvs_netlink::DestinationEntry;
 use tracing::info;
 
 use super::{
-    super::{DataplaneError, ErrorKind, Fault, Maintain},
+    super::{DataplaneError, ErrorKind},
     IpvsFamily, convert,
     kernel::{Kernel, of_ipvs},
     probe,
@@ -21,38 +21,13 @@ use super::{
 /// The interval at which the dataplane reads the number of connections of draining destinations.
 const DRAIN_INTERVAL: Duration = Duration::from_secs(5);
 
-impl Maintain<Kernel> for IpvsFamily {
-    fn due_at(&self) -> Option<Instant> {
-        let Self { rejected, missing_schedulers, rules, drain_at, .. } = self;
-        [rejected.next_due(), missing_schedulers.next_due(), rules.sctp.retry_at(), *drain_at]
-            .into_iter()
-            .flatten()
-            .min()
-    }
-
-    fn maintain(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
-        match self.retry_schedulers(kernel, now) {
-            Err(error) if error.kind != ErrorKind::PlanAgain => Err(error),
-            found => DataplaneError::join(found, self.retry_all(kernel, now)),
-        }
-    }
-
-    fn deferred(&mut self) -> Option<Vec<Fault>> {
-        let revision = self.ledger.deferred_revision();
-        (revision != self.reported_revision).then(|| {
-            self.reported_revision = revision;
-            self.deferred_parts()
-        })
-    }
-}
-
 impl IpvsFamily {
     /// Checks whether the kernel now has schedulers that were missing.
     ///
     /// # Errors
     /// [`ErrorKind::PlanAgain`] if the kernel has a scheduler that was missing. The error contains
     /// the services that ask for this scheduler. Other kinds mean that the check failed.
-    fn retry_schedulers(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
+    pub(super) fn retry_schedulers(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
         let (mut found, mut services) = (Vec::new(), BTreeSet::new());
         for scheduler in self.missing_schedulers.due(now) {
             match probe::require_scheduler(kernel.ipvs()?, scheduler) {
@@ -75,7 +50,7 @@ impl IpvsFamily {
         Err(DataplaneError::plan_again(message, services))
     }
 
-    fn retry_all(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
+    pub(super) fn retry_all(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
         if self.drain_at.is_some_and(|at| at <= now) {
             self.drain_at = None;
             let drained = self.drain(kernel);

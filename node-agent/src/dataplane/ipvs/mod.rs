@@ -2,7 +2,7 @@
 //! iptables rules with `iptables-restore`.
 //!
 //! A change writes only the objects that differ. The dataplane reads all objects from the kernel
-//! only for a full sync or a comparison in the background. If the kernel rejects a single object,
+//! only for a full sync. If the kernel rejects a single object,
 //! all other objects are still written.
 
 mod cleanup;

@@ -5,7 +5,6 @@
 //! writes endpoints in transactions of their own ([`bulk`]).
 
 mod bulk;
-mod compare;
 mod connection;
 mod datagrams;
 mod dump;
@@ -29,10 +28,15 @@ pub use nftables_netlink::Feature;
 pub use service_counters::{Counts, ServiceCounters, read_counters};
 pub(super) use watch::{Syncs, Watch};
 
-use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+    sync::Arc,
+    time::Instant,
+};
 
 use headgate_core::{
-    Dirty, Family, LoadBalancing, NodeFacts, State, forwarding,
+    Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
     nftables::{Existing, Ledger, Lookup, NftablesConfig, Plan},
@@ -40,11 +44,10 @@ use headgate_core::{
 use nftables_netlink::{Nftables, NftablesError, Transaction, probe};
 
 use self::{
-    compare::{Comparison, Programmed},
-    layout::{Layout, LayoutConfig, table_name},
+    layout::{Layout, LayoutConfig, picks::is_clients_map, table_name},
     quarantine::Rejected,
 };
-use super::{Dataplane, DataplaneError, DualStack, ErrorKind, FindFaults, Maintain, Report, StateSource, Statistics};
+use super::{Dataplane, DataplaneError, DualStack, ErrorKind, Fault, Finding, Report, Statistics};
 use crate::{node_inputs::NodeInputs, sysctl::route_localnet};
 
 /// The configuration of both families.
@@ -94,7 +97,6 @@ pub struct NftablesFamily {
     replies_to_ping: bool,
     /// The layout that is in the kernel.
     layout: Layout,
-    comparison: Comparison,
     /// The elements that the kernel rejected in the last full sync.
     rejected: Rejected,
     /// When to write the addresses of the node, because they changed.
@@ -211,7 +213,6 @@ pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> Nf
             ledger: Ledger::new(core),
             layout_config,
             layout: Layout::default(),
-            comparison: Comparison::default(),
             rejected: Rejected::new(),
             replies_to_ping,
             addresses_due_at: None,
@@ -222,7 +223,6 @@ pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> Nf
 
 impl Dataplane for NftablesFamily {
     type Kernel = Connection;
-    type Found = Found;
     type Plan = Step;
 
     const NEEDS_INTERFACES: bool = true;
@@ -258,45 +258,23 @@ impl Dataplane for NftablesFamily {
         is_new
     }
 
-    fn prepare(&mut self, _kernel: &mut Connection) -> Result<Vec<String>, DataplaneError> {
-        let failed = if self.layout_config.has_loopback_guard() { route_localnet().err() } else { None };
-        Ok(failed.into_iter().collect())
-    }
-
     fn starts_with_first_services(&self, kernel: &mut Connection) -> Result<bool, DataplaneError> {
         let table = kernel.reader()?.table(&table_name(self.family()));
         Ok(table.map_err(|error| failure("reading the table of this agent", &error))?.is_none())
     }
 
-    fn read(&mut self, kernel: &mut Connection) -> Result<Found, DataplaneError> {
-        let owns_tables = kernel.owns_tables();
-        if let Some(watch) = kernel.watch() {
-            watch.forget(self.family());
-        }
-        read::everything(kernel.reader()?, self.family(), owns_tables)
-            .map_err(|error| failure("reading the table of this agent", &error))
-    }
-
-    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Found) -> Step {
-        self.addresses_due_at = None;
-        let family = self.family();
-        let own = node.addresses.iter().find(|address| Family::of(**address) == family);
-        self.layout_config.ping_answered_by = own.filter(|_| self.replies_to_ping).copied();
-        let mut plan = self.ledger.full(state, node, std::mem::take(&mut found.existing));
-        let mut layout = Layout::new(&self.layout_config, self.ledger.shape());
-        if found.is_foreign || !found.layout.can_become(&layout) {
-            // The table is written anew, in the same transaction.
-            found.is_foreign = true;
-            found.layout = Layout::default();
-            plan = self.ledger.full(state, node, Existing::default());
-            layout = Layout::new(&self.layout_config, self.ledger.shape());
-        }
-        Step {
-            plan,
-            layout: Some(layout),
-            found: Some(std::mem::take(&mut found.layout)),
-            replaces_table: found.has_table && found.is_foreign,
-        }
+    fn sync(&mut self, kernel: &mut Connection, source: &dyn StateSource) -> Result<Report, DataplaneError> {
+        let failed = if self.layout_config.has_loopback_guard() { route_localnet().err() } else { None };
+        let found = self.read(kernel)?;
+        let rules = self.layout.differences(&found.layout).len();
+        let step = self.plan_full(source, found);
+        let Plan { add, delete, .. } = &step.plan;
+        let differences = u32::try_from(rules + add.len() + delete.len()).unwrap_or(u32::MAX);
+        let differing =
+            if add.is_empty() { Vec::new() } else { self.ledger.services_of(&add.iter().copied().collect()) };
+        let mut report = self.apply(kernel, step)?;
+        report.warnings.extend(failed);
+        Ok(Report { differences, differing: differing.into_iter().collect(), ..report })
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Step {
@@ -305,12 +283,7 @@ impl Dataplane for NftablesFamily {
         Step { plan, layout, ..Step::default() }
     }
 
-    fn apply(
-        &mut self,
-        kernel: &mut Connection,
-        step: Step,
-        _source: Option<&dyn StateSource>,
-    ) -> Result<Report, DataplaneError> {
+    fn apply(&mut self, kernel: &mut Connection, step: Step) -> Result<Report, DataplaneError> {
         let family = self.family();
         let table = table_name(family);
         let Step { mut plan, layout, found, replaces_table } = step;
@@ -355,28 +328,21 @@ impl Dataplane for NftablesFamily {
         Ok(report)
     }
 
-    fn check(&mut self, kernel: &mut Connection) -> Result<Option<String>, DataplaneError> {
-        let table = table_name(self.family());
+    fn check(&mut self, kernel: &mut Connection) -> Result<Finding, DataplaneError> {
+        let (family, table) = (self.family(), table_name(self.family()));
         let chains = kernel.reader()?.chains(&table).map_err(|error| failure("listing chains", &error))?;
         let missing = self.layout.chains.keys().find(|name| chains.iter().all(|chain| chain.object.name != **name));
         if chains.is_empty() {
-            return Ok(Some(format!("the table {table} is missing")));
+            return Ok(Finding::Changed(format!("the table {table} is missing")));
         }
         if let Some(chain) = missing {
-            return Ok(Some(format!("the chain {chain} of the table {table} is missing")));
+            return Ok(Finding::Changed(format!("the chain {chain} of the table {table} is missing")));
         }
-        if self.layout.chains.is_empty() {
-            // Before the first sync, the records are empty.
-            return Ok(None);
-        }
-        self.check_notifications(kernel)
-    }
-
-    fn compare(&mut self, kernel: &mut Connection) -> Result<Vec<String>, DataplaneError> {
-        let metrics = kernel.metrics.clone();
-        let Self { layout_config: config, layout, ledger, comparison, .. } = self;
-        let compared = comparison.next(kernel.reader()?, Programmed { config, layout, ledger, metrics: &metrics });
-        compared.map_err(|error| failure("comparing the table of this agent", &error))
+        // Before the first sync, the records are empty.
+        let Some(watch) = kernel.watch().filter(|_| !self.layout.chains.is_empty()) else { return Ok(Finding::Intact) };
+        let is_lost = watch.take_lost(family);
+        let without_change = if is_lost { Finding::Unknown } else { Finding::Intact };
+        Ok(watch.foreign_change(family).map_or(without_change, Finding::Changed))
     }
 
     fn decode(&mut self, kernel: &mut Connection) -> Result<forwarding::Table, DataplaneError> {
@@ -394,20 +360,10 @@ impl Dataplane for NftablesFamily {
         })
     }
 
-    fn maintenance(&mut self) -> Option<&mut dyn Maintain<Connection>> {
-        Some(self)
-    }
-
-    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<Connection>> {
-        Some(self)
-    }
-
     fn statistics(&self) -> Statistics {
         Statistics { no_local: self.ledger.no_local_endpoints(), ..Statistics::default() }
     }
-}
 
-impl Maintain<Connection> for NftablesFamily {
     fn due_at(&self) -> Option<Instant> {
         self.addresses_due_at
     }
@@ -429,6 +385,19 @@ impl Maintain<Connection> for NftablesFamily {
         self.layout = layout;
         Ok(())
     }
+
+    fn find_faults(
+        &mut self,
+        kernel: &mut Connection,
+        source: &dyn StateSource,
+        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
+    ) -> Result<Vec<Fault>, DataplaneError> {
+        self.search(kernel, source, suspects)
+    }
+
+    fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        self.ledger.set_quarantined(services);
+    }
 }
 
 impl NftablesFamily {
@@ -438,24 +407,45 @@ impl NftablesFamily {
         self.layout_config.listeners = listeners;
     }
 
-    /// Returns a change of another program that a notification reported. If notifications were
-    /// lost, compares everything, and returns the first difference.
-    fn check_notifications(&self, kernel: &mut Connection) -> Result<Option<String>, DataplaneError> {
-        let family = self.family();
-        let Some(watch) = kernel.watch() else { return Ok(None) };
-        let change = watch.foreign_change(family);
-        if change.is_some() || !watch.take_lost(family) {
-            return Ok(change);
+    /// Reads all objects of this family, and counts the clients in the maps of affinity.
+    fn read(&self, kernel: &mut Connection) -> Result<Found, DataplaneError> {
+        let (family, owns_tables) = (self.family(), kernel.owns_tables());
+        if let Some(watch) = kernel.watch() {
+            watch.forget(family);
         }
-        let metrics = kernel.metrics.clone();
-        let Self { layout_config: config, layout, ledger, .. } = self;
-        let programmed = Programmed { config, layout, ledger, metrics: &metrics };
-        let compared = compare::everything(kernel.reader()?, programmed).inspect_err(|_| {
-            // The next check compares again.
-            kernel.watch().into_iter().for_each(|watch| watch.note_lost(family));
+        let (metrics, reader) = (kernel.metrics.clone(), kernel.reader()?);
+        let failed = |error| failure("reading the table of this agent", &error);
+        let found = read::everything(reader, family, owns_tables).map_err(failed)?;
+        for map in found.layout.sets.values().filter(|set| is_clients_map(&set.name)) {
+            let mut clients = 0;
+            reader.each_element(&table_name(family), &map.name, |_| clients += 1).map_err(failed)?;
+            metrics.set_affinity(family, &map.name, clients, map.size.unwrap_or_default());
+        }
+        Ok(found)
+    }
+
+    /// Plans the changes from `found` to the state.
+    fn plan_full(&mut self, source: &dyn StateSource, mut found: Found) -> Step {
+        self.addresses_due_at = None;
+        let family = self.family();
+        source.look(&mut |_, node, _| {
+            let own = node.addresses.iter().find(|address| Family::of(**address) == family);
+            self.layout_config.ping_answered_by = own.filter(|_| self.replies_to_ping).copied();
         });
-        let differences = compared.map_err(|error| failure("comparing the table of this agent", &error))?;
-        metrics.drift.inc_by(differences.len() as u64);
-        Ok(differences.into_iter().next())
+        let mut plan = self.ledger.full(source, found.existing);
+        let mut layout = Layout::new(&self.layout_config, self.ledger.shape());
+        if found.is_foreign || !found.layout.can_become(&layout) {
+            // The table is written anew, in the same transaction.
+            found.is_foreign = true;
+            found.layout = Layout::default();
+            plan = self.ledger.full(source, Existing::default());
+            layout = Layout::new(&self.layout_config, self.ledger.shape());
+        }
+        Step {
+            plan,
+            layout: Some(layout),
+            found: Some(found.layout),
+            replaces_table: found.has_table && found.is_foreign,
+        }
     }
 }

@@ -7,11 +7,11 @@ use std::{
     sync::Arc,
 };
 
-use headgate_core::{Family, ServiceKey, nftables::Element};
+use headgate_core::{Family, ServiceKey, StateSource, nftables::Element};
 use nftables_netlink::{NftablesError, Transaction};
 
 use super::{
-    super::{DataplaneError, ErrorKind, Fault, FindFaults, StateSource},
+    super::{DataplaneError, ErrorKind, Fault},
     Connection, NftablesFamily, elements, failure,
     layout::{Layout, table_name},
 };
@@ -54,10 +54,9 @@ impl NftablesFamily {
         }
         faults
     }
-}
 
-impl FindFaults<Connection> for NftablesFamily {
-    fn find_faults(
+    /// See [`Dataplane::find_faults`](super::super::Dataplane::find_faults).
+    pub(super) fn search(
         &mut self,
         kernel: &mut Connection,
         source: &dyn StateSource,
@@ -72,7 +71,7 @@ impl FindFaults<Connection> for NftablesFamily {
         let mut faults = Vec::new();
         for service in suspects.into_iter().flatten() {
             let mut plan = None;
-            source.look(&mut |state, node| {
+            source.look(&mut |state, node, _| {
                 plan = Some(self.ledger.trial(state, node, &BTreeSet::from([Arc::clone(service)])));
             });
             let Some(plan) = plan else { continue };
@@ -89,9 +88,5 @@ impl FindFaults<Connection> for NftablesFamily {
             }
         }
         Ok(faults)
-    }
-
-    fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
-        self.ledger.set_quarantined(services);
     }
 }

@@ -128,11 +128,6 @@ impl Watch {
         seen.lost.len() < before
     }
 
-    /// Notes that notifications about the table of a family may have been lost.
-    pub(super) fn note_lost(&self, family: Family) {
-        lock(&self.seen).lost.push(family);
-    }
-
     /// Forgets what was seen about a family. The caller reads everything afterwards.
     pub(super) fn forget(&self, family: Family) {
         lock(&self.seen).changes.remove(&family);

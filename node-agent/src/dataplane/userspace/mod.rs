@@ -19,13 +19,14 @@ pub(crate) use route::routes;
 pub(crate) use set_gate::gates;
 
 use std::{
+    cell::RefCell,
     collections::BTreeSet,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use headgate_core::{
-    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, forwarding,
+    Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
     userspace::{Ledger, Operation, Plan},
 };
 use headgate_userspace::{TcpSettings, UdpSettings};
@@ -38,10 +39,8 @@ use self::{
     set_gate::SetGate,
 };
 use super::{
-    ConnectionProxy, Dataplane, DataplaneError, Degradation, DualStack, Fault, FindFaults, KernelHandle, Leftover,
-    Maintain, Report, StateSource, Statistics, Wake,
+    Dataplane, DataplaneError, Degradation, DualStack, Fault, Finding, Leftover, Report, Statistics,
     iptables::{self, IptablesFamily, Variant},
-    metrics::DataplaneMetrics,
     nftables::{self, NftablesFamily},
     xtables::{self, Flushes},
 };
@@ -78,30 +77,6 @@ impl Default for ProxySettings {
         let TcpSettings { connect_timeout, idle_timeout, .. } = TcpSettings::default();
         let udp_idle_timeout = UdpSettings::default().idle_timeout;
         Self { has_access_log: false, connect_timeout, idle_timeout, udp_idle_timeout }
-    }
-}
-
-/// The connection of the rules to the kernel, and the proxy that both families share.
-pub struct UserspaceKernel<K> {
-    rules: K,
-    proxy: Arc<Proxy>,
-}
-
-impl<K: KernelHandle> KernelHandle for UserspaceKernel<K> {
-    fn reset(&mut self) {
-        self.rules.reset();
-    }
-
-    fn follow(&mut self, wake: Wake, metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
-        self.rules.follow(wake, metrics)
-    }
-
-    fn note_sync(&self) {
-        self.rules.note_sync();
-    }
-
-    fn proxy(&self) -> Option<Arc<dyn ConnectionProxy>> {
-        Some(Arc::clone(&self.proxy) as Arc<dyn ConnectionProxy>)
     }
 }
 
@@ -172,7 +147,7 @@ fn assemble<R: GatedRules>(
 ) -> Result<DualStack<UserspaceFamily<R>>, DataplaneError> {
     let (proxy, listeners) = Proxy::start(&families, connect, settings)?;
     let proxy = Arc::new(proxy);
-    let kernel = UserspaceKernel { rules, proxy: Arc::clone(&proxy) };
+    let carrier = Arc::clone(&proxy);
     let make = |family| {
         let mut direct = make_direct(family);
         direct.set_listeners(listeners.get(&family).cloned().unwrap_or_default());
@@ -185,12 +160,11 @@ fn assemble<R: GatedRules>(
         }
     };
     own.push(routes());
-    Ok(DualStack::assemble(name, kernel, own, families, make))
+    Ok(DualStack::assemble(name, rules, own, families, make).with_proxy(carrier))
 }
 
 impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
-    type Kernel = UserspaceKernel<R::Kernel>;
-    type Found = R::Found;
+    type Kernel = R::Kernel;
     type Plan = Step<R::Plan>;
 
     /// The proxy needs the addresses of the node.
@@ -210,21 +184,20 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
         self.direct.configure(inputs)
     }
 
-    fn prepare(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<Vec<String>, DataplaneError> {
+    fn starts_with_first_services(&self, kernel: &mut R::Kernel) -> Result<bool, DataplaneError> {
+        self.direct.starts_with_first_services(kernel)
+    }
+
+    fn sync(&mut self, kernel: &mut R::Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         self.direct.prepare_gate()?;
-        self.direct.prepare(&mut kernel.rules)
-    }
-
-    fn starts_with_first_services(&self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<bool, DataplaneError> {
-        self.direct.starts_with_first_services(&mut kernel.rules)
-    }
-
-    fn read(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<R::Found, DataplaneError> {
-        self.direct.read(&mut kernel.rules)
-    }
-
-    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut R::Found) -> Step<R::Plan> {
-        Step { direct: self.direct.plan_full(state, node, found), pools: self.ledger.full(state, node) }
+        let pools = self.ledger.full(source);
+        let Self { ledger, proxy, datagrams, obsolete, .. } = self;
+        let proxied = RefCell::new(Proxied { ledger, proxy, datagrams, obsolete });
+        proxied.borrow_mut().execute(pools);
+        let report = self.direct.sync(kernel, &Ahead { source, proxied })?;
+        self.finish(kernel, true)?;
+        self.proxy.serve(self.family());
+        Ok(report)
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Step<R::Plan> {
@@ -235,40 +208,43 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
     /// rules do not.
     fn apply(
         &mut self,
-        kernel: &mut UserspaceKernel<R::Kernel>,
-        step: Step<R::Plan>,
-        source: Option<&dyn StateSource>,
+        kernel: &mut R::Kernel,
+        Step { direct, pools }: Step<R::Plan>,
     ) -> Result<Report, DataplaneError> {
-        let Step { direct, pools } = step;
         self.obsolete.extend(pools.after);
         self.proxy.execute(pools.before, &mut self.datagrams);
-        let report = self.direct.apply(&mut kernel.rules, direct, source)?;
-        self.proxy.execute(std::mem::take(&mut self.obsolete), &mut self.datagrams);
-        self.datagrams.write(&self.proxy.udp, &self.direct, &mut kernel.rules, source.is_some())?;
-        if source.is_some() {
-            self.proxy.serve(self.family());
-        }
+        let report = self.direct.apply(kernel, direct)?;
+        self.finish(kernel, false)?;
         Ok(report)
     }
 
-    fn check(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<Option<String>, DataplaneError> {
-        self.direct.check(&mut kernel.rules)
+    fn check(&mut self, kernel: &mut R::Kernel) -> Result<Finding, DataplaneError> {
+        self.direct.check(kernel)
     }
 
-    fn compare(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<Vec<String>, DataplaneError> {
-        self.direct.compare(&mut kernel.rules)
+    fn decode(&mut self, kernel: &mut R::Kernel) -> Result<forwarding::Table, DataplaneError> {
+        self.direct.decode(kernel)
     }
 
-    fn decode(&mut self, kernel: &mut UserspaceKernel<R::Kernel>) -> Result<forwarding::Table, DataplaneError> {
-        self.direct.decode(&mut kernel.rules)
+    fn due_at(&self) -> Option<Instant> {
+        self.direct.due_at()
     }
 
-    fn maintenance(&mut self) -> Option<&mut dyn Maintain<UserspaceKernel<R::Kernel>>> {
-        Some(self)
+    fn maintain(&mut self, kernel: &mut R::Kernel, now: Instant) -> Result<(), DataplaneError> {
+        self.direct.maintain(kernel, now)
     }
 
-    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<UserspaceKernel<R::Kernel>>> {
-        Some(self)
+    fn find_faults(
+        &mut self,
+        kernel: &mut R::Kernel,
+        source: &dyn StateSource,
+        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
+    ) -> Result<Vec<Fault>, DataplaneError> {
+        self.direct.find_faults(kernel, source, suspects)
+    }
+
+    fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        self.direct.set_quarantined(services);
     }
 
     fn statistics(&self) -> Statistics {
@@ -283,27 +259,43 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
     }
 }
 
-impl<R: GatedRules> Maintain<UserspaceKernel<R::Kernel>> for UserspaceFamily<R> {
-    fn due_at(&self) -> Option<Instant> {
-        self.direct.due_at()
-    }
-
-    fn maintain(&mut self, kernel: &mut UserspaceKernel<R::Kernel>, now: Instant) -> Result<(), DataplaneError> {
-        self.direct.maintain(&mut kernel.rules, now)
+impl<R: GatedRules> UserspaceFamily<R> {
+    /// Removes what the rules do not lead to any more, and redirects datagrams.
+    fn finish(&mut self, kernel: &mut R::Kernel, is_full: bool) -> Result<(), DataplaneError> {
+        self.proxy.execute(std::mem::take(&mut self.obsolete), &mut self.datagrams);
+        self.datagrams.write(&self.proxy.udp, &self.direct, kernel, is_full)
     }
 }
 
-impl<R: GatedRules> FindFaults<UserspaceKernel<R::Kernel>> for UserspaceFamily<R> {
-    fn find_faults(
-        &mut self,
-        kernel: &mut UserspaceKernel<R::Kernel>,
-        source: &dyn StateSource,
-        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
-    ) -> Result<Vec<Fault>, DataplaneError> {
-        self.direct.find_faults(&mut kernel.rules, source, suspects)
-    }
+/// The part of a family that the proxy needs.
+struct Proxied<'a> {
+    ledger: &'a mut Ledger,
+    proxy: &'a Proxy,
+    datagrams: &'a mut Listeners,
+    obsolete: &'a mut Vec<Operation>,
+}
 
-    fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
-        self.direct.set_quarantined(services);
+impl Proxied<'_> {
+    fn execute(&mut self, pools: Plan) {
+        self.obsolete.extend(pools.after);
+        self.proxy.execute(pools.before, self.datagrams);
+    }
+}
+
+/// A source for full syncs of rules. What changes during the sync reaches the proxy before the
+/// rules.
+struct Ahead<'a> {
+    source: &'a dyn StateSource,
+    proxied: RefCell<Proxied<'a>>,
+}
+
+impl StateSource for Ahead<'_> {
+    fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty)) {
+        let (mut proxied, mut pools) = (self.proxied.borrow_mut(), Plan::default());
+        self.source.look(&mut |state, node, changed| {
+            pools = proxied.ledger.changed(state, node, changed);
+            read(state, node, changed);
+        });
+        proxied.execute(pools);
     }
 }

@@ -10,7 +10,7 @@ use headgate_core::{
 
 use super::{
     super::{
-        Dataplane, DataplaneError, FindFaults, Maintain,
+        Dataplane, DataplaneError,
         iptables::IptablesFamily,
         nftables::{self, Connection, NftablesFamily, Redirect},
     },
@@ -18,9 +18,7 @@ use super::{
 };
 
 /// Rules that lead to the proxy while the gate is closed, and else straight to endpoints.
-pub trait GatedRules:
-    Dataplane + Maintain<<Self as Dataplane>::Kernel> + FindFaults<<Self as Dataplane>::Kernel>
-{
+pub trait GatedRules: Dataplane {
     /// How the rules choose the listener of a connection.
     const LISTENING: Listening;
 

@@ -2,10 +2,10 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use headgate_core::{Family, ServiceKey, State, iptables::Ledger};
+use headgate_core::{Family, ServiceKey, StateSource, iptables::Ledger};
 
 use super::{
-    super::{DataplaneError, ErrorKind, Fault, StateSource},
+    super::{DataplaneError, ErrorKind, Fault},
     programs::Programs,
 };
 use crate::bisect;
@@ -28,7 +28,7 @@ pub(in crate::dataplane) fn find_faults(
     };
     let attempt = |services: &[Arc<ServiceKey>]| {
         let mut trial = None;
-        source.look(&mut |state, node| trial = Some(ledger.trial(state, node, services)));
+        source.look(&mut |state, node, _| trial = Some(ledger.trial(state, node, services)));
         let Some(trial) = trial else { return Ok(None) };
         match programs.restore(&trial) {
             Ok(()) => Ok(None),
@@ -43,7 +43,7 @@ pub(in crate::dataplane) fn find_faults(
 
 fn all_services(ledger: &Ledger, source: &dyn StateSource) -> Vec<Arc<ServiceKey>> {
     let mut services = Vec::new();
-    source.look(&mut |state: &State, _| {
+    source.look(&mut |state, _, _| {
         services = state.entries().map(|(key, _)| Arc::clone(key)).filter(|key| !ledger.is_quarantined(key)).collect();
     });
     services.sort_unstable();

@@ -1,18 +1,13 @@
 //! Runs the iptables programs: `iptables-save` to read, `iptables-restore --noflush` to write.
 
 use std::{
-    borrow::Cow,
     io::{self, BufRead as _, BufReader, BufWriter, Write as _},
-    process::{Command, Output, Stdio},
-    sync::Arc,
+    process::{Child, ChildStdin, Command, Output, Stdio},
 };
 
 use headgate_core::{
-    Family, ServiceKey,
-    iptables::{
-        Existing, ExistingReader, Ledger, Script, Table,
-        script::{Piece, Writing},
-    },
+    Family,
+    iptables::{Existing, ExistingReader, Ledger, Script, Table},
 };
 
 use super::super::{DataplaneError, ErrorKind};
@@ -25,10 +20,6 @@ const EXIT_PARAMETER_PROBLEM: i32 = 2;
 
 /// Exit status of an iptables program that did not get the lock (xtables.h, RESOURCE_PROBLEM).
 const EXIT_RESOURCE_PROBLEM: i32 = 4;
-
-/// Renders the chains of the services into the string. [`Programs::restore_with`] calls this
-/// function for services whose chains were not rendered when the script was planned.
-pub(in crate::dataplane) type Render<'a> = dyn FnMut(&[Arc<ServiceKey>], &mut String) + 'a;
 
 /// Which variant of iptables writes the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
@@ -60,13 +51,13 @@ impl Programs {
         self.family
     }
 
-    /// How a full sync passes the rules of all services to these programs.
+    /// True if a full sync may write the rules of all services in many steps.
     ///
     /// Until a commit, the nft variant keeps its input in memory, about 1.5 KB per rule. It becomes
     /// slower as this memory grows, so the rules are committed in many steps. The legacy variant
     /// reads and writes the whole table at each commit, so many steps would be too slow.
-    pub(in crate::dataplane) fn writing(&self) -> Writing {
-        if self.variant == "nft" { Writing::LateInSteps } else { Writing::Late }
+    pub(in crate::dataplane) fn can_write_in_parts(&self) -> bool {
+        self.variant == "nft"
     }
 
     fn name(&self, tool: &str) -> String {
@@ -144,21 +135,16 @@ impl Programs {
         self.variant != "legacy" || exists()
     }
 
-    /// Runs a script that holds all its text. The changes of one table are applied completely or
-    /// not at all.
+    /// Runs a script. The changes of one table are applied completely or not at all.
     pub(in crate::dataplane) fn restore(&self, script: &Script) -> Result<(), DataplaneError> {
-        self.restore_with(script, &mut |_, _| {})
+        let mut restore = self.start()?;
+        restore.write(script);
+        restore.finish(Some(script))
     }
 
-    /// Runs a script. `render` writes the chains that were not rendered when the script was
-    /// planned.
-    pub(in crate::dataplane) fn restore_with(
-        &self,
-        script: &Script,
-        render: &mut Render<'_>,
-    ) -> Result<(), DataplaneError> {
+    /// Starts the program that runs scripts.
+    pub(in crate::dataplane) fn start(&self) -> Result<Restore, DataplaneError> {
         let program = self.name("restore");
-        tracing::trace!(%program, %script, "restoring");
         let mut child = Command::new(&program)
             .args(["--noflush", "-w", LOCK_WAIT_SECONDS])
             .stdin(Stdio::piped())
@@ -166,18 +152,8 @@ impl Programs {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| start_error(&program, &error))?;
-        let mut late_lines = Vec::new();
-        let written =
-            child.stdin.take().map_or(Ok(()), |stdin| write_pieces(stdin, script, &mut *render, &mut late_lines));
-        let output = child.wait_with_output().map_err(|error| start_error(&program, &error))?;
-        if !output.status.success() {
-            return Err(classify(failure(&program, &offending_line(script, render, &late_lines, &output), &output)));
-        }
-        // If the program did not read the whole script, its success does not mean that the rules
-        // are complete.
-        written.map_err(|error| {
-            DataplaneError::new(ErrorKind::NeedsFullSync, format!("{program}: cannot write rules: {error}"))
-        })
+        let stdin = child.stdin.take().map(|stdin| BufWriter::with_capacity(64 << 10, stdin));
+        Ok(Restore { program, child, stdin, written: Ok(()) })
     }
 
     /// Tries a script that writes only to canary chains, which packets do not reach, and then
@@ -233,28 +209,37 @@ impl Programs {
     }
 }
 
-/// Writes a script. After each call of `render`, appends the number of rendered lines to
-/// `late_lines`.
-fn write_pieces(
-    stdin: impl io::Write,
-    script: &Script,
-    render: &mut Render<'_>,
-    late_lines: &mut Vec<usize>,
-) -> io::Result<()> {
-    let mut writer = BufWriter::with_capacity(64 << 10, stdin);
-    let mut late = String::new();
-    for piece in script.pieces() {
-        match piece {
-            Piece::Text(text) => writer.write_all(text.as_bytes())?,
-            Piece::Services(services) => {
-                late.clear();
-                render(services, &mut late);
-                late_lines.push(late.lines().count());
-                writer.write_all(late.as_bytes())?;
-            }
+/// A program that runs one script after the other.
+pub(in crate::dataplane) struct Restore {
+    program: String,
+    child: Child,
+    stdin: Option<BufWriter<ChildStdin>>,
+    written: io::Result<()>,
+}
+
+impl Restore {
+    /// Passes a script to the program.
+    pub(in crate::dataplane) fn write(&mut self, script: &Script) {
+        tracing::trace!(program = self.program, %script, "restoring");
+        if let (Some(stdin), Ok(())) = (&mut self.stdin, &self.written) {
+            self.written = script.pieces().try_for_each(|piece| stdin.write_all(piece.as_bytes()));
         }
     }
-    writer.flush()
+
+    /// Waits until the program has run all scripts. If `script` is the only one, the error names
+    /// the rejected line.
+    pub(in crate::dataplane) fn finish(mut self, script: Option<&Script>) -> Result<(), DataplaneError> {
+        let flushed = self.stdin.take().map_or(Ok(()), |mut stdin| stdin.flush());
+        let output = self.child.wait_with_output().map_err(|error| start_error(&self.program, &error))?;
+        if !output.status.success() {
+            return Err(classify(failure(&self.program, &offending_line(script, &output), &output)));
+        }
+        // If the program did not read the whole script, its success does not mean that the rules
+        // are complete.
+        self.written.and(flushed).map_err(|error| {
+            DataplaneError::new(ErrorKind::NeedsFullSync, format!("{}: cannot write rules: {error}", self.program))
+        })
+    }
 }
 
 /// Splits a rule into words. A quoted comment is one word.
@@ -308,7 +293,7 @@ fn failure(program: &str, what: &str, output: &Output) -> DataplaneError {
 
 /// Describes the line of the script that the program rejects. The program prints the number of this
 /// line, such as `line 17 failed` or `Error occurred at line: 17`.
-fn offending_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], output: &Output) -> String {
+fn offending_line(script: Option<&Script>, output: &Output) -> String {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let number = stderr.lines().find_map(|line| {
         let (_, rest) = line.split_once("line")?;
@@ -316,36 +301,8 @@ fn offending_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize]
             rest.chars().skip_while(|c| !c.is_ascii_digit()).take_while(char::is_ascii_digit).collect();
         digits.parse::<usize>().ok()
     });
-    let line = number.and_then(|number| nth_line(script, render, late_lines, number.checked_sub(1)?));
+    let line = number.and_then(|number| script?.pieces().flat_map(str::lines).nth(number.checked_sub(1)?));
     line.map_or_else(|| "rules rejected".to_owned(), |line| format!("rejected `{line}`"))
-}
-
-/// Returns a line of a script, counted from 0. Calls `render` again for the parts that were
-/// rendered while the script was written. Returns `None` if such a part now has a different number
-/// of lines.
-fn nth_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], mut index: usize) -> Option<String> {
-    let mut late_lines = late_lines.iter();
-    for piece in script.pieces() {
-        let (text, lines) = match piece {
-            Piece::Text(text) => (Cow::Borrowed(text), text.lines().count()),
-            Piece::Services(services) => {
-                let lines = *late_lines.next()?;
-                let mut text = String::new();
-                if index < lines {
-                    render(services, &mut text);
-                    if text.lines().count() != lines {
-                        return None;
-                    }
-                }
-                (Cow::Owned(text), lines)
-            }
-        };
-        if index < lines {
-            return text.lines().nth(index).map(str::to_owned);
-        }
-        index -= lines;
-    }
-    None
 }
 
 #[cfg(test)]

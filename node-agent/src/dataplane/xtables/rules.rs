@@ -1,6 +1,8 @@
 //! Reads and writes the rules of one family: the rules of the iptables dataplane, or the iptables
 //! rules of the IPVS dataplane.
 
+use std::convert::Infallible;
+
 use headgate_core::iptables::{
     ExistingReader, ExistingTables, Jump, Ledger, Script, Table, beside_ipvs, names::CANARY,
 };
@@ -10,6 +12,7 @@ use super::{
     super::{DataplaneError, ErrorKind},
     programs::Programs,
 };
+use crate::bisect;
 
 /// A chain that the kernel refuses to delete.
 #[derive(Debug)]
@@ -45,54 +48,37 @@ impl Programs {
     /// a chain while a rule of somebody else jumps to it. Such a chain stays in the kernel, without
     /// rules. Everything else is written.
     pub(in crate::dataplane) fn restore_leaving(&self, script: &Script) -> Result<Vec<Kept>, DataplaneError> {
-        self.restore_leaving_by(script, &mut |script| self.restore(script))
-    }
-
-    /// Like [`Self::restore_leaving`], but calls `restore` to run the script. If the script fails,
-    /// calls `restore` again with the script without its deletions.
-    pub(in crate::dataplane) fn restore_leaving_by(
-        &self,
-        script: &Script,
-        restore: &mut dyn FnMut(&Script) -> Result<(), DataplaneError>,
-    ) -> Result<Vec<Kept>, DataplaneError> {
-        let rejected = match restore(script) {
+        let rejected = match self.restore(script) {
             Ok(()) => return Ok(Vec::new()),
             Err(error) if script.chains_deleted() == 0 || error.kind == ErrorKind::Unavailable => return Err(error),
             Err(error) => error,
         };
         let (writes, deletions) = script.clone().split_deletions();
         if !writes.is_empty() {
-            restore(&writes)?;
+            self.restore(&writes)?;
         }
         tracing::debug!(error = %rejected, "deleting chains one by one");
-        let mut kept = Vec::new();
-        self.delete_chains(&deletions, &mut kept);
-        Ok(kept)
+        Ok(self.delete_chains(&deletions))
     }
 
-    /// Deletes as many chains as possible. If the kernel refuses, splits the list into halves and
-    /// tries each half.
-    fn delete_chains(&self, chains: &[(Table, String)], kept: &mut Vec<Kept>) {
-        if chains.is_empty() {
-            return;
-        }
-        let Err(error) = self.restore(&Script::deleting(chains)) else { return };
-        if let [(table, name)] = chains {
-            // A script changes one table after the other. The script that failed may have deleted
-            // this chain before the failure.
-            if let Ok(false) = self.has_chain(*table, name) {
-                return;
-            }
-            let sentence = format!(
-                "chain {name} of table {table} ({}) cannot be deleted and stays empty; rules of other software may jump to it: {error}",
-                self.family()
-            );
-            kept.push(Kept { table: *table, name: name.clone(), sentence });
-            return;
-        }
-        let (first, second) = chains.split_at(chains.len() / 2);
-        self.delete_chains(first, kept);
-        self.delete_chains(second, kept);
+    /// Deletes as many chains as possible. Returns the others.
+    fn delete_chains(&self, chains: &[(Table, String)]) -> Vec<Kept> {
+        let attempt = |chains: &[(Table, String)]| {
+            Ok::<_, Infallible>(self.restore(&Script::deleting(chains)).err().map(|error| error.message))
+        };
+        let refused = bisect::find_faults(chains, "", u32::MAX, attempt).unwrap_or_default();
+        let kept = refused.into_iter().flat_map(|bisect::Fault { items, reason }| {
+            items.into_iter().map(move |(table, name)| {
+                let sentence = format!(
+                    "chain {name} of table {table} ({}) cannot be deleted and stays empty; rules of other software may jump to it: {reason}",
+                    self.family()
+                );
+                Kept { table, name, sentence }
+            })
+        });
+        // A script changes one table after the other. A script that failed may have deleted chains
+        // before the failure.
+        kept.filter(|kept| self.has_chain(kept.table, &kept.name).unwrap_or(true)).collect()
     }
 
     /// Describes the first missing jump or canary chain, if any. Flushing a table removes the

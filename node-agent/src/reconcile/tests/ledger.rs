@@ -27,20 +27,18 @@ impl KernelHandle for LedgerKernel {}
 
 impl Dataplane for LedgerFamily {
     type Kernel = LedgerKernel;
-    type Found = ExistingTables;
     type Plan = Script;
 
     fn family(&self) -> Family {
         Family::V4
     }
 
-    fn read(&mut self, kernel: &mut LedgerKernel) -> Result<ExistingTables, DataplaneError> {
-        let kernel = kernel.0.lock().unwrap();
-        Ok(ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat()))
-    }
-
-    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut ExistingTables) -> Script {
-        self.ledger.full(state, node, found).0
+    fn sync(&mut self, kernel: &mut LedgerKernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
+        let mut kernel = kernel.0.lock().unwrap();
+        let found = ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat());
+        let (script, _) = self.ledger.full(source, found);
+        kernel.restore(&script.to_string()).unwrap();
+        Ok(Report::default())
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Script {
@@ -48,13 +46,8 @@ impl Dataplane for LedgerFamily {
         self.ledger.changed(corrupt.as_ref().unwrap_or(state), node, dirty).0
     }
 
-    fn apply(
-        &mut self,
-        kernel: &mut LedgerKernel,
-        script: Script,
-        source: Option<&dyn StateSource>,
-    ) -> Result<Report, DataplaneError> {
-        if source.is_none() && self.failures_left > 0 {
+    fn apply(&mut self, kernel: &mut LedgerKernel, script: Script) -> Result<Report, DataplaneError> {
+        if self.failures_left > 0 {
             self.failures_left -= 1;
             return Err(retry());
         }
@@ -62,13 +55,8 @@ impl Dataplane for LedgerFamily {
         Ok(Report::default())
     }
 
-    fn check(&mut self, _: &mut LedgerKernel) -> Result<Option<String>, DataplaneError> {
-        Ok(None)
-    }
-
-    fn compare(&mut self, kernel: &mut LedgerKernel) -> Result<Vec<String>, DataplaneError> {
-        let found = self.read(kernel)?;
-        Ok(if self.ledger.matches(&found) { Vec::new() } else { vec!["the rules differ".to_owned()] })
+    fn check(&mut self, _: &mut LedgerKernel) -> Result<Finding, DataplaneError> {
+        Ok(Finding::Intact)
     }
 
     fn decode(&mut self, kernel: &mut LedgerKernel) -> Result<forwarding::Table, DataplaneError> {

@@ -37,7 +37,7 @@ impl ConnectionProxy for Reporter {
 fn a_problem_of_the_proxy_is_published_at_once() {
     let (dataplane, control) = in_memory::dataplane();
     let reporter = Arc::new(Reporter::default());
-    control.carry_with(Arc::clone(&reporter) as Arc<dyn ConnectionProxy>);
+    let dataplane = dataplane.with_proxy(Arc::clone(&reporter) as Arc<dyn ConnectionProxy>);
     let (shared, metrics) = (Arc::new(AgentState::new("node-1")), SyncMetrics::default());
     let (reconciler, progress) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing());
     let thread = Some(std::thread::spawn(|| reconciler.run()));

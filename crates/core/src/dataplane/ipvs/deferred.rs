@@ -23,11 +23,9 @@ pub(super) struct Deferred {
 }
 
 impl Deferred {
-    pub(super) fn clear(&mut self) {
-        if !self.objects.is_empty() {
-            self.objects.clear();
-            self.revision += 1;
-        }
+    /// Returns the value without objects, as a change of this value.
+    pub(super) fn cleared(&self) -> Self {
+        Self { objects: BTreeMap::new(), revision: self.revision + u64::from(!self.is_empty()) }
     }
 
     pub(super) fn remove(&mut self, object: &Object) -> Option<Arc<ServiceKey>> {

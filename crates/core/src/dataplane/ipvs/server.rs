@@ -103,16 +103,6 @@ impl Server {
         }
     }
 
-    /// True if `found`, the destinations in the kernel, match the record. Draining destinations may
-    /// be missing, and deferred destinations may differ.
-    pub(super) fn matches(&self, found: &BTreeMap<SocketAddr, u32>, is_deferred: impl Fn(&SocketAddr) -> bool) -> bool {
-        let is_found = |(address, destination): (&SocketAddr, &Destination)| match destination {
-            Destination::Active(weight) => found.get(address) == Some(weight) || is_deferred(address),
-            Destination::Draining(_) => found.get(address).is_none_or(|weight| *weight == 0),
-        };
-        self.destinations.iter().all(is_found) && found.keys().all(|address| self.destinations.contains_key(address))
-    }
-
     /// Changes the destinations to the wanted destinations. Additions and changed weights of wanted
     /// destinations are appended to `before`, removals and weights of 0 for draining to `after`.
     pub(super) fn program(

@@ -6,8 +6,8 @@ use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 use super::*;
 use crate::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
-    ServicePort, State, Weight, behaviours::masquerade::LocalDetector, fake_kernel::ipvs::FakeKernel,
-    node_facts::NodeFacts,
+    ServicePort, State, Weight, behaviours::masquerade::LocalDetector, dataplane::source::FixedState,
+    fake_kernel::ipvs::FakeKernel, node_facts::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {
@@ -56,7 +56,7 @@ impl Rig {
             state: State::default(),
             node: node(),
         };
-        let plan = rig.ledger.full(&rig.state, &rig.node, &rig.kernel.existing(), 0);
+        let plan = rig.ledger.full(&FixedState(&rig.state, &rig.node), &rig.kernel.existing(), 0);
         rig.kernel.apply(&plan).unwrap();
         rig
     }

@@ -13,7 +13,6 @@ use std::{
     sync::Arc,
 };
 
-use self::quarantine::Quarantine;
 use super::{
     config::NftablesConfig,
     element::{Element, Lookup, Pick, Selection, Shape, Target, port_number},
@@ -22,7 +21,11 @@ use super::{
 };
 use crate::{
     behaviours::view::{NoLocalEndpoints, service_views},
-    dataplane::refcount::{RefCounts, Touched},
+    dataplane::{
+        quarantine::Quarantine,
+        refcount::{RefCounts, Touched},
+        source::{self, StateSource},
+    },
     model::{LoadBalancing, Protocol, ServiceKey},
     node_facts::NodeFacts,
     state::{Dirty, State, frontends::Frontend},
@@ -37,7 +40,7 @@ pub struct Ledger {
     shared: RefCounts<Element>,
     shape: Shape,
     numbers: Numbers,
-    quarantine: Quarantine,
+    quarantine: Quarantine<Programmed>,
     no_local: NoLocalEndpoints,
     element_count: usize,
 }
@@ -176,7 +179,7 @@ impl Ledger {
             if self.quarantine.contains(key) {
                 continue;
             }
-            self.quarantine.changed(key, self.programmed.get(key));
+            self.quarantine.changed(key, || self.programmed.get(key).cloned().unwrap_or_default());
             self.program(state, node, key, None, &mut round);
         }
         if dirty.service_cidrs {
@@ -187,33 +190,46 @@ impl Ledger {
 
     /// Plans the changes from `existing`, the elements in the kernel, to the wanted elements. The
     /// plan does not depend on what the ledger recorded before. Adopts the numbers and slots of
-    /// groups in the kernel. The plan is empty if the kernel already has the wanted elements.
-    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: Existing) -> Plan {
+    /// groups in the kernel. The plan is empty if the kernel already has the wanted elements. It
+    /// includes what changes meanwhile.
+    pub fn full(&mut self, source: &dyn StateSource, existing: Existing) -> Plan {
         let Existing { elements: mut existing, shape: existing_shape } = existing;
         existing.sort_unstable();
         let mut found = Found::of(&existing);
+        let mut quarantine = std::mem::take(&mut self.quarantine);
+        quarantine.begin_full();
+        let last_good = quarantine.all_last_good().flat_map(|(_, last_good)| &last_good.groups);
+        found.taken.extend(last_good.map(|group| port_number(group.number)));
         let numbers = existing.iter().filter_map(group_of).map(port_number);
-        self.numbers = Numbers::besides(&numbers.chain(self.quarantine.port_numbers()).collect());
-        found.taken.extend(self.quarantine.port_numbers());
-        self.quarantine.begin_full();
-        self.programmed.clear();
-        self.shared.clear();
-        self.no_local = NoLocalEndpoints::default();
-        self.element_count = 0;
-        self.shape = Shape { service_cidrs: self.shape.service_cidrs.clone(), ..Shape::default() };
+        *self = Self {
+            numbers: Numbers::besides(&numbers.chain(found.taken.iter().copied()).collect()),
+            quarantine,
+            shape: Shape { service_cidrs: self.shape.service_cidrs.clone(), ..Shape::default() },
+            ..Self::new(self.config.clone())
+        };
 
-        let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
+        let keys = source::services(source);
         let (quarantined, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.quarantine.contains(key));
         // The plan compares all records with the kernel's elements, so it needs no round, and the
         // changes of each service are dropped at once.
-        for key in quarantined {
-            self.keep_last_good(key);
+        quarantined.iter().for_each(|key| self.keep_last_good(key));
+        for part in source::parts(&keys) {
+            source.look(&mut |state, node, _| {
+                for key in part {
+                    self.program(state, node, key, Some(&mut found), &mut Round::default());
+                }
+            });
         }
-        let planned = keys.len();
-        for key in keys {
-            self.program(state, node, key, Some(&mut found), &mut Round::default());
-        }
-        self.program_service_cidrs(state, &mut Round::default());
+        // Services that changed meanwhile are planned again, because two services must not claim
+        // one frontend.
+        source.look(&mut |state, node, changed| {
+            for key in &changed.services {
+                if !self.quarantine.contains(key) {
+                    self.program(state, node, key, Some(&mut found), &mut Round::default());
+                }
+            }
+            self.program_service_cidrs(state, &mut Round::default());
+        });
         if existing.is_empty() {
             self.shape.picks.extend(Shape::spare_picks());
         }
@@ -225,7 +241,7 @@ impl Ledger {
             self.shape.picks.extend(others);
         }
         self.shape.prefix_lengths.extend(&existing_shape.prefix_lengths);
-        let mut plan = self.finish(Round::default(), planned);
+        let mut plan = self.finish(Round::default(), keys.len());
         if existing.is_empty() {
             plan.adds_everything = self.element_count > 0;
         } else {

@@ -8,6 +8,7 @@ use super::{
     group::{Group, GroupKey, Numbers},
 };
 use crate::{
+    dataplane::source::FixedState,
     model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, Weight},
     node_facts::NodeFacts,
     state::{Dirty, State},
@@ -85,7 +86,7 @@ fn a_service_uses_random_slots_where_the_kernel_cannot_hash() {
     }
     let selection = |can_hash| {
         let mut ledger = Ledger::new(NftablesConfig { can_hash, ..NftablesConfig::new(Family::V4) });
-        ledger.full(&state, &NodeFacts::named("node"), Existing::default());
+        ledger.full(&FixedState(&state, &NodeFacts::named("node")), Existing::default());
         ledger.elements().find_map(|element| Some(Lookup::of(&element)?.2.selection)).unwrap()
     };
     assert_eq!((selection(true), selection(false)), (Selection::ByClient, Selection::Random(1)));

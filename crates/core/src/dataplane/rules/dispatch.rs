@@ -73,6 +73,11 @@ impl Dispatch {
         self.prefix_length.is_some()
     }
 
+    /// The prefix length of address groups; `None` in the classic layout.
+    pub(super) fn prefix_length(&self) -> Option<u8> {
+        self.prefix_length
+    }
+
     /// Returns the dispatch chains of this layout.
     pub fn chains(&self) -> impl Iterator<Item = DispatchChain> + use<> {
         self.ruleset.dispatch_chains(self.is_compact())
@@ -135,19 +140,6 @@ impl Dispatch {
         for (chain, _) in tops {
             script.write_chain(chain.table(), &chain.name(), &self.top_rules(chain));
         }
-    }
-
-    /// Returns all dispatch chains and groups with their rules. The cost is linear in the number of
-    /// rules.
-    pub fn rules(&self) -> impl Iterator<Item = (Table, String, String)> {
-        let tops = self.chains().map(|chain| (chain.table(), chain.name().to_owned(), self.top_rules(chain)));
-        let groups = self.groups.iter().flat_map(|(chain, groups)| {
-            groups.iter().filter_map(|(group, lines)| {
-                let name = group_chain(*chain, *group)?;
-                Some((chain.table(), name.to_string(), self.group_rules(*chain, *group, name, lines)))
-            })
-        });
-        tops.chain(groups)
     }
 
     /// Returns the names of all group chains. The ledger uses them to find stale chains.

@@ -64,6 +64,7 @@ mod tests {
     use crate::{
         dataplane::iptables::ruleset,
         dataplane::rules::{ExistingTables, Layout, Ledger, RenderConfig},
+        dataplane::source::FixedState,
         fake_kernel::iptables::FakeKernel,
         model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
         node_facts::NodeFacts,
@@ -104,7 +105,7 @@ mod tests {
                     state.apply(change, &mut dirty);
                 });
                 let (script, _) = if is_full {
-                    ledger.full(&state, &facts, &ExistingTables::default())
+                    ledger.full(&FixedState(&state, &facts), ExistingTables::default())
                 } else {
                     ledger.changed(&state, &facts, &dirty)
                 };

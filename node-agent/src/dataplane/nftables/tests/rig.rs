@@ -10,8 +10,8 @@ use std::{
 };
 
 use headgate_core::{
-    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service,
-    ServiceKey, ServicePort, State, TrafficPolicy,
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Placement, Protocol,
+    Service, ServiceKey, ServicePort, State, TrafficPolicy,
     iptables::NodePortAddresses,
     masquerade::LocalDetector,
     nftables::{Element, Ledger, NftablesConfig, Plan},
@@ -186,7 +186,7 @@ impl Rig {
             layout: Layout::default(),
             config,
         };
-        let plan = rig.ledger.full(&rig.state, &rig.node, headgate_core::nftables::Existing::default());
+        let plan = rig.ledger.full(&FixedState(&rig.state, &rig.node), headgate_core::nftables::Existing::default());
         rig.commit(&plan);
         rig
     }

@@ -16,7 +16,9 @@ pub(super) fn with_proxy() -> RenderConfig {
 #[test]
 fn the_chains_of_the_gate_are_removed_without_those_of_kube_proxy() {
     let (mut kernel, mut without) = (FakeKernel::default(), FakeKernel::default());
-    let script = |config| Ledger::new(ruleset(config)).full(&State::default(), &node(), &ExistingTables::default()).0;
+    let script = |config| {
+        Ledger::new(ruleset(config)).full(&FixedState(&State::default(), &node()), ExistingTables::default()).0
+    };
     kernel.restore(&script(with_proxy()).to_string()).unwrap();
     without.restore(&script(config()).to_string()).unwrap();
     let saved = ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat());

@@ -12,11 +12,11 @@
 //! ([`Ledger::retries`]).
 
 mod outcome;
-mod verify;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     net::{IpAddr, SocketAddr},
+    ops::RangeInclusive,
     sync::Arc,
 };
 
@@ -37,7 +37,10 @@ use super::{
 };
 use crate::{
     behaviours::view::views_of_all_endpoints,
-    dataplane::rules::{self, Tally},
+    dataplane::{
+        rules::{self, Tally},
+        source::{self, StateSource},
+    },
     model::ServiceKey,
     node_facts::NodeFacts,
     state::{Dirty, State},
@@ -207,27 +210,27 @@ impl Ledger {
     /// Objects of Headgate that no service wants are removed or drained. Objects of other programs
     /// stay unchanged, with one exception: if a service wants a virtual server of another program,
     /// this server becomes a server of Headgate.
-    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing, now_ms: u64) -> Plan {
-        let (script, planned) = self.rules.full(state, node, &existing.tables);
-        let before = std::mem::take(&mut self.servers);
-        self.programmed.clear();
-        self.candidates.clear();
-        self.elements.clear();
-        self.set_sizes.clear();
-        self.device_addresses.clear();
-        self.problems.clear();
-        self.draining.clear();
-        self.deferred.clear();
+    ///
+    /// The state may change meanwhile: the caller passes the changed services to [`Self::changed`].
+    pub fn full(&mut self, source: &dyn StateSource, existing: &Existing, now_ms: u64) -> Plan {
+        let mut new = Self::new(self.config.clone());
+        std::mem::swap(&mut new.rules, &mut self.rules);
+        new.deferred = self.deferred.cleared();
+        let before = std::mem::replace(self, new).servers;
+        let (script, planned) = self.rules.full(source, existing.tables.clone());
 
         let mut round = Round::default();
         for (set, elements) in &existing.sets {
             round.elements.extend(elements.iter().map(|element| (*set, *element)));
         }
         round.device_addresses.extend(existing.device_addresses.iter().copied());
-        let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
-        for key in keys {
-            let plan = self.plan_of(state, node, key);
-            self.add_service(key, plan, &mut round);
+        for part in source::parts(&source::services(source)) {
+            source.look(&mut |state, node, _| {
+                for key in part {
+                    let plan = self.plan_of(state, node, key);
+                    self.add_service(key, plan, &mut round);
+                }
+            });
         }
         // A server that a service wants belongs to Headgate, even if another program created it.
         let wanted: BTreeSet<ServerKey> = self.candidates.keys().copied().collect();
@@ -310,6 +313,28 @@ impl Ledger {
             plan.after.extend(existing.sets.keys().rev().copied().map(Op::DestroySet));
         }
         plan
+    }
+
+    /// Returns the minimum and the maximum number of elements that a set in the kernel must have.
+    /// The maximum is the number of wanted elements. The minimum does not count deferred elements.
+    /// The cost is linear in the number of deferred objects.
+    #[must_use]
+    pub fn set_size(&self, set: Set) -> RangeInclusive<usize> {
+        let wanted = self.set_sizes.get(&set).copied().unwrap_or_default();
+        wanted.saturating_sub(self.deferred.elements_of(set))..=wanted
+    }
+
+    /// Returns any virtual server that the kernel must have, for a quick check that the kernel
+    /// still has Headgate's servers. Draining servers do not count.
+    #[must_use]
+    pub fn any_server(&self) -> Option<ServerKey> {
+        self.candidates.keys().find(|key| !self.deferred.contains(&Object::Server(**key))).copied()
+    }
+
+    /// Returns any address that the device must have.
+    #[must_use]
+    pub fn any_address(&self) -> Option<IpAddr> {
+        self.device_addresses.iter().find(|address| !self.deferred.contains(&Object::Address(**address))).copied()
     }
 
     fn plan_of(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServicePlan {

@@ -43,8 +43,10 @@ impl Ledger {
         unowned
     }
 
-    /// Returns the services that want the objects of these operations.
-    fn owners(&self, ops: &[Op]) -> HashMap<Object, Arc<ServiceKey>> {
+    /// Returns the services that want the objects of these operations. The cost is linear in the
+    /// number of services if an operation concerns an element or an address.
+    #[must_use]
+    pub fn owners(&self, ops: &[Op]) -> HashMap<Object, Arc<ServiceKey>> {
         let mut owners = HashMap::new();
         let mut searched = BTreeSet::new();
         for object in ops.iter().filter_map(Op::object) {

@@ -2,7 +2,7 @@
 //! their last good elements stay in the kernel.
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet},
+    collections::{BTreeSet, HashSet},
     sync::Arc,
 };
 
@@ -12,49 +12,11 @@ use super::{
 };
 use crate::{model::ServiceKey, node_facts::NodeFacts, state::State};
 
-/// The quarantined services, and the elements that services had before unconfirmed plans.
-#[derive(Debug, Default)]
-pub(super) struct Quarantine {
-    /// For each service that plans changed since the last confirmation, its elements before the
-    /// first of these changes.
-    before: HashMap<Arc<ServiceKey>, Programmed>,
-    /// True if a full plan was made since the last confirmation. The older elements of services
-    /// that are not in `before` are then unknown.
-    is_after_full: bool,
-    /// The quarantined services with their last good elements, or `None` if these are unknown.
-    services: HashMap<Arc<ServiceKey>, Option<Programmed>>,
-}
-
-impl Quarantine {
-    pub(super) fn contains(&self, key: &ServiceKey) -> bool {
-        !self.services.is_empty() && self.services.contains_key(key)
-    }
-
-    /// Records that a plan replaces the elements of a service.
-    pub(super) fn changed(&mut self, key: &Arc<ServiceKey>, before: Option<&Programmed>) {
-        if !self.is_after_full {
-            self.before.entry(Arc::clone(key)).or_insert_with(|| before.cloned().unwrap_or_default());
-        }
-    }
-
-    /// The numbers of the service ports of all last good elements.
-    pub(super) fn port_numbers(&self) -> impl Iterator<Item = u32> + '_ {
-        let groups = self.services.values().flatten().flat_map(|last_good| &last_good.groups);
-        groups.map(|group| port_number(group.number))
-    }
-
-    /// Records that a full plan replaces the elements of all services.
-    pub(super) fn begin_full(&mut self) {
-        self.is_after_full = true;
-    }
-}
-
 impl Ledger {
     /// Records that the kernel has accepted all plans so far. [`Self::set_quarantined`] treats the
     /// changes of unconfirmed plans as rejected.
     pub fn confirm(&mut self) {
-        self.quarantine.before.clear();
-        self.quarantine.is_after_full = false;
+        self.quarantine.confirm();
     }
 
     /// The services that need one of these elements. The cost grows with the number of all
@@ -70,28 +32,19 @@ impl Ledger {
     /// plans, if these elements are known. The caller must pass released services to
     /// [`Self::changed`].
     pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
-        self.quarantine.services.retain(|key, _| services.contains(key));
-        for key in services {
-            if !self.quarantine.services.contains_key(key) {
-                let last_good = match self.quarantine.before.remove(key) {
-                    None if self.quarantine.is_after_full => None,
-                    None => self.programmed.get(key).cloned(),
-                    before => before,
-                };
-                self.quarantine.services.insert(Arc::clone(key), last_good);
-            }
-        }
+        let Self { quarantine, programmed, .. } = self;
+        quarantine.set(services, |key| programmed.get(key).cloned());
     }
 
     /// Makes the next [`Self::full`] leave out the last good elements of a quarantined service. The
     /// kernel rejects them now.
     pub fn forget_last_good(&mut self, service: &ServiceKey) {
-        self.quarantine.services.get_mut(service).into_iter().for_each(|last_good| *last_good = None);
+        self.quarantine.last_good(service).into_iter().for_each(|last_good| *last_good = None);
     }
 
     /// Records the last good elements of a quarantined service as programmed.
     pub(super) fn keep_last_good(&mut self, key: &Arc<ServiceKey>) {
-        if let Some(Some(last_good)) = self.quarantine.services.get(key).cloned() {
+        if let Some(Some(last_good)) = self.quarantine.last_good(key).cloned() {
             self.replace(&Programmed::default(), &last_good, &mut Round::default());
             self.programmed.insert(Arc::clone(key), last_good);
         }

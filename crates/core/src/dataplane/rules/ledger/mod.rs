@@ -5,10 +5,7 @@
 //! every script. After a script has failed, the record may differ from the kernel, and the caller
 //! must use [`Ledger::full`] for the next script.
 
-mod late;
 mod quarantine;
-
-pub use late::LateChange;
 
 use std::{
     collections::{BTreeSet, HashMap, HashSet, hash_map::DefaultHasher},
@@ -17,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use self::quarantine::{Before, Quarantine};
+use self::quarantine::Before;
 use super::{
     Existing, ExistingTables, RulesHash, Table,
     config::RenderConfig,
@@ -25,12 +22,16 @@ use super::{
     existing::BASE_CHAINS,
     names::{ChainName, DispatchChain, GATE_INPUT, GateChain, HAIRPIN},
     ruleset::{FixedChain, Jump, Ruleset},
-    script::{Script, Writing},
+    script::Script,
     service::{DispatchLine, Selector, ServiceRules, health_check_line},
     tally::Tally,
 };
 use crate::{
     behaviours::view::service_views,
+    dataplane::{
+        quarantine::Quarantine,
+        source::{self, FixedState, StateSource},
+    },
     model::ServiceKey,
     node_facts::NodeFacts,
     state::{Dirty, State},
@@ -47,7 +48,7 @@ pub struct Ledger {
     /// Chains that are not wanted, but that the kernel does not delete because foreign rules jump
     /// to them.
     undeletable: BTreeSet<(Table, String)>,
-    quarantine: Quarantine,
+    quarantine: Quarantine<Before>,
     /// Counts for all services.
     tally: Tally,
     /// Counts for the rules that depend only on the configuration.
@@ -111,7 +112,7 @@ impl Ledger {
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, u32) {
         if self.layout_is_outgrown(state) {
             let expected = self.expected();
-            return self.full(state, node, &expected);
+            return self.full(&FixedState(state, node), expected);
         }
         let mut script = Script::default();
         let mut planned = 0;
@@ -123,7 +124,7 @@ impl Ledger {
             let rules = self.render(state, node, key);
             planned += 1;
             let before = self.program(key, rules, &mut script, &mut stale);
-            self.quarantine.changed(key, before);
+            self.quarantine.changed(key, || before);
         }
         self.dispatch.write_changed(&mut script);
         for name in stale {
@@ -138,45 +139,57 @@ impl Ledger {
     /// names of Headgate that are not wanted. It does not touch foreign rules. The script is empty
     /// if the kernel already has the wanted rules. Also returns the number of services whose rules
     /// were computed.
-    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, u32) {
-        self.full_by(Writing::Text, state, node, existing.clone())
+    ///
+    /// The state may change meanwhile. A service has the rules that it had when it was planned: the
+    /// caller passes the changed services to [`Self::changed`].
+    pub fn full(&mut self, source: &dyn StateSource, existing: ExistingTables) -> (Script, u32) {
+        self.full_in_parts(source, existing, None)
     }
 
-    /// Returns a script like [`Self::full`]. `writing` decides whether the script contains the
-    /// rules of services' chains, or the writer renders them later. [`Writing::LateInSteps`]
-    /// becomes [`Writing::Late`] if a rule outside of Headgate's chains already jumps to a chain of
-    /// Headgate in nat.
-    pub fn full_by(
+    /// Like [`Self::full`]. Passes the chains of a few services at a time to `write`, as soon as
+    /// they are planned, so that the memory for their rules does not depend on the number of
+    /// services. The returned script contains everything else, and its table nat consists of many
+    /// steps. This changes nothing if a rule outside of Headgate's chains already jumps to a chain
+    /// of Headgate in nat, because packets would pass unfinished rules: the script then contains
+    /// everything.
+    pub fn full_in_parts(
         &mut self,
-        writing: Writing,
-        state: &State,
-        node: &NodeFacts,
+        source: &dyn StateSource,
         existing: ExistingTables,
+        write: Option<&mut dyn FnMut(&Script)>,
     ) -> (Script, u32) {
-        let is_compact = self.wants_compact(state, existing.get(Table::Nat).chains.contains_key(HAIRPIN));
+        let nat = existing.get(Table::Nat);
+        let mut write = write.filter(|_| !nat.leads_to_ours(Table::Nat));
         self.begin_full();
-        self.dispatch = self.new_dispatch(state, is_compact, existing.get(Table::Nat).prefix_length);
-        self.groups_sized_for = state.service_count();
+        let mut is_compact = false;
+        source.look(&mut |state, _, _| {
+            is_compact = self.wants_compact(state, nat.chains.contains_key(HAIRPIN));
+            self.dispatch = self.new_dispatch(state, is_compact, nat.prefix_length);
+            self.groups_sized_for = state.service_count();
+        });
         self.programmed.clear();
         self.tally = Tally::default();
         self.fixed_tally = self.tally_of_fixed(is_compact);
 
-        let is_reached = existing.get(Table::Nat).leads_to_ours(Table::Nat);
-        let writing = if is_reached && writing == Writing::LateInSteps { Writing::Late } else { writing };
-        let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
+        let keys = source::services(source);
         let (quarantined, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.quarantine.contains(key));
-        for key in quarantined {
+        for key in &quarantined {
             self.keep_last_good(key, &existing);
         }
-        let mut script = Script::comparing_with(existing, writing);
-        let mut planned = 0;
+        let mut script = Script::comparing_with(existing, write.is_some());
         for chain in &self.ruleset.chains {
             script.write_chain(chain.table, &chain.name, &chain.rules);
         }
-        for key in keys {
-            let rules = self.render(state, node, key);
-            planned += 1;
-            self.program(key, rules, &mut script, &mut Vec::new());
+        for part in source::parts(&keys) {
+            source.look(&mut |state, node, _| {
+                for key in part {
+                    let rules = self.render(state, node, key);
+                    self.program(key, rules, &mut script, &mut Vec::new());
+                }
+            });
+            if let Some(write) = &mut write {
+                script.pass_on(&mut **write);
+            }
         }
         self.dispatch.write_changed(&mut script);
         for chain in self.ruleset.leading_to_dispatch(is_compact) {
@@ -188,7 +201,14 @@ impl Ledger {
             self.write_jumps(table, existing.get(table), &mut script);
             self.delete_stale(table, existing.get(table), &undeletable, &mut script);
         }
-        (script, planned)
+        (script, u32::try_from(keys.len()).unwrap_or(u32::MAX))
+    }
+
+    /// The prefix length of address groups; `None` in the classic layout. If a full script chooses
+    /// another one, it writes other chains although the kernel has the programmed ones.
+    #[must_use]
+    pub fn prefix_length(&self) -> Option<u8> {
+        self.dispatch.prefix_length()
     }
 
     /// Returns a script that removes all rules and chains of Headgate. It deletes the jumps from
@@ -405,32 +425,6 @@ impl Ledger {
             wanted.extend(own.map(|(name, _)| name.to_string()));
         }
         wanted
-    }
-
-    /// True if `existing`, the rules in the kernel, are the recorded rules: no chain is missing,
-    /// superfluous or changed, and no jump is missing or in the wrong order. Empty undeletable
-    /// chains are allowed. The cost is linear in the number of rules, so callers use this check
-    /// only for verification in the background.
-    #[must_use]
-    pub fn matches(&self, existing: &ExistingTables) -> bool {
-        let mut wanted: HashMap<(Table, String), RulesHash> = HashMap::new();
-        let fixed = self.fixed_chains(self.dispatch.is_compact());
-        wanted.extend(fixed.map(|chain| ((chain.table, chain.name.to_owned()), RulesHash::of(&chain.rules))));
-        let own = self.programmed.values().flat_map(|programmed| programmed.chains.iter());
-        wanted.extend(own.map(|(name, hash)| ((Table::Nat, name.to_string()), *hash)));
-        wanted.extend(self.dispatch.rules().map(|(table, name, rules)| ((table, name), RulesHash::of(&rules))));
-        let is_as_wanted =
-            |((table, name), hash): (&(Table, String), &RulesHash)| existing.get(*table).has_chain_with(name, *hash);
-        let chains = Table::ALL.iter().map(|table| existing.get(*table).chains.len()).sum::<usize>();
-        let is_left =
-            |key: &&(Table, String)| existing.get(key.0).is_undeletable_and_empty(&key.1) && !wanted.contains_key(*key);
-        let left = self.undeletable.iter().filter(is_left).count();
-        let has_jumps = |table: Table| {
-            let jumps: Vec<_> = self.jumps_of(table).collect();
-            let mut chains = by_chain(&jumps);
-            chains.all(|(chain, wanted)| existing.get(table).found_in(chain, &wanted) == wanted)
-        };
-        chains == wanted.len() + left && wanted.iter().all(is_as_wanted) && Table::ALL.into_iter().all(has_jumps)
     }
 
     /// Returns the chains and jumps that the kernel has if all scripts succeeded and no other

@@ -1,10 +1,7 @@
 //! Quarantined services: the kernel rejects their rules. Steps skip these services, and their last
 //! good rules remain in the kernel.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    sync::Arc,
-};
+use std::{collections::BTreeSet, sync::Arc};
 
 use super::{ExistingTables, Ledger, Programmed, Table};
 use crate::{
@@ -27,45 +24,11 @@ pub(super) struct Before {
     pub(super) lines: Option<Vec<DispatchLine>>,
 }
 
-/// The last rules of a service that the kernel accepted.
-#[derive(Debug, Clone)]
-struct LastGood {
-    programmed: Programmed,
-    lines: Vec<DispatchLine>,
-}
-
-/// The quarantined services, and the rules that confirmed scripts programmed.
-#[derive(Debug, Default)]
-pub(super) struct Quarantine {
-    /// For each service that scripts changed since the last confirmation, its rules before the
-    /// first of these changes.
-    before: HashMap<Arc<ServiceKey>, Before>,
-    /// True if a full script was made since the last confirmation. The older rules of services that
-    /// are not in `before` are then unknown.
-    is_after_full: bool,
-    /// The quarantined services with their last good rules, or `None` if these rules are unknown.
-    services: HashMap<Arc<ServiceKey>, Option<LastGood>>,
-}
-
-impl Quarantine {
-    pub(super) fn contains(&self, key: &ServiceKey) -> bool {
-        !self.services.is_empty() && self.services.contains_key(key)
-    }
-
-    /// Records that a step changed a service whose programmed rules were `before`.
-    pub(super) fn changed(&mut self, key: &Arc<ServiceKey>, before: Before) {
-        if !self.is_after_full {
-            self.before.entry(Arc::clone(key)).or_insert(before);
-        }
-    }
-}
-
 impl Ledger {
     /// Records that the kernel has accepted all scripts so far. [`Self::set_quarantined`] treats
     /// the changes of unconfirmed scripts as rejected.
     pub fn confirm(&mut self) {
-        self.quarantine.before.clear();
-        self.quarantine.is_after_full = false;
+        self.quarantine.confirm();
     }
 
     /// True if a service is quarantined.
@@ -79,31 +42,18 @@ impl Ledger {
     /// are known and still in the kernel. The caller must pass released services to
     /// [`Self::changed`].
     pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
-        self.quarantine.services.retain(|key, _| services.contains(key));
-        for key in services {
-            if !self.quarantine.services.contains_key(key) {
-                let last_good = self.take_last_good(key);
-                self.quarantine.services.insert(Arc::clone(key), last_good);
-            }
+        let Self { quarantine, programmed, dispatch, .. } = self;
+        quarantine.set(services, |key| Some(Before { programmed: programmed.get(key)?.clone(), lines: None }));
+        for (key, Before { programmed, lines }) in quarantine.all_last_good() {
+            lines.get_or_insert_with(|| dispatch.lines(key, &programmed.dispatch));
         }
-    }
-
-    fn take_last_good(&mut self, key: &Arc<ServiceKey>) -> Option<LastGood> {
-        let before = match self.quarantine.before.remove(key) {
-            Some(before) => before,
-            None if self.quarantine.is_after_full => return None,
-            None => Before { programmed: self.programmed.get(key)?.clone(), lines: None },
-        };
-        let Before { programmed, lines } = before;
-        let lines = lines.unwrap_or_else(|| self.dispatch.lines(key, &programmed.dispatch));
-        Some(LastGood { programmed, lines })
     }
 
     /// Saves the dispatch lines that may have to be restored, before a full script replaces the
     /// dispatch chains.
     pub(super) fn begin_full(&mut self) {
-        self.quarantine.is_after_full = true;
-        for (key, Before { programmed, lines }) in &mut self.quarantine.before {
+        self.quarantine.begin_full();
+        for (key, Before { programmed, lines }) in self.quarantine.unconfirmed() {
             lines.get_or_insert_with(|| self.dispatch.lines(key, &programmed.dispatch));
         }
     }
@@ -111,15 +61,16 @@ impl Ledger {
     /// Records the last good rules of a quarantined service as programmed, if the kernel has them.
     pub(super) fn keep_last_good(&mut self, key: &Arc<ServiceKey>, existing: &ExistingTables) {
         let chains = &existing.get(Table::Nat).chains;
-        let is_in_kernel = |last_good: &LastGood| {
+        let is_in_kernel = |last_good: &Before| {
             let mut own = last_good.programmed.chains.iter();
             own.all(|(name, hash)| {
                 chains.get(&name.to_string()).is_some_and(|found| found.is_none_or(|found| found == *hash))
             })
         };
-        let slot = self.quarantine.services.entry(Arc::clone(key)).or_default();
+        let Some(slot) = self.quarantine.last_good(key) else { return };
         *slot = slot.take().filter(is_in_kernel);
-        let Some(LastGood { mut programmed, mut lines }) = slot.clone() else { return };
+        let Some(Before { mut programmed, lines }) = slot.clone() else { return };
+        let mut lines = lines.unwrap_or_default();
         if !self.dispatch.is_compact() {
             // The classic layout has no hairpin chains.
             lines.retain(|line| !line.chain.is_hairpin());
