@@ -15,8 +15,8 @@ nftables, and userspace. IPVS runs inside User-Mode Linux, with its own kernel.
 
 `make behaviours` writes this page after `make test`. It writes the page only if all tests on the page have passed. A
 test lists its rows in a comment `// rows: 31, 36` above its attributes, or in `// rows of ipvs: 102` for one backend
-alone. Cases of the packet table (`the_table`) and scenarios that share a cluster list their rows in the sources of
-`tests/src/cases`; their tests stand here with the name of the group or of the scenario, which a failure also names.
+alone. Cases of the packet table (`the_table`) and scenarios that share a cluster list their rows in `tests/src/cases`.
+Their tests stand here with the group of the case or the name of the scenario. A failure names each case and scenario.
 ";
 
 /// Renders the page from the tests of each row, for each backend.
