@@ -95,17 +95,20 @@ impl RequestFilter {
 
 /// An order to open watches.
 #[derive(Debug, Clone)]
-pub(super) enum Order {
+pub enum Order {
     /// End the response, as after a time-out of the watch.
     Close,
     /// Send half an event, then cut the connection.
     CutNow(Cut),
     /// Send only half of the next real event, then cut the connection.
     CutOnNextEvent(Cut),
-    /// Send these bytes unchanged, then continue.
+    /// Send these bytes unchanged, then continue. They should end with a newline.
     Raw(Bytes),
-    /// Send an ERROR event with this Status, then end the response.
+    /// Send an ERROR event with this Status, which `failure` builds, then end the response.
     Error(Value),
-    /// Send a BOOKMARK event after all earlier events.
+    /// Send an ERROR event with code 410 (the version is too old), then end the response. After
+    /// `ApiServer::compact`, the watches cannot be resumed either.
+    Expire,
+    /// Send a BOOKMARK event after all earlier events, if the watch allows bookmarks.
     Bookmark,
 }

@@ -7,6 +7,7 @@ use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header, request::Parts};
 use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
 use hyper::body::Incoming;
+use serde::Deserialize;
 use serde_json::{Value, json};
 use socket2::Socket;
 
@@ -18,6 +19,9 @@ use super::{
     status::{self, Failure, failure},
     watch,
 };
+
+/// The beginning of a field selector.
+const NOT_ADDRESS: &str = "spec.clusterIP!=";
 
 pub(super) type Body = UnsyncBoxBody<Bytes, io::Error>;
 
@@ -54,10 +58,7 @@ pub(super) async fn answer(
         None => serve(&shared, &socket, &head, body).await,
     };
     let response = answer.unwrap_or_else(|failure| refusal(&failure));
-    shared.change(|state| {
-        state.recorded[index].answered = Some(response.status().as_u16());
-        state.bytes_sent += hyper::body::Body::size_hint(response.body()).exact().unwrap_or_default();
-    });
+    shared.change(|state| state.recorded[index].answered = Some(response.status().as_u16()));
     Ok(response)
 }
 
@@ -151,13 +152,14 @@ fn patched(mut pod: Value, patch: &Value) -> Result<Value, Failure> {
 
 /// Lists the newest state, or one page of the list. Later pages have the version of the first page.
 fn list(state: &mut State, kind: Kind, params: &Params) -> Result<Response<Body>, Failure> {
-    let token = params.token.as_ref();
-    if token.is_some_and(|(_, serial, _)| *serial < state.expired_tokens) {
+    let page = params.page();
+    if page.is_some_and(|(_, serial, _)| serial < state.expired_tokens) {
         return Err(status::expired("The provided continue parameter is too old to display a consistent list result."));
     }
-    let (version, objects) = state.list(kind, token.map(|(version, ..)| *version))?;
-    let is_listed =
-        |(key, object): &(String, Arc<Value>)| token.is_none_or(|(_, _, after)| key > after) && params.selects(object);
+    let (version, objects) = state.list(kind, page.map(|(version, ..)| version))?;
+    let is_listed = |(key, object): &(String, Arc<Value>)| {
+        page.is_none_or(|(_, _, after)| key.as_str() > after) && params.selects(object)
+    };
     let mut objects = objects.into_iter().filter(is_listed).peekable();
     let (mut items, mut metadata) = (Vec::new(), json!({"resourceVersion": version.to_string()}));
     while let Some((key, object)) = objects.next() {
@@ -199,96 +201,75 @@ fn refusal(failure: &Failure) -> Response<Body> {
     response
 }
 
-/// The query of a list or a watch. Missing options are `None` or false. The two selectors are those
-/// of Headgate's watch loop: objects without a label, and Services with another `clusterIP`.
-#[derive(Debug, Clone, Default)]
+/// The query of a list or a watch. The two selectors are those of Headgate's watch loop: objects
+/// without a label, and Services with another `clusterIP`.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub(super) struct Params {
+    #[serde(skip)]
     namespace: Option<String>,
     watch: bool,
     limit: Option<usize>,
-    /// A continue token: the version of all pages of a list, the serial number of the token, and
-    /// the last key of the previous page.
-    token: Option<(u64, u64, String)>,
-    pub(super) version: Option<u64>,
-    without_label: Option<String>,
-    cluster_ip_is_not: Option<String>,
+    /// The version of all pages of a list, the serial number of the token, and the last key of the
+    /// previous page, separated by spaces.
+    #[serde(rename = "continue")]
+    token: Option<String>,
+    resource_version: String,
+    resource_version_match: String,
+    label_selector: String,
+    field_selector: String,
+    #[serde(rename = "allowWatchBookmarks")]
     pub(super) bookmarks: bool,
     pub(super) timeout_seconds: Option<u64>,
     pub(super) send_initial_events: bool,
-    is_not_older_than: bool,
 }
 
 impl Params {
     /// Decodes a query. An invalid query, or one that `options` do not allow, gets the code of a
     /// real server: 400 or 422.
     fn parse(kind: Kind, namespace: Option<&str>, query: &str, options: &Options) -> Result<Self, Failure> {
-        let mut params = Self { namespace: namespace.map(str::to_owned), ..Self::default() };
-        for pair in query.split('&').filter(|pair| !pair.is_empty()) {
-            let unknown = || status::bad_request(&format!("the stand-in API server does not support {pair}"));
-            let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
-            let value = percent_decode(value).ok_or_else(unknown)?;
-            params.set(name, &value).ok_or_else(unknown)?;
-        }
+        let unsupported = || status::bad_request(&format!("the stand-in API server does not support {query}"));
+        let params: Self = serde_urlencoded::from_str(query).map_err(|_| unsupported())?;
         if params.send_initial_events && !options.streaming_lists {
             let message = "sendInitialEvents is forbidden for watch unless the WatchList feature gate is enabled";
             return Err(failure(422, "Invalid", message));
         }
-        if params.send_initial_events != params.is_not_older_than {
+        if params.send_initial_events != (params.resource_version_match == "NotOlderThan") {
             let message = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan";
             return Err(failure(422, "Invalid", message));
         }
         let has_field_selectors = kind == Kind::Service && options.service_field_selectors;
-        if params.cluster_ip_is_not.is_some() && !has_field_selectors {
+        if !params.field_selector.is_empty() && !has_field_selectors {
             return Err(status::bad_request("field label not supported: spec.clusterIP"));
         }
-        Ok(params)
+        let is_selector = |text: &str, start: &str| text.is_empty() || text.starts_with(start);
+        let are_known = is_selector(&params.label_selector, "!") && is_selector(&params.field_selector, NOT_ADDRESS);
+        let is_match = matches!(&*params.resource_version_match, "" | "NotOlderThan");
+        let is_version = params.resource_version.is_empty() || params.version().is_some();
+        if !are_known || !is_match || !is_version || (params.token.is_some() && params.page().is_none()) {
+            return Err(unsupported());
+        }
+        Ok(Self { namespace: namespace.map(str::to_owned), ..params })
     }
 
-    /// Sets one option. Returns `None` if the stand-in does not support it.
-    fn set(&mut self, name: &str, value: &str) -> Option<()> {
-        match (name, value) {
-            ("watch", "true") => self.watch = true,
-            ("limit", _) => self.limit = Some(value.parse().ok()?),
-            ("continue", _) => {
-                let mut parts = value.splitn(3, ' ');
-                let mut number = || parts.next()?.parse().ok();
-                self.token = Some((number()?, number()?, parts.next()?.to_owned()));
-            }
-            ("resourceVersion", "" | "0") => {}
-            ("resourceVersion", _) => self.version = Some(value.parse().ok()?),
-            ("resourceVersionMatch", "NotOlderThan") => self.is_not_older_than = true,
-            ("labelSelector", _) => self.without_label = Some(value.strip_prefix('!')?.to_owned()),
-            ("fieldSelector", _) => self.cluster_ip_is_not = Some(value.strip_prefix("spec.clusterIP!=")?.to_owned()),
-            ("allowWatchBookmarks", "true") => self.bookmarks = true,
-            ("timeoutSeconds", _) => self.timeout_seconds = Some(value.parse().ok()?),
-            ("sendInitialEvents", "true") => self.send_initial_events = true,
-            _ => return None,
-        }
-        Some(())
+    /// The version from which to watch; 0 means any version.
+    pub(super) fn version(&self) -> Option<u64> {
+        self.resource_version.parse().ok()
+    }
+
+    /// The three parts of a continue token.
+    fn page(&self) -> Option<(u64, u64, &str)> {
+        let mut parts = self.token.as_ref()?.splitn(3, ' ');
+        let mut number = || parts.next()?.parse().ok();
+        Some((number()?, number()?, parts.next()?))
     }
 
     /// Whether an object is in the namespace and matches the selectors.
     pub(super) fn selects(&self, object: &Value) -> bool {
-        let has = |label: &String| object["metadata"]["labels"].get(label).is_some();
-        let is = |address: &String| object["spec"]["clusterIP"].as_str().unwrap_or_default() == address;
+        let has = |label: &str| object["metadata"]["labels"].get(label).is_some();
+        let is = |address: &str| object["spec"]["clusterIP"].as_str().unwrap_or_default() == address;
         self.namespace.as_deref().is_none_or(|namespace| object["metadata"]["namespace"] == namespace)
-            && !self.without_label.as_ref().is_some_and(has)
-            && !self.cluster_ip_is_not.as_ref().is_some_and(is)
+            && !self.label_selector.strip_prefix('!').is_some_and(has)
+            && !self.field_selector.strip_prefix(NOT_ADDRESS).is_some_and(is)
     }
-}
-
-fn percent_decode(text: &str) -> Option<String> {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.bytes();
-    while let Some(byte) = rest.next() {
-        bytes.push(match byte {
-            b'+' => b' ',
-            b'%' => {
-                let mut digit = || char::from(rest.next()?).to_digit(16);
-                u8::try_from(digit()? * 16 + digit()?).ok()?
-            }
-            other => other,
-        });
-    }
-    String::from_utf8(bytes).ok()
 }

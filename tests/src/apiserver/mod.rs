@@ -27,16 +27,10 @@ mod watch;
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::ensure;
-use bytes::Bytes;
 use serde_json::Value;
 
-use self::{
-    faults::Order,
-    server::Server,
-    state::{Shared, State, key},
-};
 pub use self::{
-    faults::{Cut, RecordedRequest, RequestFault, RequestFilter, Verb},
+    faults::{Cut, Order, RecordedRequest, RequestFault, RequestFilter, Verb},
     kinds::Kind,
     real::{ASSETS_VARIABLE, RealApiServer},
     rights::Rights,
@@ -44,6 +38,10 @@ pub use self::{
     status::{Failure, failure},
     tokens::Token,
     under_test::{ApiUnderTest, client},
+};
+use self::{
+    server::Server,
+    state::{Shared, State, key},
 };
 
 /// Options for behaviour that differs between versions of the real server, and for intervals. Tests
@@ -215,10 +213,10 @@ impl ApiServer {
     }
 }
 
-/// Methods that cause faults. `kind: None` means every kind. Methods that act on open watches
-/// return the number of these watches. A watch first sends the events of all writes that preceded
-/// the call, and then executes the fault. A watch whose kind is blocked executes the fault at once,
-/// without sending these events.
+/// Methods that cause faults. `kind: None` means every kind. [`Self::order`] returns the number of
+/// watches that get the order. A watch first sends the events of all writes that preceded the call,
+/// and then executes the order. A watch whose kind is blocked executes it at once, without sending
+/// these events.
 impl ApiServer {
     /// Applies the fault to the next `count` requests that match the filter.
     pub fn fail_next(&self, count: u64, filter: RequestFilter, fault: RequestFault) {
@@ -235,45 +233,8 @@ impl ApiServer {
         self.shared.change(State::clear_faults);
     }
 
-    /// Ends watches cleanly, as a time-out does.
-    pub fn drop_watches(&self, kind: Option<Kind>) -> usize {
-        self.order(kind, &Order::Close)
-    }
-
-    /// Sends half of an event, then cuts the connection.
-    pub fn cut_watches(&self, kind: Option<Kind>, how: Cut) -> usize {
-        self.order(kind, &Order::CutNow(how))
-    }
-
-    /// Sends half of the next event, then cuts the connection.
-    pub fn cut_watches_on_next_event(&self, kind: Option<Kind>, how: Cut) -> usize {
-        self.order(kind, &Order::CutOnNextEvent(how))
-    }
-
-    /// Sends the bytes unchanged, and continues the watch. The bytes should end with a newline.
-    pub fn send_garbage(&self, kind: Option<Kind>, bytes: impl Into<Bytes>) -> usize {
-        self.order(kind, &Order::Raw(bytes.into()))
-    }
-
-    /// Sends an ERROR event with this object, then ends the watch. [`failure`] builds Status
-    /// bodies.
-    pub fn send_error_event(&self, kind: Option<Kind>, status: Value) -> usize {
-        self.order(kind, &Order::Error(status))
-    }
-
-    /// Sends an ERROR event with code 410 (the version is too old) to open watches, then ends them.
-    /// After [`Self::compact`], resuming the watches fails as well.
-    pub fn expire_watches(&self, kind: Option<Kind>) -> usize {
-        let status = status::too_old(self.version(), self.version()).body;
-        self.order(kind, &Order::Error(status))
-    }
-
-    /// Sends a BOOKMARK event, after all earlier events, on watches that allow bookmarks.
-    pub fn send_bookmarks(&self, kind: Option<Kind>) -> usize {
-        self.order(kind, &Order::Bookmark)
-    }
-
-    fn order(&self, kind: Option<Kind>, order: &Order) -> usize {
+    /// Gives an order to open watches.
+    pub fn order(&self, kind: Option<Kind>, order: &Order) -> usize {
         self.shared.change(|state| state.order(kind, order))
     }
 
@@ -324,7 +285,7 @@ impl ApiServer {
     }
 }
 
-/// Methods that read what the server has seen. Restarts do not reset the counters.
+/// Methods that read what the server has seen, also before a restart.
 impl ApiServer {
     /// The number of requests with a verb, for one kind or for all kinds.
     pub fn requests(&self, verb: Verb, kind: Option<Kind>) -> u64 {
@@ -340,16 +301,6 @@ impl ApiServer {
     /// The number of open watches, for one kind or for all kinds.
     pub fn open_watches(&self, kind: Option<Kind>) -> usize {
         self.look(|state| state.watches.values().filter(|watch| kind.is_none_or(|kind| kind == watch.kind)).count())
-    }
-
-    /// The number of bytes in the bodies of answers.
-    pub fn bytes_sent(&self) -> u64 {
-        self.look(|state| state.bytes_sent)
-    }
-
-    /// The number of accepted connections.
-    pub fn connections(&self) -> u64 {
-        self.look(|state| state.connections)
     }
 
     /// Waits until a condition holds, and checks it every few milliseconds. `what` completes the

@@ -86,7 +86,6 @@ async fn accept(shared: Arc<Shared>, listener: TcpListener) {
 }
 
 async fn serve_connection(shared: Arc<Shared>, stream: TcpStream) {
-    shared.change(|state| state.connections += 1);
     // The second handle sets the linger time when a test cuts the connection.
     let socket = match stream.set_nodelay(true).and_then(|()| SockRef::from(&stream).try_clone()) {
         Ok(socket) => Arc::new(socket),

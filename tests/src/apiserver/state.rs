@@ -53,8 +53,6 @@ impl Shared {
             token_serial: 0,
             expired_tokens: 0,
             recorded: Vec::new(),
-            bytes_sent: 0,
-            connections: 0,
         };
         Self { state: Mutex::new(state), changes: watch::Sender::new(()) }
     }
@@ -133,6 +131,10 @@ impl Watch {
         self.queue.extend([(is_ordered, Piece::Bytes(half)), (is_ordered, Piece::Cut(how))]);
     }
 
+    fn push_error(&mut self, status: &Value) {
+        self.queue.extend([(true, Piece::Bytes(line("ERROR", status))), (true, Piece::End)]);
+    }
+
     fn push_bookmark(&mut self, version: u64, is_initial_end: bool) {
         let mut object = self.kind.zero_fields();
         object["kind"] = json!(self.kind.name());
@@ -191,8 +193,6 @@ pub(super) struct State {
     /// Continue tokens with a serial number below this number have expired.
     pub(super) expired_tokens: u64,
     pub(super) recorded: Vec<RecordedRequest>,
-    pub(super) bytes_sent: u64,
-    pub(super) connections: u64,
 }
 
 impl State {
@@ -272,7 +272,7 @@ impl State {
 
     /// Opens a watch, and returns its number. Returns 410 if its version is compacted.
     pub(super) fn open_watch(&mut self, kind: Kind, params: Params) -> Result<u64, Failure> {
-        let resumed = params.version.filter(|_| !params.send_initial_events);
+        let resumed = params.version().filter(|version| *version > 0 && !params.send_initial_events);
         let from = resumed.unwrap_or(self.version);
         if from < self.compacted {
             return Err(status::too_old(from, self.compacted));
@@ -330,10 +330,8 @@ impl State {
                 }
                 Order::CutOnNextEvent(how) => watch.cut_next = Some(*how),
                 Order::Raw(bytes) => watch.queue.push_back((true, Piece::Bytes(bytes.clone()))),
-                Order::Error(status) => {
-                    let event = line("ERROR", status);
-                    watch.queue.extend([(true, Piece::Bytes(event)), (true, Piece::End)]);
-                }
+                Order::Error(status) => watch.push_error(status),
+                Order::Expire => watch.push_error(&status::too_old(self.version, self.version).body),
                 Order::Bookmark if watch.params.bookmarks && self.options.bookmarks => {
                     watch.push_bookmark(self.version, false);
                 }

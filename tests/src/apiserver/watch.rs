@@ -81,10 +81,7 @@ impl Session {
             self.changes.borrow_and_update();
             let piece = self.shared.lock().take_piece(self.id);
             match piece {
-                Some(Piece::Bytes(bytes)) => {
-                    self.shared.lock().bytes_sent += bytes.len() as u64;
-                    return Some(Ok(bytes));
-                }
+                Some(Piece::Bytes(bytes)) => return Some(Ok(bytes)),
                 Some(Piece::End) => return None,
                 Some(Piece::Cut(how)) => {
                     sleep(CUT_PAUSE).await;

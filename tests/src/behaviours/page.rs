@@ -15,7 +15,8 @@ nftables, and userspace. IPVS runs inside User-Mode Linux, with its own kernel.
 
 `make behaviours` writes this page after `make test`. It writes the page only if all tests on the page have passed. A
 test lists its rows in a comment `// rows: 31, 36` above its attributes, or in `// rows of ipvs: 102` for one backend
-alone. Cases of the packet table list their rows in the table.
+alone. Cases of the packet table (`the_table`) and scenarios that share a cluster list their rows in `tests/src/cases`.
+Their tests stand here with the group of the case or the name of the scenario. A failure names each case and scenario.
 ";
 
 /// Renders the page from the tests of each row, for each backend.
@@ -52,7 +53,10 @@ pub fn render(columns: &[(Column, Evidence)]) -> Result<String, String> {
 
 fn cells(row: &Row, column: Column, evidence: &Evidence) -> Option<(String, &'static str)> {
     let tests = evidence.get(&row.number).map(Vec::as_slice).unwrap_or_default();
-    let link = |test: &super::ProvingTest| format!("[`{}`](../{})", test.name, test.file.display());
+    let link = |test: &super::ProvingTest| {
+        let part = test.part.map(|part| format!(" ({part})")).unwrap_or_default();
+        format!("[`{}`{part}](../{})", test.name, test.file.display())
+    };
     let links: Vec<String> = tests.iter().map(link).collect();
     match (links.is_empty(), row.reason(column)) {
         (true, None) => None,

@@ -80,7 +80,8 @@ mod tests {
                 <testcase name="packets::nft::refused" classname="headgate-tests::kernel" time="1"><system-out>x</system-out></testcase>"#,
         );
         let objection = |name: &str| {
-            report.objection(&ProvingTest { file: "tests/tests/kernel/packets.rs".into(), name: name.to_owned() })
+            let file = "tests/tests/kernel/packets.rs".into();
+            report.objection(&ProvingTest { file, name: name.to_owned(), part: None })
         };
         assert_eq!(objection("spread"), Some("failed"));
         assert_eq!(objection("refused"), None);

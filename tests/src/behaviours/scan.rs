@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use super::rows::{Column, SECTIONS};
-use crate::cases::{Case, table};
+use crate::cases::{Case, shared, table};
 
 /// The folders of the crates, and the package names that nextest uses in binary ids.
 const CRATES: [(&str, &str); 7] = [
@@ -16,8 +16,10 @@ const CRATES: [(&str, &str); 7] = [
     ("cli", "headgatectl"),
     ("tests", "headgate-tests"),
 ];
-/// The file that runs the groups of the packet table.
+/// The file that runs the packet table and the shared scenarios.
 const PACKETS: &str = "tests/tests/kernel/packets.rs";
+/// The test that runs the packet table.
+const TABLE: &str = "the_table";
 
 /// Why a scan fails.
 #[derive(Debug, thiserror::Error)]
@@ -40,9 +42,9 @@ pub enum ScanError {
         /// The problem and its remedy.
         message: String,
     },
-    /// A group of the table has no test.
-    #[error("{PACKETS}: no test is called {0}, so the group of this name in cases::table::GROUPS does not run")]
-    Group(String),
+    /// The packet table or shared scenarios have no test.
+    #[error("{PACKETS}: no test is called {0}, so its groups or scenarios in headgate_tests::cases do not run")]
+    Unrun(String),
 }
 
 /// A test that shows behaviours.
@@ -52,6 +54,8 @@ pub struct ProvingTest {
     pub file: PathBuf,
     /// The name of the test function.
     pub name: String,
+    /// The part of the test that shows the behaviour, if the test has several parts.
+    pub part: Option<&'static str>,
 }
 
 impl ProvingTest {
@@ -90,8 +94,8 @@ pub type Evidence = BTreeMap<u8, Vec<ProvingTest>>;
 /// Collects the tests of a backend's rows from all sources under `root`.
 ///
 /// # Errors
-/// A comment lists a row that does not exist, no test follows a comment, a group has no test, or a
-/// file cannot be read.
+/// A comment lists a row that does not exist, no test follows a comment, a group or a scenario has no
+/// test, or a file cannot be read.
 pub fn scan(root: &Path, column: Column) -> Result<Evidence, ScanError> {
     let mut evidence = Evidence::new();
     for (folder, _) in CRATES {
@@ -101,19 +105,27 @@ pub fn scan(root: &Path, column: Column) -> Result<Evidence, ScanError> {
         {
             let text = read(root, &file)?;
             for (name, rows) in comments(&file, &text, column)? {
-                enter(&mut evidence, &ProvingTest { file: file.clone(), name }, &rows);
+                enter(&mut evidence, &ProvingTest { file: file.clone(), name, part: None }, &rows);
             }
         }
     }
     let packets = read(root, Path::new(PACKETS))?;
-    for (name, cases) in table::GROUPS {
-        if !packets.contains(&format!("fn {name}()")) {
-            return Err(ScanError::Group(name.to_owned()));
+    let mut of_part = |test: &str, part: &'static str, rows: &[u8]| {
+        if !packets.contains(&format!("fn {test}()")) {
+            return Err(ScanError::Unrun(test.to_owned()));
         }
-        let cases = cases();
-        let is_run = |case: &&Case| !case.excluded.iter().any(|(backend, _)| *backend == column.backend());
-        let rows: Vec<u8> = cases.iter().filter(is_run).flat_map(|case| case.rows.iter().copied()).collect();
-        enter(&mut evidence, &ProvingTest { file: PACKETS.into(), name: name.to_owned() }, &rows);
+        enter(&mut evidence, &ProvingTest { file: PACKETS.into(), name: test.to_owned(), part: Some(part) }, rows);
+        Ok(())
+    };
+    for (group, cases) in table::GROUPS {
+        let is_run = |case: &Case| !case.excluded.iter().any(|(backend, _)| *backend == column.backend());
+        let rows: Vec<u8> = cases().into_iter().filter(is_run).flat_map(|case| case.rows.to_vec()).collect();
+        of_part(TABLE, group, &rows)?;
+    }
+    for (test, scenarios) in shared::TESTS {
+        for (scenario, rows, _) in scenarios {
+            of_part(test, scenario, rows)?;
+        }
     }
     for tests in evidence.values_mut() {
         tests.sort();
@@ -236,11 +248,11 @@ mod tests {
 
     #[test]
     fn binary_ids_and_modules_match_nextest() {
-        let id = |file: &str| ProvingTest { file: file.into(), name: String::new() }.binary_id();
+        let id = |file: &str| ProvingTest { file: file.into(), name: String::new(), part: None }.binary_id();
         assert_eq!(id("crates/core/src/iptables/tests.rs"), "headgate-core");
         assert_eq!(id("crates/core/tests/replay.rs"), "headgate-core::replay");
         assert_eq!(id("tests/tests/pure/tidy/files.rs"), "headgate-tests::pure");
-        let module = |file: &str| ProvingTest { file: file.into(), name: String::new() }.module();
+        let module = |file: &str| ProvingTest { file: file.into(), name: String::new(), part: None }.module();
         assert_eq!(module("crates/core/src/iptables/tests.rs"), "");
         assert_eq!(module("crates/core/tests/replay.rs"), "");
         assert_eq!(module("tests/tests/pure/tidy/files.rs"), "tidy::files::");

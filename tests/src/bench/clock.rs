@@ -8,12 +8,6 @@ pub fn thread_cpu() -> Duration {
     nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID).map(Duration::from).unwrap_or_default()
 }
 
-/// The CPU time of all threads of this process so far.
-#[must_use]
-pub fn process_cpu() -> Duration {
-    nix::time::clock_gettime(nix::time::ClockId::CLOCK_PROCESS_CPUTIME_ID).map(Duration::from).unwrap_or_default()
-}
-
 /// Runs `work`. Returns the wall-clock time in milliseconds, and the result of `work`.
 pub fn wall_ms<T>(work: impl FnOnce() -> T) -> (f64, T) {
     let start = Instant::now();

@@ -28,6 +28,7 @@ use super::{
 };
 use crate::testbed::{
     netns::Namespace,
+    page,
     process::{Process, program},
 };
 
@@ -223,15 +224,7 @@ pub(super) struct Page(String);
 
 impl Page {
     pub(super) fn of(namespace: &Namespace) -> Option<Self> {
-        use std::io::{Read as _, Write as _};
-        let ask = || {
-            let mut stream = std::net::TcpStream::connect("127.0.0.1:10249")?;
-            stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: agent\r\n\r\n")?;
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer)?;
-            Ok(answer)
-        };
-        namespace.run(ask).ok().map(Self)
+        namespace.run(|| Ok(page::get("127.0.0.1:10249", "/metrics")?)).ok().map(Self)
     }
 
     /// The sum of a metric over its labels.

@@ -23,6 +23,5 @@ pub mod snapshots;
 pub mod storm;
 pub mod two_level_shape;
 pub mod userspace;
-pub mod waiting;
 pub mod wire;
 pub mod workload;

@@ -7,7 +7,7 @@ use clap::Parser;
 use headgate_tests::bench::{
     barrier, fleet, iptables, ipvs, memory, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
-    rollouts, snapshots, storm, userspace, waiting, wire,
+    rollouts, snapshots, storm, userspace, wire,
 };
 
 /// Measures Headgate, compares it with an anchor in the same run, prints the figures and writes
@@ -60,11 +60,6 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("barrier", "pods that stop, with thousands of agents at three replicas; fails if an answer is wrong", |a| {
         barrier::run(&a.load, a.services)
     }),
-    (
-        "waiting",
-        "1,250 pods wait on a Service that changes 50 times a second: CPU time, commits; fails if a pod gets a wrong answer",
-        |_| waiting::run(),
-    ),
     ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)

@@ -88,8 +88,13 @@ pub fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str, Socket
 
 /// Checks that exactly these servers answer all clients of [`WAYS`], over both families.
 pub fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> Result<()> {
-    for (from, to) in targets(bed, service)? {
-        let request = Request::new(Transport::Tcp, to);
+    expect_servers_at(bed, &targets(bed, service)?, servers)
+}
+
+/// Checks that exactly these servers answer each client at its address.
+pub fn expect_servers_at(bed: &Testbed, targets: &[(&str, SocketAddr)], servers: &[&str]) -> Result<()> {
+    for (from, to) in targets {
+        let request = Request::new(Transport::Tcp, *to);
         let answers = answers(client::ask_many(bed.machines().machine(from)?, &request, 25 * servers.len())?)
             .with_context(|| format!("{from} asks {to}"))?;
         let mut expected = servers.to_vec();

@@ -13,6 +13,7 @@
 //! - [`takeover`]: switches of modes, and the choice of mode `auto`. [`forms`]: the two forms of
 //!   mode userspace.
 //! - [`explained`]: what agents say about the packets of the table.
+//! - [`shared`]: scenarios that share a cluster.
 //! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
 //!   crash, rules of other programs, and `--cleanup`.
 //!
@@ -41,6 +42,7 @@ pub mod rollout;
 pub mod rules;
 mod run;
 pub mod settings;
+pub mod shared;
 pub mod table;
 pub mod takeover;
 pub mod unserved;

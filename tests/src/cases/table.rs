@@ -16,7 +16,7 @@ pub const WEB: &[&str] = &["a1", "a2", "b1", "c1"];
 /// A group: its name, and a function that returns its cases.
 pub type Group = (&'static str, fn() -> Vec<Case>);
 
-/// The groups. The test that runs a group has the group's name.
+/// The groups, which the test `the_table` runs.
 pub const GROUPS: [Group; 9] = [
     ("cluster_ip", cluster_ip),
     ("node_port", node_port),
@@ -29,7 +29,7 @@ pub const GROUPS: [Group; 9] = [
     ("intake", intake::intake),
 ];
 
-/// All services of the table. All services exist while a group runs, so that the test also finds
+/// All services of the table. All of them exist while a case runs, so that the test also finds
 /// interference between services.
 pub fn services() -> Result<Manifests> {
     let mut all = Manifests::default();

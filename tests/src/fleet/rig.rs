@@ -3,8 +3,7 @@
 
 use std::{
     fs,
-    io::{Read as _, Write as _},
-    net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
@@ -20,6 +19,7 @@ use nix::{
 use super::certificates::ServerFiles;
 use crate::testbed::{
     netns::{Namespace, check_prerequisites, sweep_stale, unique_prefix},
+    page,
     process::{Process, program},
 };
 
@@ -289,15 +289,7 @@ impl Replica {
     }
 
     fn page(&self, machines: &Machines, path: &str) -> Result<String> {
-        let address = self.metrics;
-        machines.server().run(|| {
-            let mut stream = TcpStream::connect(address)?;
-            stream.set_read_timeout(Some(Duration::from_secs(10)))?;
-            write!(stream, "GET {path} HTTP/1.1\r\nHost: replica\r\nConnection: close\r\n\r\n")?;
-            let mut page = String::new();
-            stream.read_to_string(&mut page)?;
-            Ok(page)
-        })
+        machines.server().run(|| Ok(page::get(self.metrics, path)?))
     }
 
     /// The sum of a metric's samples over all labels, or 0 without samples.

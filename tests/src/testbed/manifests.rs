@@ -27,6 +27,8 @@ pub const MARKER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 96, 255, 254);
 #[derive(Debug, Clone, Default)]
 pub struct Manifests {
     services: Vec<Service>,
+    /// Services get numbers above this one.
+    numbers_above: u8,
     /// Zones of nodes that differ from the plan. The value `None` leaves out the node's label
     /// `topology.kubernetes.io/zone`.
     pub zones: BTreeMap<&'static str, Option<&'static str>>,
@@ -293,7 +295,8 @@ impl Manifests {
     pub fn add(&mut self, service: Service) -> Result<()> {
         ensure!(self.service(&service.name).is_err(), "a service called {} already exists", service.name);
         let taken = |number: &u8| self.services.iter().any(|service| service.number == *number);
-        let number = (1..=250).find(|number| !taken(number)).context("all numbers of services are taken")?;
+        let number = (self.numbers_above + 1..=250).find(|number| !taken(number));
+        let number = number.context("all numbers of services are taken")?;
         self.services.push(Service { number, ..service });
         Ok(())
     }
@@ -302,6 +305,13 @@ impl Manifests {
     pub fn remove(&mut self, name: &str) -> Result<Service> {
         let found = self.services.iter().position(|service| service.name == name);
         Ok(self.services.remove(found.with_context(|| format!("no service called {name}"))?))
+    }
+
+    /// Removes everything that was added. The addresses of the removed services are not used again,
+    /// because the kernel may still track connections to them.
+    pub fn clear(&mut self) {
+        let highest = self.services.iter().map(|service| service.number).max();
+        *self = Self { numbers_above: highest.unwrap_or(self.numbers_above), ..Self::default() };
     }
 
     /// The service called `name`.

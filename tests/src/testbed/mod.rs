@@ -33,6 +33,7 @@ pub mod machines;
 pub mod manifests;
 pub mod netns;
 mod network;
+pub mod page;
 pub mod plan;
 pub mod port;
 pub mod process;

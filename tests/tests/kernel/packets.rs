@@ -5,7 +5,7 @@ mod migration;
 
 use anyhow::Result;
 use headgate_tests::cases::{
-    self, affinity, changes, explained, health, lifecycle, live, payloads, raw, rollout, rules, settings, table,
+    self, affinity, explained, health, lifecycle, payloads, raw, rollout, rules, settings, shared, table,
 };
 use headgate_tests::testbed::{Backend, Manifests, Testbed};
 use headgate_tests::uml;
@@ -39,15 +39,33 @@ fn on(bed: Result<Testbed>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     }
 }
 
-/// Runs one group of the case table, named in `table::GROUPS`, with agents that have the rights of
-/// the manifests. The agents must also explain the packets of the group.
-fn group(backend: Backend, name: &str) {
-    let (_, cases) = table::GROUPS.iter().find(|(group, _)| *group == name).unwrap();
+/// The parts of a test that share a cluster. The kernel of User-Mode Linux tracks few connections, so
+/// there each part has a cluster of its own.
+fn sharing<T>(backend: Backend, parts: &[T]) -> std::slice::Chunks<'_, T> {
+    parts.chunks(if backend.runs_in_uml() { 1 } else { parts.len() })
+}
+
+/// Runs the case table with agents that have the rights of the manifests. The agents must also
+/// explain the packets of all cases.
+fn whole_table(backend: Backend) {
     where_it_runs(backend, || {
-        on(table::services().and_then(|services| Testbed::start_in_containers(backend, services)), |bed| {
-            cases::run(bed, &cases())?;
-            explained::agree(bed, &cases())
-        });
+        for groups in sharing(backend, &table::GROUPS) {
+            on(table::services().and_then(|services| Testbed::start_in_containers(backend, services)), |bed| {
+                let cases: Vec<_> = groups.iter().flat_map(|(_, cases)| cases()).collect();
+                cases::run(bed, &cases)?;
+                explained::agree(bed, &cases)
+            });
+        }
+    });
+}
+
+/// Runs the scenarios of a test of `shared::TESTS`.
+fn in_turn(backend: Backend, test: &str) {
+    let (_, scenarios) = shared::TESTS.iter().find(|(name, _)| *name == test).unwrap();
+    where_it_runs(backend, || {
+        for scenarios in sharing(backend, scenarios) {
+            on(Testbed::start(backend, Manifests::default()), |bed| shared::in_turn(bed, scenarios));
+        }
     });
 }
 
@@ -63,48 +81,18 @@ macro_rules! packet_tests {
             const BACKEND: Backend = $backend;
 
             #[test]
-            fn cluster_ip() {
-                group(BACKEND, "cluster_ip");
+            fn the_table() {
+                whole_table(BACKEND);
             }
 
             #[test]
-            fn node_port() {
-                group(BACKEND, "node_port");
+            fn objects_change() {
+                in_turn(BACKEND, "objects_change");
             }
 
             #[test]
-            fn external_addresses() {
-                group(BACKEND, "external_addresses");
-            }
-
-            #[test]
-            fn endpoint_conditions() {
-                group(BACKEND, "endpoint_conditions");
-            }
-
-            #[test]
-            fn external_traffic_policy() {
-                group(BACKEND, "external_traffic_policy");
-            }
-
-            #[test]
-            fn internal_traffic_policy() {
-                group(BACKEND, "internal_traffic_policy");
-            }
-
-            #[test]
-            fn source_ranges() {
-                group(BACKEND, "source_ranges");
-            }
-
-            #[test]
-            fn topology() {
-                group(BACKEND, "topology");
-            }
-
-            #[test]
-            fn intake() {
-                group(BACKEND, "intake");
+            fn services_change_in_use() {
+                in_turn(BACKEND, "services_change_in_use");
             }
 
             // rows: 73, 74, 75, 77, 78
@@ -128,42 +116,6 @@ macro_rules! packet_tests {
             #[test]
             fn large_payloads() {
                 on_testbed(BACKEND, table::services(), payloads::large_payloads);
-            }
-
-            // rows: 2, 15, 66
-            #[test]
-            fn type_switches() {
-                scenario(BACKEND, changes::type_switches);
-            }
-
-            // rows: 114
-            #[test]
-            fn a_cluster_ip_belongs_to_its_service() {
-                scenario(BACKEND, changes::a_cluster_ip_belongs_to_its_service);
-            }
-
-            // rows: 3, 4
-            #[test]
-            fn labels_are_added_and_removed() {
-                scenario(BACKEND, changes::labels_are_added_and_removed);
-            }
-
-            // rows: 6, 14
-            #[test]
-            fn ports_are_added_renamed_and_removed() {
-                scenario(BACKEND, changes::ports_are_added_renamed_and_removed);
-            }
-
-            // rows: 25, 26, 29
-            #[test]
-            fn zone_changes() {
-                scenario(BACKEND, changes::zone_changes);
-            }
-
-            // rows: 44
-            #[test]
-            fn further_service_range() {
-                scenario(BACKEND, changes::further_service_range);
             }
 
             // rows: 31, 32, 33, 34, 35, 51, 54, 55, 90
@@ -195,40 +147,10 @@ macro_rules! packet_tests {
                 scenario(BACKEND, raw::a_packet_outside_the_window_does_not_end_a_connection);
             }
 
-            // rows: 115
-            #[test]
-            fn weight_zero_keeps_connections() {
-                scenario(BACKEND, live::weight_zero_keeps_connections);
-            }
-
-            // rows: 15, 89, 104
-            #[test]
-            fn rolling_replacement() {
-                scenario(BACKEND, live::rolling_replacement);
-            }
-
             #[test]
             fn pods_that_ask_before_they_stop_lose_no_connection() {
                 let body = rollout::pods_that_ask_before_they_stop_lose_no_connection;
                 on_machines(BACKEND, Ok(Manifests::default()), body);
-            }
-
-            // rows: 79, 83, 85
-            #[test]
-            fn udp_rolling_replacement() {
-                scenario(BACKEND, live::udp_rolling_replacement);
-            }
-
-            // rows: 14, 15, 20, 98, 104
-            #[test]
-            fn services_are_added_changed_and_removed() {
-                scenario(BACKEND, live::services_are_added_changed_and_removed);
-            }
-
-            // rows: 40, 57, 104
-            #[test]
-            fn scale_to_zero_and_back() {
-                scenario(BACKEND, live::scale_to_zero_and_back);
             }
 
             #[test]
@@ -592,12 +514,8 @@ mod carried_behind_iptables {
     const BACKEND: Backend = Backend::UserspaceIptables;
 
     #[test]
-    fn all_groups_of_the_table() {
-        let cases: Vec<_> = table::GROUPS.iter().flat_map(|(_, cases)| cases()).collect();
-        on(table::services().and_then(|services| Testbed::start_in_containers(BACKEND, services)), |bed| {
-            cases::run(bed, &cases)?;
-            explained::agree(bed, &cases)
-        });
+    fn the_table() {
+        whole_table(BACKEND);
     }
 
     #[test]

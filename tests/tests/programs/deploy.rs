@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use data_encoding::BASE64;
 use headgate_tests::{
-    apiserver::ApiUnderTest,
+    apiserver::{ApiUnderTest, Rights},
     testbed::{
         port::ReservedPort,
         process::{KilledOnDrop, program, tool},
@@ -162,13 +162,20 @@ fn validate(version: &str, yaml: &str) -> (bool, String) {
 
 const KUBERNETES: [&str; 3] = ["1.29.0", "1.33.0", "1.37.0"];
 
+/// Asserts that objects are valid in each version, and returns the reports.
+fn assert_valid(yaml: &str) -> [String; 3] {
+    KUBERNETES.map(|version| {
+        let (is_valid, report) = validate(version, yaml);
+        assert!(is_valid, "Kubernetes {version}: {report}\n{yaml}");
+        report
+    })
+}
+
 #[test]
 fn manifests_are_valid_by_the_schemas_of_kubernetes() {
     for name in ["trial", "production"] {
         let yaml = overlay(name);
-        for version in KUBERNETES {
-            let (is_valid, report) = validate(version, &yaml);
-            assert!(is_valid, "{name}, Kubernetes {version}: {report}");
+        for report in assert_valid(&yaml) {
             assert_eq!(report.matches(" passed for resource ").count(), by_name(&yaml).len(), "{report}");
         }
     }
@@ -215,10 +222,7 @@ fn pods_that_ask_before_they_stop_are_valid_by_the_schemas_of_kubernetes() {
     for block in blocks {
         let specification: String = block.lines().map(|line| format!("  {line}\n")).collect();
         let pod = format!("apiVersion: v1\nkind: Pod\nmetadata:\n  name: web\nspec:\n{specification}");
-        for version in KUBERNETES {
-            let (is_valid, report) = validate(version, &pod);
-            assert!(is_valid, "Kubernetes {version}: {report}\n{pod}");
-        }
+        assert_valid(&pod);
         let misspelt = pod.replace("preStop", "prestop");
         assert!(misspelt != pod && !validate("1.37.0", &misspelt).0, "the validator accepts an unknown hook");
     }
@@ -271,27 +275,18 @@ fn every_namespaced_object_is_in_the_namespace_of_headgate() {
 
 #[test]
 fn the_only_rights_are_list_and_watch_of_four_kinds_and_what_enrolment_needs() {
-    let mut granted = BTreeSet::new();
-    for ((kind, name), object) in objects() {
-        if kind != "ClusterRole" && kind != "Role" {
-            continue;
-        }
+    for ((kind, name), object) in objects().iter().filter(|((kind, _), _)| kind == "ClusterRole" || kind == "Role") {
         for rule in object["rules"].as_array().unwrap() {
             let fields: BTreeSet<&str> = rule.as_object().unwrap().keys().map(String::as_str).collect();
             assert_eq!(fields, BTreeSet::from(["apiGroups", "resources", "verbs"]), "{kind} {name}");
-            for group in strings(&rule["apiGroups"]) {
-                for resource in strings(&rule["resources"]) {
-                    for verb in strings(&rule["verbs"]) {
-                        granted.insert(format!("{verb} {resource}.{group}"));
-                    }
-                }
-            }
         }
     }
+    let granted = Rights::of_objects(objects().values());
+    let granted = granted.all().iter().map(|right| right.replace(" in headgate-system", ""));
     let kinds = ["services.", "nodes.", "endpointslices.discovery.k8s.io", "servicecidrs.networking.k8s.io"];
     let read = kinds.iter().flat_map(|kind| ["list", "watch"].map(|verb| format!("{verb} {kind}")));
     let enrolment = ["create tokenreviews.authentication.k8s.io", "get pods."].map(str::to_owned);
-    assert_eq!(granted, read.chain(enrolment).collect());
+    assert_eq!(granted.collect::<BTreeSet<_>>(), read.chain(enrolment).collect());
     let pods = json!([{ "apiGroups": [""], "resources": ["pods"], "verbs": ["get"] }]);
     assert_eq!(object("Role", "headgate-control-plane")["rules"], pods, "only pods of the namespace can be read");
 }
@@ -617,10 +612,7 @@ fn certificates_of_the_chart_serve_the_programs() {
 
     let (is_rendered, yaml) = rendered("image.repository=registry.example/headgate");
     assert!(is_rendered, "{yaml}");
-    for version in KUBERNETES {
-        let (is_valid, report) = validate(version, &yaml);
-        assert!(is_valid, "Kubernetes {version}: {report}");
-    }
+    assert_valid(&yaml);
     let objects = by_name(&yaml);
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("control-plane")).unwrap();

@@ -6,7 +6,7 @@ use std::{
 };
 
 use headgate_tests::{
-    apiserver::{Kind, RequestFault, RequestFilter, Restart, Verb},
+    apiserver::{Kind, Order, RequestFault, RequestFilter, Restart, Verb},
     failover::{Mode, Scenario, Scene, run},
     testbed::process::program,
 };
@@ -128,7 +128,7 @@ async fn a_replica_that_cannot_watch_one_kind_is_cut_off_until_it_can() {
     scene.until_ready(0, true).await.unwrap();
     let forbidden = RequestFault::Status { code: 403, retry_after_seconds: None };
     scene.api().fail_all(RequestFilter::verb_of(Verb::Watch, Kind::EndpointSlice), forbidden);
-    scene.api().drop_watches(Some(Kind::EndpointSlice));
+    scene.api().order(Some(Kind::EndpointSlice), &Order::Close);
     scene.until_ready(0, false).await.unwrap();
     let status = scene.replicas()[0].status().await.unwrap();
     assert_eq!(status.source_state, "cut_off");

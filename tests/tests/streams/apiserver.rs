@@ -8,7 +8,7 @@ use std::{
 };
 
 use headgate_tests::apiserver::{
-    ApiServer, Cut, Kind,
+    ApiServer, Cut, Kind, Order,
     objects::{node, service},
 };
 use serde_json::{Value, json};
@@ -53,7 +53,7 @@ async fn a_cut_watch_ends_in_the_middle_of_an_event() {
         let server = ApiServer::start().unwrap();
         let mut socket = request(&server, "/api/v1/services?watch=true&resourceVersion=1");
         server.wait_until("the watch is open", |server| server.open_watches(None) == 1).await.unwrap();
-        assert_eq!(server.cut_watches_on_next_event(Some(Kind::Service), how), 1);
+        assert_eq!(server.order(Some(Kind::Service), &Order::CutOnNextEvent(how)), 1);
         server.apply(service("shop", "web").build()).unwrap();
         let (mut bytes, mut buffer) = (Vec::new(), [0; 4096]);
         let end = loop {

@@ -18,7 +18,7 @@ use headgate_control_plane::{
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, Weight};
 use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
 
-use crate::client::{Client, channel};
+use crate::client::Client;
 use crate::replica::{Replica, key, service, settings};
 
 /// The pod that stops. It is an endpoint of service 1 on node a.
@@ -104,13 +104,17 @@ impl Pair {
         self.commit(replica, vec![change], Vec::new());
     }
 
+    /// Makes changes at both replicas.
+    pub(crate) fn change_both(&mut self, changes: impl IntoIterator<Item = Change>) {
+        for change in changes {
+            self.change(0, change.clone());
+            self.follow(1, change);
+        }
+    }
+
     /// Opens the stream of a node that has everything in its kernel.
     pub(crate) async fn agent(&self, replica: usize, node: &str) -> Client {
-        let replica = &self.replicas[replica];
-        let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
-        client.reach(replica.store.version()).await;
-        client.ack().await;
-        client
+        self.replicas[replica].agent(node).await
     }
 }
 
@@ -167,8 +171,7 @@ async fn a_replica_that_lacks_an_addition_does_not_call_the_endpoint_removed() {
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     // The endpoint is removed everywhere. Then it is added and removed again, and the other replica
     // has not seen this.
-    pair.change(0, removed());
-    pair.follow(1, removed());
+    pair.change_both([removed()]);
     program(&pair.replicas[1], &mut b).await;
     program(&pair.replicas[1], &mut c).await;
     pair.change(0, endpoint(POD, "a", Conditions::READY));
@@ -189,8 +192,7 @@ async fn a_replica_that_lacks_an_addition_does_not_call_the_endpoint_removed() {
 async fn silent_nodes_are_named_after_a_bounded_wait_unless_their_node_is_deleted() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, b) = (pair.agent(0, "a").await, pair.agent(1, "b").await);
-    pair.change(0, removed());
-    pair.follow(1, removed());
+    pair.change_both([removed()]);
     program(&pair.replicas[0], &mut a).await;
     // Node b has a stream and programs nothing. Node c has no stream.
     a.send(Body::Barrier(request(POD, 60_000, 700))).await;
@@ -212,8 +214,7 @@ async fn silent_nodes_are_named_after_a_bounded_wait_unless_their_node_is_delete
 async fn a_node_counts_at_the_replica_to_which_it_moved() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    pair.change(0, removed());
-    pair.follow(1, removed());
+    pair.change_both([removed()]);
     program(&pair.replicas[0], &mut a).await;
     program(&pair.replicas[1], &mut c).await;
     a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
@@ -229,9 +230,7 @@ async fn a_node_counts_at_the_replica_to_which_it_moved() {
 async fn a_terminating_pod_is_unused_only_while_another_endpoint_is_ready() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    let stops = endpoint(POD, "a", TERMINATING);
-    pair.change(0, stops.clone());
-    pair.follow(1, stops);
+    pair.change_both([endpoint(POD, "a", TERMINATING)]);
     program(&pair.replicas[0], &mut a).await;
     program(&pair.replicas[1], &mut b).await;
     program(&pair.replicas[1], &mut c).await;
@@ -256,10 +255,7 @@ async fn an_endpoint_of_weight_zero_does_not_make_another_one_unused() {
     };
     weightless.placement = Placement { weight: Weight::new(0).unwrap(), ..Placement::on("b") }.into();
     let weightless = Change::Endpoint(service, weightless);
-    for change in [weightless, endpoint(POD, "a", TERMINATING)] {
-        pair.change(0, change.clone());
-        pair.follow(1, change);
-    }
+    pair.change_both([weightless, endpoint(POD, "a", TERMINATING)]);
     program(&pair.replicas[0], &mut a).await;
     program(&pair.replicas[1], &mut b).await;
     program(&pair.replicas[1], &mut c).await;
@@ -272,8 +268,7 @@ async fn an_endpoint_of_weight_zero_does_not_make_another_one_unused() {
 async fn a_node_that_rejects_the_service_is_unconfirmed_until_it_withdraws_the_rejection() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    pair.change(0, removed());
-    pair.follow(1, removed());
+    pair.change_both([removed()]);
     let resource = "Service default/service-1".to_owned();
     let rejection = v1::Rejection { resource: resource.clone(), field: "ports".into(), reason: "kernel".into() };
     b.send(Body::Nack(v1::Nack { version: 2, rejections: vec![rejection], in_force: 1, ..v1::Nack::default() })).await;
@@ -291,8 +286,7 @@ async fn a_node_that_never_had_an_agent_is_not_covered_and_others_are_refused() 
     let mut pair = Pair::start(Duration::ZERO).await;
     let mut a = pair.agent(0, "a").await;
     let b = pair.agent(1, "b").await;
-    pair.change(0, removed());
-    pair.follow(1, removed());
+    pair.change_both([removed()]);
     program(&pair.replicas[0], &mut a).await;
     drop(b);
     a.send(Body::Barrier(request(POD, 60_000, 500))).await;

@@ -92,18 +92,8 @@ pub(crate) struct Client {
 impl Client {
     /// Opens a stream and reads `Welcome`. Resumes if `held` is given.
     pub(crate) async fn open(channel: Channel, node: &str, held: Option<Held>) -> Result<Self, Status> {
-        let resume = held.as_ref().map(Held::resume);
-        Self::open_with(channel, hello(node, resume), held).await
-    }
-
-    /// Opens a stream with this `Hello`, like [`Self::open`].
-    pub(crate) async fn open_with(
-        channel: Channel,
-        hello: v1::AgentMessage,
-        held: Option<Held>,
-    ) -> Result<Self, Status> {
         let (sender, receiver) = mpsc::channel(16);
-        sender.send(hello).await.unwrap();
+        sender.send(hello(node, held.as_ref().map(Held::resume))).await.unwrap();
         let mut client = DiscoveryClient::new(channel);
         let mut messages = client.sync(ReceiverStream::new(receiver)).await?.into_inner();
         let first = timeout(GUARD, messages.message()).await.unwrap()?;

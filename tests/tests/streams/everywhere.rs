@@ -13,13 +13,14 @@ use headgate_control_plane::{
     transaction::{NodeChange, PodChange, Sink as _, Transaction},
 };
 use headgate_core::{Change, Conditions, Service, TrafficPolicy};
-use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome, inspect_client::InspectClient};
+use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
 
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use headgate_tests::testbed::page;
+use tokio::task::spawn_blocking;
 
 use crate::{
     barrier::{NEVER, OTHER, POD, Pair, TERMINATING, answer, apply, assert_waits, endpoint, program, removed, request},
-    client::{Client, channel},
+    client::Client,
     replica::{Replica, key, service, settings},
 };
 
@@ -29,13 +30,9 @@ fn nack(rejected: &[String], withdrawn: &[String], in_force: usize) -> Body {
     Body::Nack(v1::Nack { version: 1, rejections, withdrawn: withdrawn.to_vec(), in_force: in_force as u64 })
 }
 
-async fn inspect(replica: &Replica) -> InspectClient<tonic::transport::Channel> {
-    InspectClient::new(channel(replica.running.inspect_addr).await)
-}
-
 /// The nodes that a replica lists, with their states.
 async fn agents(replica: &Replica) -> Vec<(String, String)> {
-    let mut items = inspect(replica).await.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
+    let mut items = replica.inspect().await.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
     let mut found = Vec::new();
     while let Some(agent) = items.message().await.unwrap() {
         found.push((agent.node, agent.state));
@@ -57,20 +54,10 @@ async fn until_agents(replica: &Replica, wanted: &[(&str, &str)]) {
     panic!("{found:?}, and not {wanted:?}");
 }
 
-/// The page of metrics, which the replica refreshes for each request.
-async fn metrics_page(replica: &Replica) -> String {
-    let mut stream = tokio::net::TcpStream::connect(replica.running.metrics_addr.unwrap()).await.unwrap();
-    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").await.unwrap();
-    let mut page = String::new();
-    stream.read_to_string(&mut page).await.unwrap();
-    page
-}
-
 /// Removes the endpoint at both replicas, whose three agents program it.
 async fn all_programmed(pair: &mut Pair) -> [Client; 3] {
     let mut agents = [pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await];
-    pair.change(0, removed());
-    pair.follow(1, removed());
+    pair.change_both([removed()]);
     for (client, replica) in agents.iter_mut().zip([0, 1, 1]) {
         program(&pair.replicas[replica], client).await;
     }
@@ -122,10 +109,12 @@ async fn the_nodes_of_a_replica_that_stops_count_until_they_return() {
     a.send(Body::Barrier(request(POD, 60_000, 700))).await;
     let found = answer(&mut a).await;
     assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned(), "c".to_owned()]));
-    let status = inspect(&first).await.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
+    let status = first.inspect().await.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
     let fleet = status.fleet.unwrap();
     assert_eq!((fleet.nodes, fleet.up_to_date, fleet.no_agent), (3, 1, 2));
-    let page = metrics_page(&first).await;
+    // The replica refreshes the page for each request.
+    let address = first.running.metrics_addr.unwrap();
+    let page = spawn_blocking(move || page::get(address, "/metrics")).await.unwrap().unwrap();
     assert!(page.contains("headgate_control_plane_nodes_absent{reason=\"lost\"} 2"), "{page}");
 }
 
@@ -139,7 +128,7 @@ async fn every_replica_shows_that_two_agents_of_one_replica_replace_each_other()
         streams.push(Client::open(endpoint.connect().await.unwrap(), "a", None).await.unwrap());
     }
     for replica in &pair.replicas {
-        let mut inspect = inspect(replica).await;
+        let mut inspect = replica.inspect().await;
         let (mut status, mut degraded) = (v1::GetStatusResponse::default(), Vec::new());
         // The other replica may not have heard of the agents yet.
         for _ in 0..600 {
@@ -189,7 +178,7 @@ async fn a_replica_that_has_not_listed_does_not_answer_for_a_pod_and_delays_nobo
     let own =
         Settings { replica_name: "replica-3".into(), peers: Some(PeerSettings { names, tls: None }), ..settings() };
     let third = Replica::start_at(at.into(), own, Security::Plaintext, Limits::default()).await;
-    let mut client = inspect(&pair.replicas[0]).await;
+    let mut client = pair.replicas[0].inspect().await;
     let is_joined = |replica: &v1::ReplicaInfo| replica.replica == "replica-3" && replica.state == "joined";
     while !client.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner().replicas.iter().any(is_joined)
     {
@@ -199,7 +188,7 @@ async fn a_replica_that_has_not_listed_does_not_answer_for_a_pod_and_delays_nobo
     a.send(Body::Barrier(request(POD, 3_600_000, 3_600_000))).await;
     assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
     // It waits until it knows the pod. Before, it refused the request, so the pod ended at once.
-    let mut d = Client::open(channel(third.running.local_addr).await, "a", None).await.unwrap();
+    let mut d = third.open("a").await;
     d.send(Body::Barrier(request(POD, 60_000, 300))).await;
     assert_waits(&mut d).await;
     third.store.commit(Transaction { nodes: ["a", "b", "c"].map(apply).into(), ..Transaction::default() });
@@ -215,10 +204,7 @@ async fn a_local_policy_makes_the_barrier_wait_for_the_nodes_that_do_stop() {
     let Change::Service(local) = service(1, 80) else { panic!("not a Service") };
     let local = Change::from(Service { external_traffic_policy: TrafficPolicy::Local, ..(*local).clone() });
     let stops = endpoint(POD, "a", TERMINATING);
-    for change in [local, stops] {
-        pair.change(0, change.clone());
-        pair.follow(1, change);
-    }
+    pair.change_both([local, stops]);
     program(&pair.replicas[0], &mut a).await;
     program(&pair.replicas[1], &mut b).await;
     a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
@@ -234,9 +220,7 @@ async fn a_local_policy_makes_the_barrier_wait_for_the_nodes_that_do_stop() {
 async fn an_endpoint_that_may_return_is_not_drained() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    let unready = endpoint(POD, "a", Conditions { ready: false, serving: false, terminating: false });
-    pair.change(0, unready.clone());
-    pair.follow(1, unready);
+    pair.change_both([endpoint(POD, "a", Conditions { ready: false, serving: false, terminating: false })]);
     for (client, replica) in [(&mut a, 0), (&mut b, 1), (&mut c, 1)] {
         program(&pair.replicas[replica], client).await;
     }
@@ -259,7 +243,7 @@ async fn removed_endpoints_of_an_older_pod_do_not_answer_for_a_new_pod_of_the_sa
         let (namespace, name) = ("default".to_owned(), "pod".to_owned());
         v1::DrainPodRequest { namespace, name, timeout_ms, silent_ms: timeout_ms, uid }
     };
-    let mut client = inspect(&pair.replicas[0]).await;
+    let mut client = pair.replicas[0].inspect().await;
     let mut drain = async |uid| {
         let mut answers = client.drain_pod(ask(uid)).await.unwrap().into_inner();
         answers.message().await.unwrap().unwrap()
@@ -277,8 +261,7 @@ async fn removed_endpoints_of_an_older_pod_do_not_answer_for_a_new_pod_of_the_sa
 async fn nobody_waits_for_a_node_that_never_acknowledges_after_three_questions() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    pair.change(0, removed());
-    pair.follow(1, removed());
+    pair.change_both([removed()]);
     program(&pair.replicas[0], &mut a).await;
     program(&pair.replicas[1], &mut c).await;
     // Node b has received the change, and acknowledges nothing.
@@ -341,7 +324,7 @@ async fn any_replica_answers_queries_about_any_node() {
     let mut b = pair.agent(1, "b").await;
     until_agents(&pair.replicas[0], &[("a", "no_agent"), ("b", "up_to_date"), ("c", "no_agent")]).await;
     let asking = tokio::spawn({
-        let mut client = inspect(&pair.replicas[0]).await;
+        let mut client = pair.replicas[0].inspect().await;
         async move {
             let kind = Some(v1::node_query::Kind::Status(v1::NodeStatusQuery {}));
             let query = Some(v1::NodeQuery { kind });
@@ -380,10 +363,7 @@ async fn an_endpoint_that_ceases_to_be_the_last_one_during_the_round_is_asked_ab
     };
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     // The pod is the last endpoint of Service 2, and not of Service 1.
-    for change in [service(2, 81), of(2, POD, "a", TERMINATING), of(1, POD, "a", TERMINATING)] {
-        pair.change(0, change.clone());
-        pair.follow(1, change);
-    }
+    pair.change_both([service(2, 81), of(2, POD, "a", TERMINATING), of(1, POD, "a", TERMINATING)]);
     for replica in &pair.replicas {
         let pod = Some((PodId::new("pod", "pod"), Some("a".into())));
         let pods = vec![PodChange { service: key(2), address: POD.into(), pod }];
@@ -397,8 +377,7 @@ async fn an_endpoint_that_ceases_to_be_the_last_one_during_the_round_is_asked_ab
     assert_waits(&mut a).await;
     // Another endpoint of Service 2 becomes ready. No node has programmed this.
     let witness = of(2, OTHER, "b", Conditions::READY);
-    pair.change(0, witness.clone());
-    pair.follow(1, witness);
+    pair.change_both([witness]);
     b.ack().await;
     assert_waits(&mut a).await;
     for (client, replica) in [(&mut a, 0), (&mut b, 1), (&mut c, 1)] {
@@ -424,7 +403,7 @@ async fn the_first_ack_of_an_agent_wakes_a_question_about_what_its_replica_never
     // The second replica has listed its source later, and has never had the endpoint.
     pair.commit(1, Vec::new(), Vec::new());
     let (mut a, _b) = (pair.agent(0, "a").await, pair.agent(1, "b").await);
-    let mut c = Client::open(channel(pair.replicas[1].running.local_addr).await, "c", None).await.unwrap();
+    let mut c = pair.replicas[1].open("c").await;
     c.reach(pair.replicas[1].store.version()).await;
     until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "waiting")]).await;
     // Without the wake-up, the answer would come only with the next round.

@@ -1,12 +1,11 @@
 //! Tests of `Inspect.QueryNode` and `headgatectl node`: simulated agents answer as the test says.
 
 use headgate_proto::v1::{self, agent_message::Body, inspect_client::InspectClient, node_answer, node_query};
-use headgate_tests::testbed::process::program;
-use tokio::{process::Command, task::JoinHandle, time::timeout};
+use tokio::{task::JoinHandle, time::timeout};
 use tonic::{Code, Status};
 
 use crate::client::{Client, GUARD, channel, endpoint as endpoint_of};
-use crate::replica::{Replica, endpoint, service};
+use crate::replica::{Printed, Replica, endpoint, headgatectl, service};
 
 fn status_query() -> node_query::Kind {
     node_query::Kind::Status(v1::NodeStatusQuery {})
@@ -26,13 +25,6 @@ fn ask(replica: &Replica, node: &str, kind: node_query::Kind) -> JoinHandle<Resu
         }
         Ok(parts)
     })
-}
-
-/// Opens the stream of an agent that has received everything.
-async fn agent(replica: &Replica, node: &str) -> Client {
-    let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
-    client.reach(replica.store.version()).await;
-    client
 }
 
 /// Waits for a number of queries on a stream.
@@ -61,7 +53,7 @@ async fn refused(asked: JoinHandle<Result<Vec<v1::NodeAnswer>, Status>>) -> (Cod
 async fn the_parts_of_an_answer_arrive_in_order() {
     let replica = Replica::start().await;
     replica.put([service(1, 80), endpoint(1, 1, 8080)]);
-    let mut client = agent(&replica, "a").await;
+    let mut client = replica.agent("a").await;
     let asked = ask(&replica, "a", node_query::Kind::Metrics(v1::MetricsQuery { prefix: "x".into() }));
     let query = queried(&mut client, 1).await;
     let kind = query.query.unwrap().kind;
@@ -83,7 +75,6 @@ async fn the_parts_of_an_answer_arrive_in_order() {
     replica.put([endpoint(1, 2, 8080)]);
     client.reach(replica.store.version()).await;
     assert_eq!(replica.metric("headgate_agent_messages_ignored_total{reason=\"unknown_query\"}"), 1);
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -101,13 +92,12 @@ async fn changes_are_sent_before_a_query() {
     assert_eq!((client.held.version, client.ends.len()), (replica.store.version(), 1));
     client.send(status(query.id, "a")).await;
     assert_eq!(timeout(GUARD, asked).await.unwrap().unwrap().unwrap().len(), 1);
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn errors_name_the_node_and_the_remedy() {
     let replica = Replica::start().await;
-    let mut client = agent(&replica, "a").await;
+    let mut client = replica.agent("a").await;
     let (code, text) = refused(ask(&replica, "b", status_query())).await;
     assert_eq!(code, Code::NotFound);
     assert!(text.contains("node \"b\"") && text.contains("has no stream to any replica"), "{text}");
@@ -138,22 +128,12 @@ async fn errors_name_the_node_and_the_remedy() {
     let (code, text) = refused(asked).await;
     assert_eq!(code, Code::Unavailable);
     assert!(text.contains("the stream of the agent of node a ended, or the answer"), "{text}");
-    replica.running.stop().await;
-}
-
-async fn headgatectl(replica: &Replica, arguments: &[&str]) -> (Option<i32>, String, String) {
-    let server = format!("http://{}", replica.running.inspect_addr);
-    let mut command = Command::new(program("headgatectl").unwrap());
-    let output = command.args(["--server", &server]).args(arguments).output();
-    let output = timeout(GUARD, output).await.expect("headgatectl does not end").unwrap();
-    let text = |bytes| String::from_utf8(bytes).unwrap();
-    (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn headgatectl_shows_the_status_and_the_metrics_of_a_node() {
     let replica = Replica::start().await;
-    let mut client = agent(&replica, "a").await;
+    let mut client = replica.agent("a").await;
     let answering = tokio::spawn(async move {
         let first = queried(&mut client, 1).await;
         client.send(status(first.id, "a")).await;
@@ -163,26 +143,25 @@ async fn headgatectl_shows_the_status_and_the_metrics_of_a_node() {
         client.send(metrics(third.id, "x 1\n", true)).await;
         client
     });
-    let (code, out, err) = headgatectl(&replica, &["node", "a"]).await;
-    assert_eq!((code, err.as_str()), (Some(0), ""));
+    let Printed { code, out, err } = headgatectl(&[&replica], "node a").await;
+    assert_eq!((code, err.as_str()), (0, ""));
     assert!(out.starts_with("node         a ") && out.contains("\nbackend      nftables\n"), "{out}");
-    let (_, out, _) = headgatectl(&replica, &["node", "a", "-o", "json"]).await;
+    let Printed { out, .. } = headgatectl(&[&replica], "node a -o json").await;
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!((&json["node"], &json["quarantined"]), (&"a".into(), &serde_json::json!([])));
-    let (_, out, _) = headgatectl(&replica, &["node", "a", "--metrics"]).await;
+    let Printed { out, .. } = headgatectl(&[&replica], "node a --metrics").await;
     assert_eq!(out, "x 1\n");
     let _client = answering.await.unwrap();
 
-    let (code, _, err) = headgatectl(&replica, &["node", "b"]).await;
-    assert_eq!(code, Some(1));
+    let Printed { code, err, .. } = headgatectl(&[&replica], "node b").await;
+    assert_eq!(code, 1);
     assert!(err.contains("no stream"), "{err}");
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn headgatectl_shows_counters_with_the_most_bytes_first() {
     let replica = Replica::start().await;
-    let mut client = agent(&replica, "a").await;
+    let mut client = replica.agent("a").await;
     let row = |name: &str, frontend: &str, packets| v1::ServiceCounters {
         namespace: "ns".into(),
         name: name.into(),
@@ -208,8 +187,8 @@ async fn headgatectl_shows_counters_with_the_most_bytes_first() {
         }
         client
     });
-    let (code, out, err) = headgatectl(&replica, &["counters", "a"]).await;
-    assert_eq!((code, err.as_str()), (Some(0), ""));
+    let Printed { code, out, err } = headgatectl(&[&replica], "counters a").await;
+    assert_eq!((code, err.as_str()), (0, ""));
     let lines: Vec<Vec<&str>> = out.lines().map(|line| line.split_whitespace().collect()).collect();
     let expected = [
         ["NAMESPACE", "NAME", "CONNECTIONS", "PACKETS", "BYTES"],
@@ -217,19 +196,18 @@ async fn headgatectl_shows_counters_with_the_most_bytes_first() {
         ["ns", "few", "1", "2", "200"],
     ];
     assert_eq!(lines, expected);
-    let (_, out, _) = headgatectl(&replica, &["counters", "a", "ns/web"]).await;
+    let Printed { out, .. } = headgatectl(&[&replica], "counters a ns/web").await;
     assert!(out.lines().count() == 4 && out.contains("0  10.96.0.1 port 80/TCP"), "{out}");
-    let (_, out, _) = headgatectl(&replica, &["counters", "a", "-o", "json"]).await;
+    let Printed { out, .. } = headgatectl(&[&replica], "counters a -o json").await;
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!((json.as_array().unwrap().len(), &json[2]["bytes"]), (3, &700.into()));
     let _client = answering.await.unwrap();
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn headgatectl_explains_with_the_words_of_the_agent() {
     let replica = Replica::start().await;
-    let mut client = agent(&replica, "a").await;
+    let mut client = replica.agent("a").await;
     let endpoint = |address: &str, reason: &str| v1::ExplainedEndpoint {
         address: address.into(),
         port: 8080,
@@ -271,8 +249,8 @@ async fn headgatectl_explains_with_the_words_of_the_agent() {
         client
     });
     // Without --from, the first node with an agent explains.
-    let (code, out, err) = headgatectl(&replica, &["explain", "ns/web"]).await;
-    assert_eq!((code, err.as_str()), (Some(0), ""));
+    let Printed { code, out, err } = headgatectl(&[&replica], "explain ns/web").await;
+    assert_eq!((code, err.as_str()), (0, ""));
     let expected = [
         "From node a to Service ns/web",
         "",
@@ -288,20 +266,19 @@ async fn headgatectl_explains_with_the_words_of_the_agent() {
         "[fd00::1]:8080   ready  -     -     no: not ready",
     ];
     assert_eq!(out.lines().map(str::trim_end).collect::<Vec<_>>(), expected);
-    let packet = ["--from", "a", "--source", "203.0.113.9", "--to", "10.96.0.1:53/udp"];
-    let (_, out, _) = headgatectl(&replica, &[&["explain", "web", "-n", "ns"], &packet[..]].concat()).await;
+    let packet = "explain web -n ns --from a --source 203.0.113.9 --to 10.96.0.1:53/udp";
+    let Printed { out, .. } = headgatectl(&[&replica], packet).await;
     assert!(out.starts_with("From 203.0.113.9, at node a, to Service ns/web"), "{out}");
-    let (_, out, _) = headgatectl(&replica, &["explain", "ns/web", "--from", "a", "-o", "json"]).await;
+    let Printed { out, .. } = headgatectl(&[&replica], "explain ns/web --from a -o json").await;
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!(json["node"], "a");
     let endpoints = json["explanations"][0]["endpoints"].as_array().unwrap();
     assert_eq!((endpoints.len(), &endpoints[1]["reason"]), (3, &"not ready".into()));
     let _client = answering.await.unwrap();
 
-    let (code, _, err) = headgatectl(&replica, &["explain", "ns/web", "--from", "ns/nobody"]).await;
-    assert!(code == Some(1) && err.contains("pod ns/nobody: no endpoint belongs to this pod"), "{err}");
-    let mixed = ["explain", "ns/web", "--from", "a", "--source", "::1", "--to", "10.96.0.1:80"];
-    let (code, _, err) = headgatectl(&replica, &mixed).await;
-    assert!(code == Some(2) && err.contains("different IP families"), "{err}");
-    replica.running.stop().await;
+    let Printed { code, err, .. } = headgatectl(&[&replica], "explain ns/web --from ns/nobody").await;
+    assert!(code == 1 && err.contains("pod ns/nobody: no endpoint belongs to this pod"), "{err}");
+    let mixed = "explain ns/web --from a --source ::1 --to 10.96.0.1:80";
+    let Printed { code, err, .. } = headgatectl(&[&replica], mixed).await;
+    assert!(code == 2 && err.contains("different IP families"), "{err}");
 }

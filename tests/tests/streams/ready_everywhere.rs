@@ -18,14 +18,11 @@ use headgate_tests::apiserver::{
     objects::{PodBuilder, endpoint_slice, node, pod, service},
 };
 use headgate_tests::failover::{Gate, Mode};
+use headgate_tests::testbed::page;
 use http::Method;
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::TcpStream,
-    time::sleep,
-};
+use tokio::{task::spawn_blocking, time::sleep};
 
 use crate::client::{Client, GUARD, channel};
 
@@ -90,12 +87,9 @@ impl Replica {
 
     /// The value of a sample in the metrics; 0 if the sample is missing.
     async fn metric(&self, sample: &str) -> u64 {
-        let mut stream = TcpStream::connect(self.metrics).await.unwrap();
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: replica\r\nConnection: close\r\n\r\n").await.unwrap();
-        let mut page = String::new();
-        stream.read_to_string(&mut page).await.unwrap();
-        let value = page.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' ').map(str::to_owned));
-        value.map_or(0, |value| value.parse().unwrap())
+        let address = self.metrics;
+        let page = spawn_blocking(move || page::get(address, "/metrics")).await.unwrap().unwrap();
+        page::sample(&page, sample)
     }
 }
 

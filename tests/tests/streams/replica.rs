@@ -2,6 +2,7 @@
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
+    process::Stdio,
     sync::Arc,
     time::Duration,
 };
@@ -13,6 +14,16 @@ use headgate_control_plane::{
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{Change, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort};
+use headgate_proto::v1::inspect_client::InspectClient;
+use headgate_tests::testbed::{page, process::program};
+use serde_json::Value;
+use tokio::{process::Command, time::timeout};
+use tonic::transport::Channel;
+
+use crate::{
+    client::{Client, GUARD, Held, channel},
+    identity::authority::{Authority, load},
+};
 
 pub(crate) struct Replica {
     pub(crate) store: Arc<Store>,
@@ -53,6 +64,38 @@ impl Replica {
         Self { store, metrics, running }
     }
 
+    /// Starts a replica whose source has been listed. Its certificate, for 127.0.0.1, comes from the
+    /// authority that it trusts.
+    pub(crate) async fn start_with_tls(authority: &Authority) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        authority.server(|_| {}).write(folder.path(), &[authority]);
+        let replica = Self::start_with(settings(), Security::Tls(load(folder.path()))).await;
+        replica.store.synced();
+        replica
+    }
+
+    /// Opens the stream of an agent that holds nothing.
+    pub(crate) async fn open(&self, node: &str) -> Client {
+        Client::open(channel(self.running.local_addr).await, node, None).await.unwrap()
+    }
+
+    /// Opens the stream of an agent that holds this state.
+    pub(crate) async fn resume(&self, node: &str, held: Held) -> Client {
+        Client::open(channel(self.running.local_addr).await, node, Some(held)).await.unwrap()
+    }
+
+    /// Opens the stream of an agent that has received and acknowledged everything.
+    pub(crate) async fn agent(&self, node: &str) -> Client {
+        let mut client = self.open(node).await;
+        client.reach(self.store.version()).await;
+        client.ack().await;
+        client
+    }
+
+    pub(crate) async fn inspect(&self) -> InspectClient<Channel> {
+        InspectClient::new(channel(self.running.inspect_addr).await)
+    }
+
     pub(crate) fn put(&self, changes: impl IntoIterator<Item = Change>) {
         self.put_at(None, changes);
     }
@@ -65,9 +108,33 @@ impl Replica {
 
     /// The value of a sample in the metrics, or 0 if the sample is missing.
     pub(crate) fn metric(&self, sample: &str) -> u64 {
-        let text = self.metrics.render();
-        let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '));
-        line.map_or(0, |value| value.parse().unwrap())
+        page::sample(&self.metrics.render(), sample)
+    }
+}
+
+/// What headgatectl printed, and its exit code.
+pub(crate) struct Printed {
+    pub(crate) code: i32,
+    pub(crate) out: String,
+    pub(crate) err: String,
+}
+
+impl Printed {
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {} {}", self.out, self.err))
+    }
+}
+
+/// Starts headgatectl against these replicas. Single spaces separate the arguments.
+pub(crate) fn headgatectl(replicas: &[&Replica], arguments: &str) -> impl Future<Output = Printed> + use<> {
+    let servers = replicas.iter().map(|replica| format!("http://{}", replica.running.inspect_addr));
+    let mut command = Command::new(program("headgatectl").unwrap());
+    command.args(["--server", &servers.collect::<Vec<_>>().join(",")]).args(arguments.split(' '));
+    let output = command.stdin(Stdio::null()).kill_on_drop(true).output();
+    async {
+        let output = timeout(GUARD, output).await.expect("headgatectl does not end").unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        Printed { code: output.status.code().unwrap(), out: text(output.stdout), err: text(output.stderr) }
     }
 }
 

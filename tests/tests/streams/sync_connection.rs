@@ -373,7 +373,7 @@ async fn a_connection_ends_when_its_client_stops_reading_an_answer() {
 #[tokio::test]
 async fn a_violation_of_http2_ends_its_connection_and_affects_no_other() {
     let replica = Replica::start().await;
-    let mut good = Client::open(channel(replica.running.local_addr).await, "good", None).await.unwrap();
+    let mut good = replica.open("good").await;
     let window = |stream, bytes: u32| wire_frame(8, 0, stream, &bytes.to_be_bytes());
     let open_other = |stream| wire_frame(1, 4, stream, b"x");
     let settings = wire_frame(4, 0, 0, &[0, 4, 0x7f, 0xff, 0xff, 0xff]);
@@ -416,7 +416,7 @@ async fn a_violation_of_http2_ends_its_connection_and_affects_no_other() {
 #[tokio::test]
 async fn a_client_that_sends_pings_and_does_not_read_is_disconnected() {
     let replica = Replica::start().await;
-    let mut good = Client::open(channel(replica.running.local_addr).await, "good", None).await.unwrap();
+    let mut good = replica.open("good").await;
     let mut wire = Wire::connect(&replica).await;
     wire.send(&opening("bad")).await;
     let pings = wire_frame(6, 0, 0, &[7; 8]).repeat(1_000);
@@ -477,7 +477,7 @@ async fn assert_read_slowly(
     message: &Bytes,
     read: impl Fn() -> u64,
 ) {
-    let mut good = Client::open(channel(replica.running.local_addr).await, "good", None).await.unwrap();
+    let mut good = replica.open("good").await;
     let start = Instant::now();
     for _ in 0..1_000 {
         sender.send_data(message.clone(), false).unwrap();

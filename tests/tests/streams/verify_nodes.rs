@@ -13,14 +13,13 @@ use headgate_core::{
 };
 use headgate_proto::{
     NodeView, digests_to_wire,
-    v1::{self, agent_message::Body, inspect_client::InspectClient, node_answer, node_query},
+    v1::{self, agent_message::Body, node_answer, node_query},
 };
-use headgate_tests::testbed::process::program;
-use tokio::{process::Command, task::JoinHandle, time::timeout};
+use tokio::{task::JoinHandle, time::timeout};
 use tonic::{Code, Status};
 
-use crate::client::{Client, GUARD, channel};
-use crate::replica::{Replica, cluster, endpoint, key, remove_endpoint, service};
+use crate::client::{Client, GUARD};
+use crate::replica::{Printed, Replica, cluster, endpoint, headgatectl, key, remove_endpoint, service};
 
 fn view(node: &str) -> NodeView {
     let settings = NodeSettings {
@@ -66,14 +65,7 @@ impl Agent {
         node: &'static str,
         change: impl FnMut(usize, &mut Client, Option<&mut v1::Verification>) + Send + 'static,
     ) -> Self {
-        Self::answer(Self::connect(replica, node).await, node, usize::MAX, change)
-    }
-
-    async fn connect(replica: &Replica, node: &str) -> Client {
-        let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
-        client.reach(replica.store.version()).await;
-        client.ack().await;
-        client
+        Self::answer(replica.agent(node).await, node, usize::MAX, change)
     }
 
     /// Answers so many queries. The stream ends at the next query.
@@ -116,8 +108,22 @@ impl Drop for Agent {
     }
 }
 
+/// The answer of an agent that cannot read its kernel.
+fn unreadable(_: usize, _: &mut Client, answer: Option<&mut v1::Verification>) {
+    if let Some(answer) = answer {
+        answer.table = None;
+        answer.unverified = vec!["the kernel cannot be read; verify again: no permission".into()];
+    }
+}
+
+/// The answer of an agent that has found differences, of which it names one.
+fn set_drift(answer: &mut v1::Verification, service: &str, count: u64) {
+    answer.drift = vec![v1::Drift { service: service.into(), difference: "is broken".into() }];
+    answer.drift_count = count;
+}
+
 async fn verify(replica: &Replica, node: &str) -> Result<Vec<v1::VerifyNodesResponse>, Status> {
-    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
+    let mut inspect = replica.inspect().await;
     let asked = async {
         let mut answer = inspect
             .verify_nodes(v1::VerifyNodesRequest { node: node.into(), ..Default::default() })
@@ -163,7 +169,6 @@ async fn an_agent_with_equal_resources_and_an_equal_kernel_is_verified() {
     let refused = verify(&replica, "b").await.unwrap_err();
     assert_eq!(refused.code(), Code::NotFound);
     assert!(refused.message().contains("node \"b\""), "{refused}");
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -184,7 +189,6 @@ async fn a_lost_resource_is_named_and_sent_again() {
     assert!(found.is_repaired);
     assert_eq!(replica.metric("headgate_snapshots_total"), 2);
     assert_eq!(verify_one(&replica, "a").await.result, "verified");
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -208,7 +212,6 @@ async fn a_kernel_that_differs_is_found_even_if_the_agent_says_that_it_is_equal(
     assert!(service.is_empty() && difference.starts_with("the kernel forwards otherwise"), "{difference}");
     assert!(difference.split([' ', ',']).any(|word| word == name), "{difference}");
     assert!(!found.is_repaired);
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -217,8 +220,7 @@ async fn the_agents_own_differences_are_shown_and_a_second_verification_confirms
     replica.put(cluster(3));
     let report = |number, _: &mut Client, answer: Option<&mut v1::Verification>| {
         if let Some(answer) = answer.filter(|_| number == 1) {
-            answer.drift = vec![v1::Drift { service: "default/service-1".into(), difference: "is broken".into() }];
-            answer.drift_count = 3;
+            set_drift(answer, "default/service-1", 3);
         }
     };
     let _agent = Agent::start(&replica, "a", report).await;
@@ -227,11 +229,10 @@ async fn the_agents_own_differences_are_shown_and_a_second_verification_confirms
     assert!(found.is_repaired);
     let agent = agent_info(&replica, "a").await;
     assert!(agent.verified_unix_ms > 0 && agent.drift_count == 0, "{agent:?}");
-    replica.running.stop().await;
 }
 
 async fn agent_info(replica: &Replica, node: &str) -> v1::AgentInfo {
-    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
+    let mut inspect = replica.inspect().await;
     let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
     loop {
         let agent = agents.message().await.unwrap().expect("the node is not listed");
@@ -246,14 +247,12 @@ async fn a_verification_that_proves_nothing_does_not_hide_an_earlier_difference(
     let replica = Replica::start().await;
     replica.put(cluster(3));
     // Five answers with a difference, and then an unreadable kernel.
-    let broken = |number, _: &mut Client, answer: Option<&mut v1::Verification>| {
+    let broken = |number, client: &mut Client, answer: Option<&mut v1::Verification>| {
         let Some(answer) = answer else { return };
         if number <= 5 {
-            answer.drift = vec![v1::Drift { service: "default/service-1".into(), difference: "is broken".into() }];
-            answer.drift_count = 1;
+            set_drift(answer, "default/service-1", 1);
         } else {
-            answer.table = None;
-            answer.unverified = vec!["the kernel cannot be read; verify again: no permission".into()];
+            unreadable(number, client, Some(answer));
         }
     };
     let _agent = Agent::start(&replica, "a", broken).await;
@@ -264,16 +263,9 @@ async fn a_verification_that_proves_nothing_does_not_hide_an_earlier_difference(
     let after = agent_info(&replica, "a").await;
     assert_eq!((after.drift_count, after.verified_unix_ms), (1, before.verified_unix_ms));
     // A node without any verification stays without one.
-    let unreadable = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
-        if let Some(answer) = answer {
-            answer.table = None;
-            answer.unverified = vec!["the kernel cannot be read; verify again: no permission".into()];
-        }
-    };
     let _other = Agent::start(&replica, "b", unreadable).await;
     assert_eq!(verify_one(&replica, "b").await.result, "unverified");
     assert_eq!(agent_info(&replica, "b").await.verified_unix_ms, 0);
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -282,11 +274,10 @@ async fn a_difference_stays_named_if_the_agent_then_stops() {
     replica.put(cluster(3));
     let report = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
         if let Some(answer) = answer {
-            answer.drift = vec![v1::Drift { service: "default/service-1".into(), difference: "is broken".into() }];
-            answer.drift_count = 1;
+            set_drift(answer, "default/service-1", 1);
         }
     };
-    let client = Agent::connect(&replica, "a").await;
+    let client = replica.agent("a").await;
     let _agent = Agent::answer(client, "a", 1, report);
     let found = verify_one(&replica, "a").await;
     assert_eq!((found.result.as_str(), drift(&found)), ("drift", vec![("default/service-1", "is broken")]));
@@ -294,10 +285,9 @@ async fn a_difference_stays_named_if_the_agent_then_stops() {
     assert_eq!(found.unverified.len(), 1, "the reason why the verification ended early: {found:?}");
     assert_eq!(replica.metric("headgate_node_verifications_total{result=\"drift\"}"), 1);
     // An agent that stops before its first answer is counted, too.
-    let _other = Agent::answer(Agent::connect(&replica, "b").await, "b", 0, |_, _, _| {});
+    let _other = Agent::answer(replica.agent("b").await, "b", 0, |_, _, _| {});
     assert_eq!(verify_one(&replica, "b").await.result, "unverified");
     assert_eq!(replica.metric("headgate_node_verifications_total{result=\"unverified\"}"), 1);
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -318,7 +308,7 @@ async fn a_rejected_service_is_named_even_if_another_changes_meanwhile() {
         }
         _ => {}
     };
-    let client = Agent::connect(&replica, "a").await;
+    let client = replica.agent("a").await;
     let resource = format!("Service {}", key(7));
     let rejection = v1::Rejection { resource, field: "ports".into(), reason: "no such port".into() };
     client.send(Body::Nack(v1::Nack { version: 1, rejections: vec![rejection], ..v1::Nack::default() })).await;
@@ -327,7 +317,6 @@ async fn a_rejected_service_is_named_even_if_another_changes_meanwhile() {
     assert_eq!((found.result.as_str(), found.version), ("unverified", replica.store.version()));
     let name = key(7).to_string();
     assert!(found.unverified.iter().any(|text| text.contains(&name)), "{:?}", found.unverified);
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -345,7 +334,6 @@ async fn an_agent_that_lies_about_the_number_of_differences_is_not_verified() {
     let found = verify_one(&replica, "a").await;
     assert_eq!((found.result.as_str(), found.drift_count), ("drift", u64::MAX));
     assert_eq!(found.drift.len(), 1);
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -369,7 +357,6 @@ async fn a_wrong_zone_in_each_attempt_and_a_view_without_families_are_not_verifi
     let found = verify_one(&replica, "b").await;
     assert_eq!(found.result, "unverified");
     assert!(found.unverified.iter().any(|text| text.contains("families")), "{:?}", found.unverified);
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -434,7 +421,6 @@ async fn stale_addresses_or_pod_ranges_are_a_difference_and_a_node_on_its_way_is
     let _e = Agent::start(&replica, "e", change).await;
     let found = verify_one(&replica, "e").await;
     assert!(found.result == "verified" && found.drift.is_empty(), "{found:?}");
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -457,7 +443,6 @@ async fn a_change_on_its_way_is_no_difference() {
     let verified = verify_one(&replica, "a").await;
     assert!(verified.result == "verified" && verified.drift.is_empty(), "{verified:?}");
     assert_eq!(verified.version, replica.store.version());
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -473,19 +458,12 @@ async fn a_verification_that_takes_long_is_awaited() {
     };
     let _agent = Agent::start(&replica, "a", slow).await;
     assert_eq!(verify_one(&replica, "a").await.result, "verified");
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_an_agent_cannot_verify_is_named() {
     let replica = Replica::start().await;
     replica.put(cluster(3));
-    let unreadable = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
-        if let Some(answer) = answer {
-            answer.table = None;
-            answer.unverified = vec!["the kernel cannot be read; verify again: no permission".into()];
-        }
-    };
     let _agent = Agent::start(&replica, "a", unreadable).await;
     let found = verify_one(&replica, "a").await;
     assert_eq!(found.result, "unverified");
@@ -500,15 +478,6 @@ async fn what_an_agent_cannot_verify_is_named() {
     let found = verify_one(&replica, "b").await;
     assert_eq!(found.result, "unverified");
     assert!(found.unverified.iter().any(|text| text.contains("unknown mode \"magic\"")), "{:?}", found.unverified);
-    replica.running.stop().await;
-}
-
-async fn headgatectl(replica: &Replica, arguments: &[&str]) -> (Option<i32>, String, String) {
-    let mut command = Command::new(program("headgatectl").unwrap());
-    command.args(["--server", &format!("http://{}", replica.running.inspect_addr)]).args(arguments);
-    let output = timeout(GUARD, command.output()).await.expect("headgatectl does not end").unwrap();
-    let text = |bytes| String::from_utf8(bytes).unwrap();
-    (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -518,48 +487,46 @@ async fn headgatectl_verifies_all_nodes_and_names_those_without_an_agent() {
     let _one = Agent::honest(&replica, "a").await;
     let _two = Agent::honest(&replica, "b").await;
     let version = replica.store.version();
-    let (code, out, err) = headgatectl(&replica, &["verify"]).await;
+    let Printed { code, out, err } = headgatectl(&[&replica], "verify").await;
     let expected = format!(
         "NODE  RESULT    VERSION  SERVICES  FRONTENDS  DIFFERENCES  BACKEND\n\
          a     verified  {version:>7}         3          3            0  none\n\
          b     verified  {version:>7}         3          3            0  none\n\
          2 of 2 nodes verified\n"
     );
-    assert_eq!((code, out.as_str(), err.as_str()), (Some(0), expected.as_str(), ""));
-    let (code, out, _) = headgatectl(&replica, &["verify", "b", "-o", "json"]).await;
+    assert_eq!((code, out.as_str(), err.as_str()), (0, expected.as_str(), ""));
+    let Printed { code, out, .. } = headgatectl(&[&replica], "verify b -o json").await;
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
-    assert_eq!((code, &json[0]["node"], &json[0]["result"]), (Some(0), &"b".into(), &"verified".into()));
+    assert_eq!((code, &json[0]["node"], &json[0]["result"]), (0, &"b".into(), &"verified".into()));
 
     let node = Node { name: "c".into(), zone: None, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false };
     replica.store.commit(Transaction { nodes: vec![NodeChange::Apply(node)], ..Transaction::default() });
-    let (code, out, err) = headgatectl(&replica, &["verify"]).await;
-    assert_eq!(code, Some(4));
+    let Printed { code, out, err } = headgatectl(&[&replica], "verify").await;
+    assert_eq!(code, 4);
     assert!(out.ends_with("2 of 3 nodes verified, 1 without an agent\n"), "{out}");
     assert!(out.contains("\nc     absent ") && out.contains("\nc: no agent: "), "{out}");
     assert!(err.contains("these Nodes have no agent: c: start their agents"), "{err}");
-    assert_eq!(headgatectl(&replica, &["verify", "--allow-absent"]).await.0, Some(0));
-    let (_, out, _) = headgatectl(&replica, &["verify", "-o", "json"]).await;
+    assert_eq!(headgatectl(&[&replica], "verify --allow-absent").await.code, 0);
+    let Printed { out, .. } = headgatectl(&[&replica], "verify -o json").await;
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!((&json[0]["node"], &json[0]["result"]), (&"c".into(), &"absent".into()));
-    let (code, _, err) = headgatectl(&replica, &["verify", ""]).await;
-    assert!(code == Some(2) && err.contains("value is required"), "{err}");
-    let (code, _, err) = headgatectl(&replica, &["verify", "c"]).await;
-    assert!(code == Some(1) && err.contains("no stream"), "{err}");
+    let Printed { code, err, .. } = headgatectl(&[&replica], "verify ").await;
+    assert!(code == 2 && err.contains("value is required"), "{err}");
+    let Printed { code, err, .. } = headgatectl(&[&replica], "verify c").await;
+    assert!(code == 1 && err.contains("no stream"), "{err}");
 
     let broken = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
         if let Some(answer) = answer {
-            answer.drift = vec![v1::Drift { service: "default/web".into(), difference: "is broken".into() }];
-            answer.drift_count = 1;
+            set_drift(answer, "default/web", 1);
         }
     };
     let _broken = Agent::start(&replica, "c", broken).await;
-    let (code, out, err) = headgatectl(&replica, &["verify"]).await;
-    assert_eq!(code, Some(1));
+    let Printed { code, out, err } = headgatectl(&[&replica], "verify").await;
+    assert_eq!(code, 1);
     let lines: Vec<&str> = out.lines().collect();
     assert!(lines[1].starts_with("c     drift"), "{out}");
     assert_eq!(lines[4], "c: Service default/web: is broken");
     assert!(lines[5].starts_with("c: not repaired: read the log of the agent"), "{out}");
     assert_eq!(lines[6], "2 of 3 nodes verified, 1 with differences");
     assert!(err.contains("differences on 1 of "), "{err}");
-    replica.running.stop().await;
 }

@@ -1,10 +1,7 @@
 //! Tests of `headgatectl wait` and `headgatectl agents` against replicas in the test's process. The
 //! simulated agents send an ACK when the test asks for it.
 
-use std::{
-    net::{Ipv4Addr, SocketAddr},
-    process::Stdio,
-};
+use std::net::{Ipv4Addr, SocketAddr};
 
 use headgate_control_plane::{
     serve::{PeerSettings, Security, Settings},
@@ -12,46 +9,11 @@ use headgate_control_plane::{
     transaction::{Sink as _, SourceKind, Transaction},
 };
 use headgate_proto::v1;
-use headgate_tests::testbed::process::program;
 use serde_json::Value;
-use tokio::{process::Command, task::JoinHandle, time::timeout};
+use tokio::time::timeout;
 
-use crate::client::{Client, GUARD, channel};
-use crate::replica::{Replica, endpoint, remove_endpoint, remove_service, service, settings};
-
-struct Answer {
-    code: i32,
-    out: String,
-    err: String,
-}
-
-impl Answer {
-    fn json(&self) -> Value {
-        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {} {}", self.out, self.err))
-    }
-}
-
-/// Runs headgatectl against these replicas.
-fn headgatectl(replicas: &[&Replica], arguments: &str) -> JoinHandle<Answer> {
-    let servers: Vec<String> =
-        replicas.iter().map(|replica| format!("http://{}", replica.running.inspect_addr)).collect();
-    let mut command = Command::new(program("headgatectl").unwrap());
-    command.args(["--server", &servers.join(",")]).args(arguments.split_whitespace());
-    tokio::spawn(async move {
-        let output =
-            timeout(GUARD, command.stdin(Stdio::null()).output()).await.expect("headgatectl does not end").unwrap();
-        let text = |bytes| String::from_utf8(bytes).unwrap();
-        Answer { code: output.status.code().unwrap(), out: text(output.stdout), err: text(output.stderr) }
-    })
-}
-
-/// Opens the stream of an agent that has received and acknowledged everything.
-async fn agent(replica: &Replica, node: &str) -> Client {
-    let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
-    client.reach(replica.store.version()).await;
-    client.ack().await;
-    client
-}
+use crate::client::{Client, GUARD};
+use crate::replica::{Replica, endpoint, headgatectl, remove_endpoint, remove_service, service, settings};
 
 async fn acknowledge(client: &mut Client, replica: &Replica) {
     client.reach(replica.store.version()).await;
@@ -67,14 +29,14 @@ fn nack(version: u64, resource: &str) -> v1::agent_message::Body {
 async fn wait_returns_once_every_node_has_acknowledged() {
     let replica = Replica::start().await;
     replica.put([service(1, 80), endpoint(1, 1, 8080)]);
-    let (mut a, mut b) = (agent(&replica, "a").await, agent(&replica, "b").await);
-    let answer = headgatectl(&[&replica], "wait default/service-1").await.unwrap();
+    let (mut a, mut b) = (replica.agent("a").await, replica.agent("b").await);
+    let answer = headgatectl(&[&replica], "wait default/service-1").await;
     assert_eq!((answer.code, answer.err.as_str()), (0, ""));
     assert!(answer.out.starts_with("service default/service-1: 2 nodes have programmed it"), "{}", answer.out);
 
     replica.put([endpoint(1, 2, 8080)]);
     acknowledge(&mut a, &replica).await;
-    let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await.unwrap();
+    let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await;
     assert_eq!((answer.code, answer.out.as_str()), (3, ""));
     assert!(answer.err.contains("1 of 2 nodes have programmed it"), "{}", answer.err);
     let behind = "behind: the version was sent, and there is no ACK yet";
@@ -83,86 +45,81 @@ async fn wait_returns_once_every_node_has_acknowledged() {
 
     let waiting = headgatectl(&[&replica], "wait service-1 -o json");
     acknowledge(&mut b, &replica).await;
-    let answer = waiting.await.unwrap();
+    let answer = waiting.await;
     assert_eq!((answer.code, &answer.json()["done"]), (0, &Value::Bool(true)));
     // `headgatectl wait` does not wait for later changes of other Services.
     replica.put([service(2, 80)]);
-    assert_eq!(headgatectl(&[&replica], "wait service-1 --timeout 20s").await.unwrap().code, 0);
-    replica.running.stop().await;
+    assert_eq!(headgatectl(&[&replica], "wait service-1 --timeout 20s").await.code, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn wait_returns_once_an_endpoint_is_known_or_removed() {
     let replica = Replica::start().await;
     replica.put([service(1, 80), endpoint(1, 1, 8080)]);
-    let mut a = agent(&replica, "a").await;
-    let answer = headgatectl(&[&replica], "wait service-1 --endpoint 10.0.1.2 --timeout 300ms").await.unwrap();
+    let mut a = replica.agent("a").await;
+    let answer = headgatectl(&[&replica], "wait service-1 --endpoint 10.0.1.2 --timeout 300ms").await;
     assert_eq!(answer.code, 3);
     assert!(answer.err.contains("does not know the endpoint"), "{}", answer.err);
 
     let waiting = headgatectl(&[&replica], "wait service-1 --endpoint 10.0.1.2");
     replica.put([endpoint(1, 2, 8080)]);
     acknowledge(&mut a, &replica).await;
-    assert_eq!(waiting.await.unwrap().code, 0);
+    assert_eq!(waiting.await.code, 0);
 
     let waiting = headgatectl(&[&replica], "wait service-1 --endpoint 10.0.1.2 --gone -o json");
     replica.put([remove_endpoint(1, 2)]);
     acknowledge(&mut a, &replica).await;
-    let answer = waiting.await.unwrap();
+    let answer = waiting.await;
     assert_eq!((answer.code, &answer.json()["version"]), (0, &3.into()));
 
-    let answer = headgatectl(&[&replica], "wait service-1 --gone --timeout 300ms").await.unwrap();
+    let answer = headgatectl(&[&replica], "wait service-1 --gone --timeout 300ms").await;
     assert!(answer.code == 3 && answer.err.contains("the replica still has the service"), "{}", answer.err);
     replica.put([remove_endpoint(1, 1), remove_service(1)]);
     acknowledge(&mut a, &replica).await;
-    assert_eq!(headgatectl(&[&replica], "wait service-1 --gone").await.unwrap().code, 0);
-    assert_eq!(headgatectl(&[&replica], "wait service-1 --endpoint nonsense").await.unwrap().code, 2);
-    replica.running.stop().await;
+    assert_eq!(headgatectl(&[&replica], "wait service-1 --gone").await.code, 0);
+    assert_eq!(headgatectl(&[&replica], "wait service-1 --endpoint nonsense").await.code, 2);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn wait_names_nodes_that_reject_the_change_or_lose_their_agent() {
     let replica = Replica::start().await;
     replica.put([service(1, 80), endpoint(1, 1, 8080), service(2, 80)]);
-    let (a, b) = (agent(&replica, "a").await, agent(&replica, "b").await);
+    let (a, b) = (replica.agent("a").await, replica.agent("b").await);
     a.send(nack(1, "Endpoint default/service-1 10.0.1.1")).await;
     b.send(nack(1, "Service default/service-2")).await;
     a.ack().await;
     b.ack().await;
-    let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await.unwrap();
+    let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await;
     assert_eq!(answer.code, 3);
     let reason = "a: at version 1 of 1, 0 behind: rejected Endpoint default/service-1 10.0.1.1, ports[0]: no";
     assert!(answer.err.contains(reason) && !answer.err.contains("b: at"), "{}", answer.err);
 
     let withdrawn = vec!["Endpoint default/service-1 10.0.1.1".to_owned()];
     a.send(v1::agent_message::Body::Nack(v1::Nack { version: 1, withdrawn, ..Default::default() })).await;
-    assert_eq!(headgatectl(&[&replica], "wait service-1").await.unwrap().code, 0);
+    assert_eq!(headgatectl(&[&replica], "wait service-1").await.code, 0);
 
     replica.put([endpoint(1, 2, 8080)]);
     let mut a = a;
     acknowledge(&mut a, &replica).await;
     drop(b);
-    let lost = async {
-        while headgatectl(&[&replica], "agents --absent -o json").await.unwrap().json() == serde_json::json!([]) {}
-    };
+    let lost =
+        async { while headgatectl(&[&replica], "agents --absent -o json").await.json() == serde_json::json!([]) {} };
     timeout(GUARD, lost).await.unwrap();
-    let answer = headgatectl(&[&replica], "wait service-1 --timeout 300ms").await.unwrap();
+    let answer = headgatectl(&[&replica], "wait service-1 --timeout 300ms").await;
     assert_eq!((answer.code, answer.out.as_str()), (4, ""));
     assert!(answer.err.contains("1 of 2 nodes have programmed it\n  b: no agent: "), "{}", answer.err);
-    let answer = headgatectl(&[&replica], "wait service-1 --allow-absent").await.unwrap();
+    let answer = headgatectl(&[&replica], "wait service-1 --allow-absent").await;
     assert!(answer.code == 0 && answer.out.contains("1 node has programmed it"), "{} {}", answer.out, answer.err);
     assert!(answer.out.contains("\n  b: no agent: "), "{}", answer.out);
-    replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn wait_without_any_node_succeeds_only_with_allow_absent() {
     let replica = Replica::start().await;
     replica.put([service(1, 80)]);
-    let answer = headgatectl(&[&replica], "wait service-1 --timeout 300ms").await.unwrap();
+    let answer = headgatectl(&[&replica], "wait service-1 --timeout 300ms").await;
     assert!(answer.code == 4 && answer.err.contains("no Node and no agent is known"), "{}", answer.err);
-    assert_eq!(headgatectl(&[&replica], "wait service-1 --allow-absent").await.unwrap().code, 0);
-    replica.running.stop().await;
+    assert_eq!(headgatectl(&[&replica], "wait service-1 --allow-absent").await.code, 0);
 }
 
 /// Starts two replicas that know each other.
@@ -189,33 +146,32 @@ async fn any_replica_answers_for_all_and_waits_for_one_that_is_behind() {
         let positions = vec![(SourceKind::Files, read_at)];
         replica.store.commit(Transaction { positions, ..Transaction::default() });
     }
-    let (mut a, mut b) = (agent(&one, "a").await, agent(&two, "b").await);
+    let (mut a, mut b) = (one.agent("a").await, two.agent("b").await);
     one.put_at(Some(20), [endpoint(1, 1, 8080)]);
     acknowledge(&mut a, &one).await;
-    let answer = headgatectl(&[&one], "wait service-1 --timeout 500ms").await.unwrap();
+    let answer = headgatectl(&[&one], "wait service-1 --timeout 500ms").await;
     assert!(answer.code == 3 && answer.err.contains("not programmed on all nodes"), "{}", answer.err);
 
     let waiting = headgatectl(&[&one], "wait service-1");
     two.put_at(Some(20), [endpoint(1, 1, 8080)]);
     acknowledge(&mut b, &two).await;
-    let answer = waiting.await.unwrap();
+    let answer = waiting.await;
     assert!(answer.code == 0 && answer.out.contains("2 nodes"), "{} {}", answer.out, answer.err);
 
     for replica in [&one, &two] {
-        let agents = headgatectl(&[replica], "agents").await.unwrap().out;
+        let agents = headgatectl(&[replica], "agents").await.out;
         assert_eq!(agents.lines().count(), 4, "{agents}");
         assert!(agents.lines().last().unwrap().starts_with("fleet: 2 of 2 nodes up to date"), "{agents}");
     }
-    let wide = headgatectl(&[&one], "agents b -o wide").await.unwrap().out;
+    let wide = headgatectl(&[&one], "agents b -o wide").await.out;
     assert!(wide.contains("REPLICA") && wide.contains("replica-2"), "{wide}");
     drop(a);
     let Replica { running, .. } = one;
     let gone = format!("http://{}", running.inspect_addr);
     running.stop().await;
     // The first replica is gone, so the second one answers.
-    let answer = headgatectl(&[&two], &format!("--server {gone} agents --failing")).await.unwrap();
+    let answer = headgatectl(&[&two], &format!("--server {gone} agents --failing")).await;
     assert!(answer.out.starts_with("None of 2 nodes matches.\n"), "{}", answer.out);
-    two.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -223,13 +179,13 @@ async fn failing_agents_are_listed_first() {
     let replica = Replica::start().await;
     replica.put([service(1, 80)]);
     let (_good, bad, failing) =
-        (agent(&replica, "a-good").await, agent(&replica, "b-rejecting").await, agent(&replica, "c-failing").await);
+        (replica.agent("a-good").await, replica.agent("b-rejecting").await, replica.agent("c-failing").await);
     bad.send(nack(1, "Service default/service-1")).await;
     let failed = v1::ApplyFailed { version: 1, error: "no such table".into(), attempts: 3 };
     failing.send(v1::agent_message::Body::ApplyFailed(failed)).await;
     let both = async {
         loop {
-            let answer = headgatectl(&[&replica], "agents --failing -o json").await.unwrap().json();
+            let answer = headgatectl(&[&replica], "agents --failing -o json").await.json();
             if answer.as_array().unwrap().len() == 2 {
                 return answer;
             }
@@ -237,12 +193,11 @@ async fn failing_agents_are_listed_first() {
     };
     let answer = timeout(GUARD, both).await.unwrap();
     assert_eq!((&answer[0]["node"], &answer[1]["node"]), (&"c-failing".into(), &"b-rejecting".into()));
-    let table = headgatectl(&[&replica], "agents --limit 1").await.unwrap().out;
+    let table = headgatectl(&[&replica], "agents --limit 1").await.out;
     assert!(
         table.contains("... and 2 more: --limit 0 shows all\nfleet: 1 of 3 nodes up to date, 2 failing"),
         "{table}"
     );
-    let wide = headgatectl(&[&replica], "agents --node a-good -o wide").await.unwrap().out;
+    let wide = headgatectl(&[&replica], "agents --node a-good -o wide").await.out;
     assert!(wide.contains("ADDRESS") && wide.contains("up to date"), "{wide}");
-    replica.running.stop().await;
 }

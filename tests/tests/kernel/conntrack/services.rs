@@ -1,8 +1,7 @@
 //! Each client keeps one UDP socket open while Services change.
 
 use std::{
-    io::{Read as _, Write as _},
-    net::{SocketAddr, TcpStream},
+    net::SocketAddr,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -16,6 +15,7 @@ use headgate_tests::{
         flow::{Flow, open_all},
         iptables::Variant,
         manifests::{Endpoint, Service, Via, ready},
+        page,
         plan::{self, Family, LINE_PORT, SECOND_LINE_PORT},
     },
     uml,
@@ -147,13 +147,7 @@ fn forgets_what_was_removed_meanwhile(bed: &Testbed) -> Result<()> {
 
 /// The metrics of the agent on node-a.
 fn metrics(bed: &Testbed) -> Result<String> {
-    bed.machines().machine("node-a")?.run(|| {
-        let mut stream = TcpStream::connect("127.0.0.1:10249").context("connecting to the agent's metrics")?;
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")?;
-        let mut response = String::new();
-        stream.read_to_string(&mut response)?;
-        Ok(response)
-    })
+    bed.machines().machine("node-a")?.run(|| Ok(page::get("127.0.0.1:10249", "/metrics")?))
 }
 
 /// Only endpoints on the client's node serve the Service. The test replaces these endpoints.

@@ -9,7 +9,7 @@ use std::{
 use anyhow::Result;
 use fastrand::Rng;
 use headgate_tests::{
-    apiserver::{Cut, Kind, RequestFault, RequestFilter, Verb},
+    apiserver::{Cut, Kind, Order, RequestFault, RequestFilter, Verb},
     failover::Mode,
 };
 use nix::sys::signal::Signal;
@@ -115,10 +115,10 @@ impl World {
                     RequestFault::Status { code: 503, retry_after_seconds: None },
                 );
                 api.fail_next(4, RequestFilter::verb(Verb::Watch), RequestFault::Cut(Cut::Reset));
-                api.cut_watches(Some(Kind::EndpointSlice), Cut::Close);
+                api.order(Some(Kind::EndpointSlice), &Order::CutNow(Cut::Close));
                 // The other watches and pages of lists expire, so their kinds are listed again.
                 api.compact();
-                api.expire_watches(None);
+                api.order(None, &Order::Expire);
                 api.expire_continue_tokens();
             }
             Fault::NodeAgain => {

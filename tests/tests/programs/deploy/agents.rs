@@ -6,18 +6,15 @@ use headgate_tests::testbed::process::program;
 use serde_json::{Value, json};
 
 use super::{
-    KUBERNETES, agent_pod, by_name, chart, commands, deploy, documents_of, object, ready_everywhere::overlay_with, run,
-    strings, validate,
+    agent_pod, assert_valid, by_name, chart, commands, deploy, documents_of, object, ready_everywhere::overlay_with,
+    run, strings,
 };
 
 /// The page of the move installs agents that run only on nodes with a label from the start.
 #[test]
 fn agents_can_be_limited_to_nodes_with_a_label() {
     let yaml = overlay_with("production", "labelled-nodes");
-    for version in KUBERNETES {
-        let (is_valid, report) = validate(version, &yaml);
-        assert!(is_valid, "Kubernetes {version}: {report}");
-    }
+    assert_valid(&yaml);
     let mut from_overlay = by_name(&yaml);
     from_overlay.remove(&("Namespace".to_owned(), "headgate-system".to_owned())).unwrap();
     let value = r"nodeAgent.nodeSelector.headgate\.io/node-agent=true";

@@ -7,7 +7,7 @@ use headgate_control_plane::{objects::GATE, options::Options};
 use headgate_tests::{apiserver::Rights, testbed::process::tool};
 use serde_json::json;
 
-use super::{KUBERNETES, by_name, chart, control_plane_pod, deploy, object, objects, run, strings, validate};
+use super::{assert_valid, by_name, chart, control_plane_pod, deploy, object, objects, run, strings};
 
 /// What `kubectl apply -k` creates from an overlay with a component, as YAML.
 pub(super) fn overlay_with(name: &str, component: &str) -> String {
@@ -29,10 +29,7 @@ pub(super) fn overlay_with(name: &str, component: &str) -> String {
 fn ready_everywhere_adds_its_own_roles_and_options_only_if_it_is_on() {
     let yaml = overlay_with("production", "ready-everywhere");
     let mut from_overlay = by_name(&yaml);
-    for version in KUBERNETES {
-        let (is_valid, report) = validate(version, &yaml);
-        assert!(is_valid, "Kubernetes {version}: {report}");
-    }
+    assert_valid(&yaml);
     from_overlay.remove(&("Namespace".to_owned(), "headgate-system".to_owned())).unwrap();
     let mut command = chart(&object("ConfigMap", "headgate-settings"));
     command.arg("--values").arg(deploy().join("chart/values-production.yaml"));
@@ -65,8 +62,5 @@ fn the_gate_of_the_page_is_valid_by_the_schemas_of_kubernetes() {
     let container = "  containers:\n    - name: web\n";
     let pod = format!("apiVersion: v1\nkind: Pod\nmetadata:\n  name: web\nspec:\n{container}{specification}");
     assert!(pod.contains(GATE));
-    for version in KUBERNETES {
-        let (is_valid, report) = validate(version, &pod);
-        assert!(is_valid, "Kubernetes {version}: {report}\n{pod}");
-    }
+    assert_valid(&pod);
 }

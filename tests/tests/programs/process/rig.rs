@@ -13,7 +13,7 @@ use std::{
 };
 
 use headgate_tests::apiserver::ApiServer;
-use headgate_tests::testbed::{Namespace, netns, process::program, spawn::refuse_ipv6_sockets};
+use headgate_tests::testbed::{Namespace, netns, page, process::program, spawn::refuse_ipv6_sockets};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -469,9 +469,7 @@ impl Rig {
 
     /// The value of a metric, or 0 if the metric is missing.
     pub(super) fn metric(&self, name: &str) -> f64 {
-        let text = self.page("/metrics").map(|(_, body)| body).unwrap_or_default();
-        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-        value.map_or(0.0, |value| value.parse().unwrap())
+        page::sample(&self.page("/metrics").map(|(_, body)| body).unwrap_or_default(), name)
     }
 
     /// Waits until a metric's value fulfils a condition, and returns the value.

@@ -3,19 +3,19 @@
 use std::{
     cell::Cell,
     fs,
-    io::{Read as _, Write as _},
-    net::{SocketAddr, TcpStream},
+    net::SocketAddr,
     path::PathBuf,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use headgate_tests::{
-    cases::{WriteLog, live},
+    cases::{WriteLog, lifecycle, live},
     testbed::{
-        AgentSetup, Backend, Family, Manifests, Outcome, Request, Testbed, Transport, client,
+        AgentSetup, Backend, Family, Outcome, Request, Testbed, Transport,
         iptables::{self, Variant},
-        manifests::{Service, Via, ready},
+        manifests::{Via, ready},
+        page,
     },
 };
 
@@ -24,23 +24,16 @@ pub(crate) const NODE: &str = "node-a";
 /// The longest wait for an expected state. Only a failing test waits this long.
 const GUARD: Duration = Duration::from_secs(60);
 
-/// Runs a scenario on machines without programs, with the manifests of [`some_services`].
+/// Runs a scenario on machines without programs, with the manifests of
+/// [`lifecycle::some_services`].
 pub(crate) fn on_machines(backend: Backend, scenario: impl FnOnce(&Testbed) -> Result<()>) {
-    let bed = some_services().and_then(|manifests| Testbed::machines_only(backend, manifests));
+    let bed = lifecycle::some_services().and_then(|manifests| Testbed::machines_only(backend, manifests));
     // Panic while the testbed still exists, so that the testbed keeps its logs.
     match bed.as_ref().map(scenario) {
         Ok(Ok(())) => {}
         Ok(Err(error)) => panic!("{error:?}"),
         Err(error) => panic!("{error:?}"),
     }
-}
-
-fn some_services() -> Result<Manifests> {
-    let mut manifests = Manifests::default();
-    manifests.add(Service::new("steady", &["a1", "b1"]))?;
-    manifests.add(Service::new("other", &["c1"]))?;
-    manifests.add(Service::new("empty", &[]))?;
-    Ok(manifests)
 }
 
 /// Clients, and the addresses at which they reach a Service. Only the rules of [`NODE`] forward
@@ -56,20 +49,7 @@ pub(crate) fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str,
 
 /// Checks that exactly the servers in `servers` answer.
 pub(crate) fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> Result<()> {
-    for (from, to) in targets(bed, service)? {
-        let request = Request::new(Transport::Tcp, to);
-        let mut seen: Vec<String> = Vec::new();
-        for outcome in client::ask_many(bed.machines().machine(from)?, &request, 25 * servers.len())? {
-            match outcome {
-                Outcome::Answered(answer) => seen.push(answer.server),
-                other => bail!("{from} asks {to}: {other}"),
-            }
-        }
-        seen.sort_unstable();
-        seen.dedup();
-        ensure!(seen == servers, "{from} asks {to}: answered by {seen:?}, not {servers:?}");
-    }
-    Ok(())
+    live::expect_servers_at(bed, &targets(bed, service)?, servers)
 }
 
 /// Waits until all clients of a Service get an answer.
@@ -176,14 +156,8 @@ pub(crate) fn state_file(bed: &Testbed) -> PathBuf {
 
 /// The agent's metrics, as Prometheus reads them.
 pub(crate) fn metrics(bed: &Testbed) -> Result<String> {
-    bed.machines().machine(NODE)?.run(|| {
-        let mut stream = TcpStream::connect("127.0.0.1:10249").context("connecting to the agent's metrics")?;
-        stream.set_read_timeout(Some(GUARD))?;
-        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).context("reading the agent's metrics")?;
-        Ok(answer)
-    })
+    let get = || page::get("127.0.0.1:10249", "/metrics").context("reading the agent's metrics");
+    bed.machines().machine(NODE)?.run(get)
 }
 
 /// Records what the agent writes.

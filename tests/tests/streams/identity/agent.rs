@@ -127,7 +127,6 @@ async fn invalid_files_are_reported_and_keep_the_open_stream_but_prevent_a_new_o
     agent.until_connected(true).await;
     assert_eq!(agent.status()["tlsProblem"], Value::Null);
     eventually("the replica shows no problem", || async { degraded(&reader).await.is_empty() }).await;
-    server.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -144,7 +143,6 @@ async fn an_agent_that_reconnects_resumes_its_tls_session() {
     agent.until_connected(true).await;
     assert_eq!(agent.metric("headgate_agent_tls_handshakes_total{kind=\"full\"}"), 1);
     assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"resumed\"}"), 1);
-    server.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -164,7 +162,6 @@ async fn a_renewed_certificate_is_used_before_the_old_one_expires() {
     eventually("the agent connects again", || async { agent.metric(renewed) == 1 }).await;
     agent.until_connected(true).await;
     assert_eq!(server.metric("headgate_streams_rejected_total{reason=\"certificate_expired\"}"), 0);
-    server.running.stop().await;
 }
 
 /// An operator who may read asks any replica for the status and the metrics of a node, over TLS
@@ -205,5 +202,4 @@ async fn headgatectl_asks_an_agent_over_tls() {
     assert!(code == Some(1) && output.contains("--nftables-service-counters"), "{output}");
     let (code, output, _) = ask("node", &["node", "n1"]).await;
     assert!(code == Some(1) && output.contains("headgate://reader/"), "{output}");
-    server.running.stop().await;
 }

@@ -1,8 +1,9 @@
 //! Certificate authorities, and the certificates that they issue. Callers can change the parameters
 //! of a certificate before it is signed, for example to issue an expired certificate.
 
-use std::{fs, path::Path, time::SystemTime};
+use std::{fs, path::Path, sync::Arc, time::SystemTime};
 
+use headgate_control_plane::serve::tls::ServerTls;
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SanType,
 };
@@ -54,6 +55,14 @@ impl Authority {
         self.client(&[&format!("headgate://node/{name}")], |_| {})
     }
 
+    /// Issues a client certificate with the same names as a kubelet's certificate.
+    pub(crate) fn kubelet(&self, node: &str) -> Pair {
+        self.issue(|params| {
+            params.distinguished_name.push(DnType::CommonName, format!("system:node:{node}"));
+            params.distinguished_name.push(DnType::OrganizationName, "system:nodes");
+        })
+    }
+
     pub(crate) fn server(&self, change: impl FnOnce(&mut CertificateParams)) -> Pair {
         self.issue(|params| {
             params.subject_alt_names = vec![SanType::IpAddress([127, 0, 0, 1].into())];
@@ -61,6 +70,12 @@ impl Authority {
             change(params);
         })
     }
+}
+
+/// The TLS files in `folder`, loaded as the control plane loads them.
+pub(crate) fn load(folder: &Path) -> Arc<ServerTls> {
+    let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.join(name));
+    ServerTls::load(cert, key, ca).unwrap()
 }
 
 impl Pair {

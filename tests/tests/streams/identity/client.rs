@@ -1,6 +1,10 @@
 //! A TLS client with any certificate, valid or not.
 
-use std::{io, net::SocketAddr, sync::Arc};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    sync::Arc,
+};
 
 use headgate_proto::v1::{self, discovery_client::DiscoveryClient, inspect_client::InspectClient};
 use headgate_tls::{Files, Side};
@@ -11,7 +15,12 @@ use rustls::{
     crypto::ring,
     pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem::PemObject as _},
 };
-use tokio::{io::AsyncReadExt as _, net::TcpStream, sync::mpsc, time::timeout};
+use tokio::{
+    io::AsyncReadExt as _,
+    net::{TcpSocket, TcpStream},
+    sync::mpsc,
+    time::timeout,
+};
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{
@@ -68,14 +77,21 @@ impl Client {
         Self(Arc::new(config))
     }
 
-    async fn handshake(&self, address: SocketAddr) -> io::Result<TlsStream<TcpStream>> {
-        let stream = TcpStream::connect(address).await?;
+    async fn handshake(&self, host: IpAddr, address: SocketAddr) -> io::Result<TlsStream<TcpStream>> {
+        let socket = TcpSocket::new_v4()?;
+        socket.bind((host, 0).into())?;
+        let stream = socket.connect(address).await?;
         let name = ServerName::try_from(address.ip().to_string()).unwrap();
         TlsConnector::from(Arc::clone(&self.0)).connect(name, stream).await
     }
 
     pub(crate) async fn connect(&self, address: SocketAddr) -> Result<Connected, io::Error> {
-        let stream = self.handshake(address).await?;
+        self.connect_from(Ipv4Addr::LOCALHOST.into(), address).await
+    }
+
+    /// Connects like [`Self::connect`], from the address `host`.
+    pub(crate) async fn connect_from(&self, host: IpAddr, address: SocketAddr) -> Result<Connected, io::Error> {
+        let stream = self.handshake(host, address).await?;
         let session = stream.get_ref().1;
         let kind = session.handshake_kind().unwrap();
         let server_certificate = session.peer_certificates().unwrap()[0].clone().into_owned();
@@ -89,7 +105,7 @@ impl Client {
     /// Connects without sending a request, and returns the error that ends the connection. In TLS
     /// 1.3, a client learns only after its handshake that the server refuses the client.
     pub(crate) async fn refusal(&self, address: SocketAddr) -> io::Error {
-        let mut stream = match self.handshake(address).await {
+        let mut stream = match self.handshake(Ipv4Addr::LOCALHOST.into(), address).await {
             Ok(stream) => stream,
             Err(error) => return error,
         };

@@ -1,9 +1,9 @@
 //! Identity, roles, renewal and session resumption, over real sockets.
 
 mod agent;
-mod authority;
+pub(crate) mod authority;
 mod certs;
-mod client;
+pub(crate) mod client;
 mod enrolment;
 mod peers;
 mod program;

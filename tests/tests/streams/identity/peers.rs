@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use headgate_control_plane::{
     objects::PodId,
     serve::{PeerSettings, PeerTls, Settings},
-    transaction::{NodeChange, PodChange, SourceKind, Transaction, TriggeredChange},
+    transaction::{NodeChange, PodChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Node, Protocol, ServiceKey};
 use headgate_proto::v1::{
@@ -51,7 +51,7 @@ async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Serve
     let (name, zone) = ("n2".into(), None);
     let node = Node { name, zone, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false };
     let pod = (PodId::new("uid", "web"), Some("n1".into()));
-    server.commit(Transaction {
+    server.store.commit(Transaction {
         changes: changes.map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).into(),
         nodes: vec![NodeChange::Apply(node)],
         pods: vec![PodChange { service, address: Ipv4Addr::new(10, 0, 0, 1).into(), pod: Some(pod) }],
@@ -84,7 +84,7 @@ async fn a_replica_answers_only_replicas() {
     let asker = replica(&authority, &own, &[&asked]).await;
     let answer = drain(&authority, &asker).await;
     assert_eq!(answer.result(), Outcome::Drained, "{answer:?}");
-    asker.running.stop().await;
+    asker.stop().await;
     let denied = "headgate_requests_denied_total{reason=\"permission_denied\"}";
     assert_eq!(asked.metric(denied), 0);
     for (count, uri) in [(0, Some("headgate://node/n1")), (1, Some("headgate://reader/me")), (2, None)] {
@@ -94,9 +94,8 @@ async fn a_replica_answers_only_replicas() {
         assert_eq!(answer.unconfirmed, ["n2"], "{uri:?}");
         assert!(answer.reason.contains("the client certificate"), "{uri:?}: {answer:?}");
         assert!(asked.metric(denied) > count, "{uri:?}");
-        asker.running.stop().await;
+        asker.stop().await;
     }
-    asked.running.stop().await;
 }
 
 #[tokio::test]
@@ -117,5 +116,4 @@ async fn agents_and_readers_may_not_ask_as_replicas() {
     }
     let first = join("headgate://replica/r1").await.unwrap();
     assert!(first.unwrap().is_full);
-    server.running.stop().await;
 }

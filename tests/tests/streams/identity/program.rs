@@ -2,14 +2,16 @@
 
 use std::{
     fs::{self, File},
-    io::{Read as _, Write as _},
-    net::{SocketAddr, TcpStream},
+    net::SocketAddr,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Instant,
 };
 
-use headgate_tests::testbed::process::{KilledOnDrop, control_plane_addresses, program};
+use headgate_tests::testbed::{
+    page,
+    process::{KilledOnDrop, control_plane_addresses, program},
+};
 
 use super::server::GUARD;
 
@@ -73,18 +75,11 @@ impl ControlPlane {
 
 /// Gets a page and returns its body.
 pub(crate) fn page(address: SocketAddr, path: &str) -> Result<String, String> {
-    let mut stream = TcpStream::connect(address).map_err(|error| error.to_string())?;
-    stream.set_read_timeout(Some(GUARD)).unwrap();
-    let request = format!("GET {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n");
-    let mut answer = String::new();
-    stream.write_all(request.as_bytes()).map_err(|error| error.to_string())?;
-    stream.read_to_string(&mut answer).map_err(|error| error.to_string())?;
+    let answer = page::get(address, path).map_err(|error| error.to_string())?;
     answer.split_once("\r\n\r\n").map(|(_, body)| body.to_owned()).ok_or(answer)
 }
 
 /// The value of a sample on the page of metrics, or 0 if the sample is missing.
 pub(crate) fn metric(address: SocketAddr, sample: &str) -> u64 {
-    let text = page(address, "/metrics").unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' ')).map(str::to_owned);
-    line.map_or(0, |value| value.parse().unwrap())
+    page::sample(&page(address, "/metrics").unwrap(), sample)
 }

@@ -99,5 +99,4 @@ async fn an_agent_trusts_only_a_server_of_its_authority_with_the_right_name() {
     // With each refusal, the client sends a TLS alert to the server.
     server.until_metric("headgate_tls_handshakes_failed_total{reason=\"refused_by_client\"}", 2).await;
     assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"full\"}"), 0);
-    server.running.stop().await;
 }

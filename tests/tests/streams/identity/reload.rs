@@ -45,7 +45,6 @@ async fn replacing_a_mounted_secret_affects_no_stream() {
     server.put(2);
     stream.until_message_about("service-2").await;
     assert_eq!((server.metric(SUCCESS), server.metric(FAILURE)), (1, 0));
-    server.running.stop().await;
 }
 
 #[tokio::test]
@@ -75,7 +74,6 @@ async fn the_old_files_stay_in_use_until_the_new_ones_match() {
     renewed.write(&server.path(""), &[&authority]);
     server.until_metric(SUCCESS, 1).await;
     assert_eq!(served().await, renewed.der);
-    server.running.stop().await;
 }
 
 #[tokio::test]
@@ -94,5 +92,4 @@ async fn an_added_authority_is_trusted() {
         }
     })
     .await;
-    server.running.stop().await;
 }

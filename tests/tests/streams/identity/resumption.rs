@@ -36,7 +36,6 @@ async fn the_second_handshake_is_resumed_and_keeps_the_identity() {
     assert_eq!(other.kind, HandshakeKind::Full);
     server.until_metric("headgate_tls_handshakes_total{kind=\"full\"}", 2).await;
     assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"resumed\"}"), 3);
-    server.running.stop().await;
 }
 
 #[tokio::test]
@@ -61,7 +60,7 @@ async fn a_session_is_resumed_only_at_the_replica_that_issued_it() {
     for server in [first, second] {
         assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"full\"}"), 1);
         assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"resumed\"}"), 1);
-        server.running.stop().await;
+        server.stop().await;
     }
 }
 
@@ -102,7 +101,6 @@ async fn streams_of_a_reader_end_when_its_certificate_expires() {
     server.put(3);
     let event = timeout(GUARD, lasting_events.message()).await.unwrap().unwrap().unwrap();
     assert_eq!(event.service.unwrap().name, "service-3");
-    server.running.stop().await;
 }
 
 #[tokio::test]
@@ -130,7 +128,6 @@ async fn resumption_does_not_bypass_the_removal_of_an_authority() {
     // The open stream is not closed.
     server.put(2);
     stream.until_message_about("service-2").await;
-    server.running.stop().await;
 }
 
 #[tokio::test]
@@ -163,5 +160,4 @@ async fn an_expired_certificate_ends_streams_and_makes_sessions_useless() {
         assert_eq!(status.code(), Code::Unauthenticated, "{status}");
         assert!(status.message().contains("renew it"), "{status}");
     }
-    server.running.stop().await;
 }

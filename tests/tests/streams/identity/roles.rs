@@ -39,7 +39,6 @@ async fn nodes_may_follow_readers_may_inspect_and_everyone_may_check_health() {
         assert_eq!(status.code(), Code::PermissionDenied);
         assert!(status.message().contains("headgate://node/n1"), "{status}");
     }
-    server.running.stop().await;
 }
 
 #[tokio::test]
@@ -54,7 +53,6 @@ async fn nodes_may_inspect_if_the_operator_allows_it() {
     // The setting `nodes_may_inspect` does not apply to a certificate that names no node.
     let nobody = Client::new(&authority, &authority.client(&[], |_| {})).connect(address).await.unwrap();
     assert_eq!(nobody.inspect().await.map(drop).unwrap_err().code(), Code::PermissionDenied);
-    server.running.stop().await;
 }
 
 #[tokio::test]
@@ -98,5 +96,4 @@ async fn an_ambiguous_certificate_grants_no_role() {
         assert_eq!(nobody.health().await.unwrap(), 1);
     }
     server.until_metric("headgate_streams_rejected_total{reason=\"permission_denied\"}", count).await;
-    server.running.stop().await;
 }

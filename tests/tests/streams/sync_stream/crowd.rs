@@ -6,7 +6,6 @@ use std::{
     time::Duration,
 };
 
-use headgate_control_plane::{serve::Security, transaction::Sink as _};
 use headgate_tests::fleet::rig::allow_open_files;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -17,10 +16,11 @@ use tokio::{
 
 use crate::{
     client::{Client, GUARD},
-    replica::{Replica, service, settings},
+    identity::{authority::Authority, client::Client as TlsClient},
+    replica::{Replica, service},
 };
 
-use super::{get, tls};
+use super::get;
 
 fn host(number: u8) -> IpAddr {
     Ipv4Addr::new(127, 0, 0, number).into()
@@ -73,22 +73,19 @@ impl Crowd {
     }
 }
 
-async fn agent_gets_everything(replica: &Replica, authority: &tls::Authority, from: IpAddr, node: &str) {
-    let leaf = authority.kubelet(node);
-    let address = replica.running.local_addr;
-    let connected = timeout(GUARD, tls::connect_from(from, address, authority, Some(&leaf))).await;
-    let mut client =
-        Client::open(connected.expect("the agent got no slot for its handshake").unwrap(), node, None).await.unwrap();
+async fn agent_gets_everything(replica: &Replica, authority: &Authority, from: IpAddr, node: &str) {
+    let tls = TlsClient::new(authority, &authority.kubelet(node));
+    let connected = timeout(GUARD, tls.connect_from(from, replica.running.local_addr)).await;
+    let channel = connected.expect("the agent got no slot for its handshake").unwrap().channel;
+    let mut client = Client::open(channel, node, None).await.unwrap();
     client.reach(1).await;
 }
 
 #[tokio::test]
 async fn silent_peers_do_not_keep_an_agent_from_connecting() {
     allow_open_files(10_000).unwrap();
-    let authority = tls::Authority::new();
-    let folder = tempfile::tempdir().unwrap();
-    let replica = Replica::start_with(settings(), Security::Tls(authority.server_tls(folder.path()))).await;
-    replica.store.synced();
+    let authority = Authority::new("authority");
+    let replica = Replica::start_with_tls(&authority).await;
     replica.put([service(1, 80)]);
     let address = replica.running.local_addr;
     let silent = || replica.metric("headgate_tls_handshakes_failed_total{reason=\"silent\"}");
@@ -114,7 +111,6 @@ async fn silent_peers_do_not_keep_an_agent_from_connecting() {
     agent_gets_everything(&replica, &authority, host(1), "n1").await;
     assert!(silent() > before);
     crowd.leave().await;
-    replica.running.stop().await;
 }
 
 #[tokio::test]
@@ -143,5 +139,4 @@ async fn connections_for_pages_are_bounded_and_a_new_one_is_served() {
         assert_eq!(get(&replica, "/metrics").await.0, "HTTP/1.1 200 OK");
     }
     flood.leave().await;
-    replica.running.stop().await;
 }

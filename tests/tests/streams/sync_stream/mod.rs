@@ -5,7 +5,6 @@ mod crowd;
 mod own_node;
 mod refusals;
 mod standing;
-mod tls;
 
 use std::time::Duration;
 
@@ -28,10 +27,6 @@ use crate::client::{self, Client, GUARD, channel, hello, raw};
 use crate::replica::{Replica, cluster, endpoint, key, remove_endpoint, remove_service, service, settings};
 
 const SYNC: &str = "/headgate.v1.Discovery/Sync";
-
-async fn open(replica: &Replica, node: &str) -> Client {
-    Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap()
-}
 
 fn assert_same(client: &Client, replica: &Replica) {
     assert_eq!(client.held.version, replica.store.version());
@@ -62,7 +57,7 @@ async fn agent_until(channel: &Channel, node: &str, is_wanted: impl Fn(&v1::Agen
 async fn a_new_agent_receives_everything_and_then_each_change() {
     let replica = Replica::start().await;
     replica.put(cluster(50));
-    let mut client = open(&replica, "n1").await;
+    let mut client = replica.open("n1").await;
     assert_eq!((client.welcome.replica.as_str(), client.welcome.resume()), ("replica-1", ResumeMode::Full));
     assert_ne!(client.welcome.epoch, 0);
     client.reach(1).await;
@@ -75,7 +70,6 @@ async fn a_new_agent_receives_everything_and_then_each_change() {
     client.reach(3).await;
     assert_eq!((client.batches, client.resources, client.removals), (2, 151, 2));
     assert_same(&client, &replica);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
@@ -83,7 +77,7 @@ async fn messages_of_an_agent_appear_in_its_status() {
     let replica = Replica::start().await;
     replica.put(cluster(3));
     let inspect = channel(replica.running.inspect_addr).await;
-    let mut client = open(&replica, "n1").await;
+    let mut client = replica.open("n1").await;
     client.reach(1).await;
     let before = agent(inspect.clone(), "n1").await;
     assert_eq!((before.head_version, before.sent_version, before.programmed_version), (1, 1, 0));
@@ -129,7 +123,6 @@ async fn messages_of_an_agent_appear_in_its_status() {
     let acked = agent_until(&inspect, "n1", |agent| agent.last_error.is_empty()).await;
     assert_eq!(acked.programmed_version, 1);
     assert_eq!(replica.metric("headgate_agent_messages_ignored_total{reason=\"version_not_sent\"}"), 1);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
@@ -158,14 +151,13 @@ async fn all_streams_carry_equal_bytes() {
     }
     assert_eq!(received[0], received[1]);
     assert!(received[0].len() > 4);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
 async fn resuming_by_log_sends_only_later_changes() {
     let replica = Replica::start().await;
     replica.put(cluster(50));
-    let mut client = open(&replica, "n1").await;
+    let mut client = replica.open("n1").await;
     client.reach(1).await;
     client.ack().await;
     let inspect = channel(replica.running.inspect_addr).await;
@@ -173,7 +165,7 @@ async fn resuming_by_log_sends_only_later_changes() {
     let held = client.held;
     replica.put([remove_endpoint(3, 1), endpoint(4, 3, 8080)]);
 
-    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    let mut client = replica.resume("n1", held).await;
     assert_eq!(client.welcome.resume(), ResumeMode::Log);
     client.until(|client| client.held.version == 2).await;
     assert_eq!((client.resources, client.removals, client.ends.len()), (1, 1, 0));
@@ -183,7 +175,6 @@ async fn resuming_by_log_sends_only_later_changes() {
     assert_eq!((agent.resume.as_str(), agent.programmed_version), ("log", 0));
     client.ack().await;
     agent_until(&inspect, "n1", |agent| agent.programmed_version == 2).await;
-    replica.running.stop().await;
 }
 
 #[tokio::test]
@@ -192,11 +183,11 @@ async fn resuming_at_another_replica_sends_only_buckets_that_differ() {
     for replica in [&old, &new] {
         replica.put_at(Some(10), cluster(200));
     }
-    let mut client = open(&old, "n1").await;
+    let mut client = old.open("n1").await;
     client.reach(1).await;
 
     // Nothing changed, so no resource is sent.
-    let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
+    let mut client = new.resume("n1", client.held).await;
     assert_eq!(client.welcome.resume(), ResumeMode::Digests);
     client.until(|client| !client.ends.is_empty()).await;
     assert_eq!((client.resources, client.removals, client.ends[0].resource_count), (0, 0, 0));
@@ -207,7 +198,7 @@ async fn resuming_at_another_replica_sends_only_buckets_that_differ() {
     // Resources are changed and deleted before the agent resumes.
     new.put([remove_endpoint(9, 1), remove_service(9), service(10, 81)]);
     client.held.epoch = 1;
-    let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
+    let mut client = new.resume("n1", client.held).await;
     assert_eq!(client.welcome.resume(), ResumeMode::Digests);
     client.reach(2).await;
     assert!(client.resources < 20, "{} resources were sent for three changes", client.resources);
@@ -217,21 +208,19 @@ async fn resuming_at_another_replica_sends_only_buckets_that_differ() {
     new.put([service(11, 81)]);
     client.reach(3).await;
     assert_same(&client, &new);
-    old.running.stop().await;
-    new.running.stop().await;
 }
 
 #[tokio::test]
 async fn an_agent_does_not_receive_older_state() {
     let old = Replica::start().await;
     old.put_at(Some(20), [service(1, 82)]);
-    let mut client = open(&old, "n1").await;
+    let mut client = old.open("n1").await;
     client.reach(1).await;
     let held = client.held;
 
     let new = Replica::start().await;
     new.put_at(Some(10), [service(1, 80)]);
-    let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    let mut client = new.resume("n1", held).await;
     let waits = async {
         while new.metric("headgate_behind_waits_total") == 0 {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -245,28 +234,24 @@ async fn an_agent_does_not_receive_older_state() {
     client.reach(3).await;
     assert_eq!((client.resources, new.metric("headgate_behind_waits_expired_total")), (0, 0));
     assert_same(&client, &new);
-    old.running.stop().await;
-    new.running.stop().await;
 }
 
 #[tokio::test]
 async fn an_agent_receives_older_state_after_the_longest_wait() {
     let old = Replica::start().await;
     old.put_at(Some(20), [service(1, 82)]);
-    let mut client = open(&old, "n1").await;
+    let mut client = old.open("n1").await;
     client.reach(1).await;
 
     let patience = Settings { behind_wait: Duration::from_millis(50), ..settings() };
     let restored = Replica::start_with(patience, Security::Plaintext).await;
     restored.put_at(Some(10), [service(1, 80)]);
     restored.store.synced();
-    let mut client = Client::open(channel(restored.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
+    let mut client = restored.resume("n1", client.held).await;
     assert_eq!(client.welcome.behind_wait_ms, 50);
     client.reach(1).await;
     assert_eq!(restored.metric("headgate_behind_waits_expired_total"), 1);
     assert_same(&client, &restored);
-    old.running.stop().await;
-    restored.running.stop().await;
 }
 
 #[tokio::test]
@@ -274,7 +259,7 @@ async fn nothing_is_sent_before_the_source_has_been_listed() {
     let beat = Settings { heartbeat_interval: Duration::from_millis(20), ..settings() };
     let replica = Replica::start_with(beat, Security::Plaintext).await;
     replica.put([service(1, 80)]);
-    let mut client = open(&replica, "n1").await;
+    let mut client = replica.open("n1").await;
     client.until(|client| client.heartbeats.len() >= 3).await;
     assert_eq!((client.ends.len(), client.nodes.len(), client.resources), (0, 0, 0));
     replica.put([service(2, 80)]);
@@ -282,7 +267,6 @@ async fn nothing_is_sent_before_the_source_has_been_listed() {
     client.reach(2).await;
     assert_eq!((client.resources, client.nodes.len()), (2, 1));
     assert_same(&client, &replica);
-    replica.running.stop().await;
 }
 
 /// The status line and the body of a page.
@@ -323,7 +307,6 @@ async fn probes_and_metrics_follow_the_source() {
     let (head, metrics) = get_with(&replica, "/metrics", "application/openmetrics-text;version=1.0.0").await;
     assert!(head.contains("content-type: application/openmetrics-text; version=1.0.0"), "{head}");
     assert!(metrics.contains("# TYPE headgate_source_errors counter") && metrics.ends_with("# EOF\n"), "{metrics}");
-    replica.running.stop().await;
 }
 
 #[tokio::test]
@@ -331,19 +314,18 @@ async fn an_unlisted_replica_does_not_resume_by_log() {
     let replica = Replica::start_with(settings(), Security::Plaintext).await;
     replica.put([service(1, 80)]);
     let held = client::Held { epoch: replica.store.epoch(), ..client::Held::default() };
-    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    let mut client = replica.resume("n1", held).await;
     assert_eq!(client.welcome.resume(), ResumeMode::Digests);
     replica.store.synced();
     client.reach(1).await;
     assert_same(&client, &replica);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
 async fn a_slow_reader_skips_versions_and_does_not_affect_others() {
     let replica = Replica::start().await;
-    let mut slow = open(&replica, "slow").await;
-    let mut quick = open(&replica, "quick").await;
+    let mut slow = replica.open("slow").await;
+    let mut quick = replica.open("quick").await;
     slow.until(|client| !client.ends.is_empty()).await;
     // The batches have 4 MB in total, and the slow reader's window is 64 KiB.
     let commits = 500_u64;
@@ -357,7 +339,6 @@ async fn a_slow_reader_skips_versions_and_does_not_affect_others() {
     slow.reach(commits).await;
     assert!(slow.batches < 200, "the slow reader got {} of {commits} batches", slow.batches);
     assert_same(&slow, &replica);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
@@ -368,10 +349,10 @@ async fn a_slow_reader_receives_the_rest_of_a_step_although_another_node_resumes
     let replica = Replica::start_limited(quiet, Security::Plaintext, limits).await;
     replica.store.synced();
     replica.put([service(1, 80)]);
-    let mut slow = open(&replica, "slow").await;
+    let mut slow = replica.open("slow").await;
     slow.reach(1).await;
     let held = {
-        let mut other = open(&replica, "other").await;
+        let mut other = replica.open("other").await;
         other.reach(1).await;
         other.held
     };
@@ -390,11 +371,10 @@ async fn a_slow_reader_receives_the_rest_of_a_step_although_another_node_resumes
     // Another node resumes from the version before the step. The step is no longer cached, so the
     // replica encodes the step again.
     (0..20).for_each(|port| replica.put([service(1, 81 + port)]));
-    let mut other = Client::open(channel(replica.running.local_addr).await, "other", Some(held)).await.unwrap();
+    let mut other = replica.resume("other", held).await;
     other.until(|client| client.held.version == 22).await;
     slow.until(|client| client.held.version == 22).await;
     assert_same(&slow, &replica);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
@@ -408,21 +388,20 @@ async fn a_change_of_one_endpoint_in_a_hundred_thousand_costs_few_bytes() {
         numbers.flat_map(everything).for_each(|change| assert!(held.state.apply(change, &mut Dirty::default())));
     }
     (held.epoch, held.version) = (replica.store.epoch(), replica.store.version());
-    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    let mut client = replica.resume("n1", held).await;
     assert_eq!(client.welcome.resume(), ResumeMode::Log);
     replica.put_at(Some(123_456_789), [remove_endpoint(5000, 3), endpoint(5000, 11, 8080)]);
     client.until(|client| client.batches == 1).await;
     assert_eq!((client.resources, client.removals), (1, 1));
     println!("{} bytes", client.bytes);
     assert!(client.bytes <= 75, "{} bytes", client.bytes);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
 async fn a_stopping_replica_asks_its_agents_to_move() {
     let replica = Replica::start().await;
-    let mut staying = open(&replica, "staying").await;
-    let mut leaving = open(&replica, "leaving").await;
+    let mut staying = replica.open("staying").await;
+    let mut leaving = replica.open("leaving").await;
     staying.until(|client| !client.ends.is_empty()).await;
     let stop = tokio::spawn(replica.running.stop());
     leaving.until(|client| !client.drains.is_empty()).await;
@@ -437,7 +416,7 @@ async fn a_stopping_replica_asks_its_agents_to_move() {
 async fn a_watcher_sees_changes() {
     let replica = Replica::start().await;
     replica.put(cluster(2));
-    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
+    let mut inspect = replica.inspect().await;
     let request = v1::WatchRequest { namespace: "default".into(), name: "service-1".into() };
     let mut events = inspect.watch(request).await.unwrap().into_inner();
     replica.put([endpoint(2, 1, 9), endpoint(1, 1, 9)]);
@@ -461,7 +440,7 @@ async fn inspect_lists_in_order_and_shows_conflicts() {
     let Change::Service(original) = service(2, 80) else { unreachable!() };
     let copy = Service { key: headgate_core::ServiceKey::new("other", "copy"), created_unix_seconds: 9, ..*original };
     replica.put([Change::from(copy)]);
-    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
+    let mut inspect = replica.inspect().await;
     let mut listed = Vec::new();
     let mut services = inspect.list_services(v1::ListServicesRequest::default()).await.unwrap().into_inner();
     while let Some(service) = services.message().await.unwrap() {
@@ -480,7 +459,6 @@ async fn inspect_lists_in_order_and_shows_conflicts() {
     let mut endpoints = inspect.list_endpoints(request).await.unwrap().into_inner();
     let first = endpoints.message().await.unwrap().unwrap();
     assert_eq!((first.address.as_str(), first.node.as_str(), first.ready), ("10.0.1.1", "node-1", true));
-    replica.running.stop().await;
 }
 
 /// The Service that claims the ClusterIP of another Service is older. The metric counts it, and the
@@ -497,7 +475,7 @@ async fn an_external_ip_that_is_a_cluster_ip_is_counted_and_shown() {
     let taker = Service { key: key.clone(), created_unix_seconds: -1, cluster_ips, external_ips, ..*owner };
     replica.put([Change::from(taker)]);
     assert!(replica.metric(LACKING) > 0);
-    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
+    let mut inspect = replica.inspect().await;
     let status = inspect.get_status(v1::GetStatusRequest { only_this_replica: true }).await.unwrap().into_inner();
     let [problem] = status.problems.as_slice() else { panic!("{:?}", status.problems) };
     assert_eq!((problem.object.as_str(), problem.field.as_str()), ("Service other/taker", "spec.externalIPs"));
@@ -505,5 +483,4 @@ async fn an_external_ip_that_is_a_cluster_ip_is_counted_and_shown() {
     assert!(problem.message.contains(expected), "{}", problem.message);
     replica.put([Change::RemoveService(key)]);
     assert_eq!(replica.metric(LACKING), 0);
-    replica.running.stop().await;
 }

@@ -10,11 +10,9 @@ use headgate_core::Node;
 use headgate_proto::v1::{self, source_position::Kind, welcome::ResumeMode};
 
 use crate::{
-    client::{Client, Held, channel},
+    client::{Client, Held},
     replica::{Replica, service, settings},
 };
-
-use super::open;
 
 fn node(name: &str, zone: &str) -> NodeChange {
     NodeChange::Apply(Node {
@@ -35,10 +33,6 @@ fn put_nodes(replica: &Replica, position: u64, nodes: Vec<NodeChange>) {
 fn held_at(nodes_position: u64) -> Held {
     let positions = [(Kind::Services.into(), 10), (Kind::Nodes.into(), nodes_position)];
     Held { positions: positions.into(), ..Held::default() }
-}
-
-async fn resume(replica: &Replica, held: Held) -> Client {
-    Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap()
 }
 
 /// The position of the source for each Node that was sent.
@@ -62,7 +56,7 @@ async fn an_older_node_is_withheld_until_the_replica_has_caught_up() {
         let replica = Replica::start().await;
         replica.put_at(Some(10), [service(1, 80)]);
         put_nodes(&replica, 10, known.map(|zone| node("n1", zone)).into_iter().collect());
-        let mut client = resume(&replica, held_at(20)).await;
+        let mut client = replica.resume("n1", held_at(20)).await;
         // The replica withholds only the Node, and sends all other resources.
         client.reach(1).await;
         replica.put_at(Some(11), [service(1, 81)]);
@@ -73,7 +67,6 @@ async fn an_older_node_is_withheld_until_the_replica_has_caught_up() {
         client.until(|client| !client.nodes.is_empty()).await;
         assert_eq!(zones(&client), [Some("b".to_owned())]);
         assert_eq!(positions(&client), [20]);
-        replica.running.stop().await;
     }
 }
 
@@ -81,7 +74,7 @@ async fn an_older_node_is_withheld_until_the_replica_has_caught_up() {
 async fn each_agent_receives_its_own_node_with_the_position_of_the_source() {
     let replica = Replica::start().await;
     put_nodes(&replica, 10, vec![node("n1", "a")]);
-    let (mut first, mut second) = (open(&replica, "n1").await, open(&replica, "n2").await);
+    let (mut first, mut second) = (replica.open("n1").await, replica.open("n2").await);
     first.until(|client| client.nodes.len() == 1).await;
     second.until(|client| client.nodes.len() == 1).await;
     put_nodes(&replica, 11, vec![node("n1", "b")]);
@@ -101,7 +94,6 @@ async fn each_agent_receives_its_own_node_with_the_position_of_the_source() {
     replica.put_at(Some(14), [service(1, 80)]);
     first.until(|client| client.held.version == 1).await;
     assert_eq!(first.held.positions, [(Kind::Services.into(), 14)].into());
-    replica.running.stop().await;
 }
 
 #[tokio::test]
@@ -109,13 +101,13 @@ async fn an_older_node_is_withheld_from_an_agent_that_resumes_by_log() {
     let replica = Replica::start().await;
     replica.put_at(Some(10), [service(1, 80)]);
     put_nodes(&replica, 10, vec![node("n1", "a")]);
-    let mut client = open(&replica, "n1").await;
+    let mut client = replica.open("n1").await;
     client.reach(1).await;
     // Meanwhile, another replica has sent a newer Node, and the stream broke before another message
     // arrived.
     let mut held = std::mem::take(&mut client.held);
     held.positions.insert(Kind::Nodes.into(), 20);
-    let mut client = resume(&replica, held).await;
+    let mut client = replica.resume("n1", held).await;
     assert_eq!(client.welcome.resume(), ResumeMode::Log);
     replica.put_at(Some(11), [service(1, 81)]);
     client.until(|client| client.held.version == 2).await;
@@ -123,7 +115,6 @@ async fn an_older_node_is_withheld_from_an_agent_that_resumes_by_log() {
     put_nodes(&replica, 20, vec![node("n1", "b")]);
     client.until(|client| !client.nodes.is_empty()).await;
     assert_eq!(zones(&client), [Some("b".to_owned())]);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
@@ -132,10 +123,9 @@ async fn an_older_node_is_sent_after_the_longest_wait() {
     let restored = Replica::start_with(patience, Security::Plaintext).await;
     put_nodes(&restored, 10, vec![node("n1", "a")]);
     restored.store.synced();
-    let mut client = resume(&restored, held_at(20)).await;
+    let mut client = restored.resume("n1", held_at(20)).await;
     client.until(|client| !client.nodes.is_empty()).await;
     assert_eq!(zones(&client), [Some("a".to_owned())]);
     assert_eq!(restored.metric("headgate_behind_waits_total"), 1);
     assert_eq!(restored.metric("headgate_behind_waits_expired_total"), 1);
-    restored.running.stop().await;
 }

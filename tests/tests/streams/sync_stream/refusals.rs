@@ -7,7 +7,7 @@ use headgate_control_plane::{
     serve::{Security, Settings},
     transaction::Sink as _,
 };
-use headgate_proto::v1::{self, inspect_client::InspectClient};
+use headgate_proto::v1;
 use prost::Message as _;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -17,17 +17,21 @@ use tonic::Code;
 
 use crate::{
     client::{self, Client, GUARD, channel, hello, refusal},
+    identity::{
+        authority::{Authority, Pair},
+        client::Client as TlsClient,
+    },
     replica::{Replica, service, settings},
 };
 
-use super::{assert_same, open, tls};
+use super::assert_same;
 
 #[tokio::test]
 async fn misbehaving_agents_are_refused_and_do_not_affect_others() {
     let impatient = Settings { hello_timeout: Duration::from_secs(2), ..settings() };
     let replica = Replica::start_with(impatient, Security::Plaintext).await;
     replica.store.synced();
-    let mut good = open(&replica, "good").await;
+    let mut good = replica.open("good").await;
     let address = replica.running.local_addr;
     let bytes = |message: &v1::AgentMessage| Bytes::from(message.encode_to_vec());
     let first = bytes(&hello("bad", None));
@@ -71,67 +75,60 @@ async fn misbehaving_agents_are_refused_and_do_not_affect_others() {
     replica.put([service(1, 80)]);
     good.reach(1).await;
     assert_same(&good, &replica);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
 async fn the_certificate_decides_which_node_an_agent_may_name() {
-    let authority = tls::Authority::new();
-    let folder = tempfile::tempdir().unwrap();
-    let tls = authority.server_tls(folder.path());
-    let replica = Replica::start_with(settings(), Security::Tls(tls)).await;
-    replica.store.synced();
+    let authority = Authority::new("authority");
+    let replica = Replica::start_with_tls(&authority).await;
     replica.put([service(1, 80)]);
     let address = replica.running.local_addr;
-    let by_uri =
-        tls::connect(address, &authority, Some(&authority.client("anything", Some("headgate://node/n1")))).await;
-    let by_name = tls::connect(address, &authority, Some(&authority.kubelet("n2"))).await;
-    let reader = authority.client("an operator", Some("headgate://reader/operator"));
-    let looks = tls::connect(replica.running.inspect_addr, &authority, Some(&reader)).await;
-    let reader = tls::connect(address, &authority, Some(&reader)).await;
-    for (channel, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
-        let mut client = Client::open(channel.clone().unwrap(), node, None).await.unwrap();
+    let connect = async |pair: &Pair, address| TlsClient::new(&authority, pair).connect(address).await.unwrap();
+    let by_uri = connect(&authority.node("n1"), address).await;
+    let by_name = connect(&authority.kubelet("n2"), address).await;
+    let reader = authority.client(&["headgate://reader/operator"], |_| {});
+    let looks = connect(&reader, replica.running.inspect_addr).await;
+    let reader = connect(&reader, address).await;
+    for (connected, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
+        let mut client = Client::open(connected.channel.clone(), node, None).await.unwrap();
         client.reach(1).await;
         assert_same(&client, &replica);
     }
-    for channel in [&by_uri, &reader] {
-        let status = Client::open(channel.clone().unwrap(), "n2", None).await.err().unwrap();
+    for connected in [&by_uri, &reader] {
+        let status = Client::open(connected.channel.clone(), "n2", None).await.err().unwrap();
         assert_eq!(status.code(), Code::PermissionDenied, "{status}");
     }
     assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"permission_denied\"}"), 2);
-    let mut inspect = InspectClient::new(looks.unwrap());
-    assert_eq!(inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner().services, 1);
+    assert_eq!(looks.inspect().await.unwrap().services, 1);
 
     // The replica refuses a client without a certificate, and a client with a certificate of
     // another authority.
-    let stranger = tls::Authority::new().kubelet("n1");
-    for certificate in [None, Some(&stranger)] {
-        let refused = match tls::connect(address, &authority, certificate).await {
-            Ok(channel) => Client::open(channel, "n1", None).await.is_err(),
+    let stranger = Authority::new("another").kubelet("n1");
+    for client in [TlsClient::anonymous(&authority), TlsClient::new(&authority, &stranger)] {
+        let refused = match client.connect(address).await {
+            Ok(connected) => Client::open(connected.channel, "n1", None).await.is_err(),
             Err(_) => true,
         };
         assert!(refused);
     }
-    replica.running.stop().await;
 }
 
 #[tokio::test]
 async fn a_newer_stream_of_a_node_replaces_the_older_one() {
     let replica = Replica::start().await;
-    let mut first = open(&replica, "n1").await;
+    let mut first = replica.open("n1").await;
     first.until(|client| !client.ends.is_empty()).await;
-    let mut second = open(&replica, "n1").await;
+    let mut second = replica.open("n1").await;
     assert_eq!(first.status().await.code(), Code::Aborted);
     replica.put([service(1, 80)]);
     second.reach(1).await;
     assert_eq!(replica.metric("headgate_streams_ended_total{reason=\"replaced\"}"), 1);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
 async fn agents_with_one_node_name_that_throw_each_other_out_are_a_problem() {
     let replica = Replica::start().await;
-    let mut inspect = InspectClient::new(channel(replica.running.inspect_addr).await);
+    let mut inspect = replica.inspect().await;
     let open_from = async |host: u8, node: &str| {
         let address = Some(Ipv4Addr::new(127, 0, 0, host).into());
         let endpoint = client::endpoint(replica.running.local_addr).local_address(address);
@@ -160,13 +157,12 @@ async fn agents_with_one_node_name_that_throw_each_other_out_are_a_problem() {
     streams.push(open_from(1, "n1").await);
     let status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
     assert_eq!(status.problems, []);
-    replica.running.stop().await;
 }
 
 #[tokio::test]
 async fn a_node_that_opens_streams_too_often_is_refused() {
     let replica = Replica::start().await;
-    let mut good = open(&replica, "good").await;
+    let mut good = replica.open("good").await;
     let refused = async {
         loop {
             let status = match Client::open(channel(replica.running.local_addr).await, "bad", None).await {
@@ -182,5 +178,4 @@ async fn a_node_that_opens_streams_too_often_is_refused() {
     assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"too_many_streams\"}"), 1);
     replica.put([service(1, 80)]);
     good.reach(1).await;
-    replica.running.stop().await;
 }

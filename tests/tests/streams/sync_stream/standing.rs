@@ -14,11 +14,12 @@ use tonic::{Code, Status, transport::Channel};
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
 use crate::{
-    client::{Client, GUARD, channel, message},
+    client::{GUARD, channel, message},
+    identity::{authority::Authority, client::Client as TlsClient},
     replica::{Replica, service, settings},
 };
 
-use super::{get, tls};
+use super::get;
 
 /// Asks on a new connection.
 async fn standing(address: SocketAddr, node: &str) -> Result<v1::StandingResponse, Status> {
@@ -73,10 +74,10 @@ async fn a_node_that_asks_too_often_is_refused_and_others_are_not() {
 
 #[tokio::test]
 async fn a_node_may_ask_only_in_its_own_name() {
-    let (authority, folder) = (tls::Authority::new(), tempfile::tempdir().unwrap());
-    let replica = Replica::start_with(settings(), Security::Tls(authority.server_tls(folder.path()))).await;
-    let leaf = authority.kubelet("node-a");
-    let connect = async || tls::connect(replica.running.local_addr, &authority, Some(&leaf)).await.unwrap();
+    let authority = Authority::new("authority");
+    let replica = Replica::start_with_tls(&authority).await;
+    let client = TlsClient::new(&authority, &authority.kubelet("node-a"));
+    let connect = async || client.connect(replica.running.local_addr).await.unwrap().channel;
     ask(connect().await, "node-a").await.unwrap();
     assert_eq!(ask(connect().await, "node-b").await.unwrap_err().code(), Code::PermissionDenied);
 }
@@ -86,7 +87,7 @@ async fn agents_and_probes_see_a_change_of_the_source_state_at_once() {
     // No heartbeat is due during the test.
     let settings = Settings { heartbeat_interval: Duration::from_secs(600), ..settings() };
     let replica = Replica::start_with(settings, Security::Plaintext).await;
-    let mut client = Client::open(channel(replica.running.local_addr).await, "node-a", None).await.unwrap();
+    let mut client = replica.open("node-a").await;
     assert_eq!(client.welcome.source_state(), SourceState::Unlisted);
     let ready = async || get(&replica, "/readyz").await;
     // A separate task updates gRPC health, so the test waits for the expected status.

@@ -107,7 +107,7 @@ async fn a_watch_that_breaks_at_the_same_version_again_is_listed() {
         let watching = Watching::synced(&server).await;
         let fault = RequestFault::Garbage(answer.to_owned().into());
         server.fail_all(RequestFilter::verb_of(Verb::Watch, Kind::Service), fault);
-        server.drop_watches(Some(Kind::Service));
+        server.order(Some(Kind::Service), &Order::Close);
         watching.follows(&server, 1).await;
         assert_eq!(watching.removed(), [""; 0]);
     }

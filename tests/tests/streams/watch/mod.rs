@@ -17,7 +17,7 @@ use headgate_control_plane::{
 };
 use headgate_core::{Dirty, State};
 use headgate_tests::apiserver::{
-    ApiServer, ApiUnderTest, Cut, Kind, Options, RequestFault, RequestFilter, Restart, Verb, failure,
+    ApiServer, ApiUnderTest, Cut, Kind, Options, Order, RequestFault, RequestFilter, Restart, Verb, failure,
     objects::{endpoint_slice, node, service, service_cidr},
 };
 use serde_json::{Value, json};
@@ -215,18 +215,18 @@ async fn watches_that_end_or_break_are_resumed() {
     let server = server(Options::default());
     let watching = Watching::synced(&server).await;
     let initial = server.requests(Verb::Watch, None);
-    assert_eq!(server.drop_watches(None), 4);
+    assert_eq!(server.order(None, &Order::Close), 4);
     watching.follows(&server, 1).await;
     server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
     assert_eq!(watching.errors("connection_lost"), 0, "the normal end of a watch counted as an error");
     for (mark, how) in [(2, Cut::Close), (3, Cut::Reset)] {
-        assert_eq!(server.cut_watches(None, how), 4);
+        assert_eq!(server.order(None, &Order::CutNow(how)), 4);
         watching.follows(&server, mark).await;
         server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
     }
     let lost = watching.errors("connection_lost");
     assert_eq!(lost, 8, "expected one error for each cut");
-    server.cut_watches_on_next_event(None, Cut::Close);
+    server.order(None, &Order::CutOnNextEvent(Cut::Close));
     watching.follows(&server, 4).await;
     watching.sink.until("the cuts are counted", |c| c.errors_for("connection_lost") == 12).await;
     server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
@@ -255,7 +255,7 @@ async fn an_expired_watch_lists_again_and_finds_missed_changes() {
         watching.sink.until("the expired watches are counted", |c| c.errors_for("watch_expired") >= 2).await;
         server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
         server.compact();
-        assert_eq!(server.expire_watches(None), 4);
+        assert_eq!(server.order(None, &Order::Expire), 4);
         watching.follows(&server, 1).await;
         let removed = watching.removed();
         assert_eq!(removed.len(), 2, "{removed:?}");
@@ -276,7 +276,7 @@ async fn garbage_is_counted_and_removes_nothing() {
         "{\"type\":\"BOOKMARK\",\"object\":{\"metadata\":{\"resourceVersion\":\"\"}}}\n",
     ];
     for (round, line) in lines.iter().enumerate() {
-        assert_eq!(server.send_garbage(None, *line), 4);
+        assert_eq!(server.order(None, &Order::Raw((*line).into())), 4);
         let wanted = 4 * (round as u64 + 1);
         watching.sink.until("the garbage is counted", |c| c.errors_for("malformed_answer") == wanted).await;
         watching.follows(&server, round as u8).await;
@@ -328,11 +328,11 @@ async fn errors_of_the_server_are_retried() {
         RequestFilter::verb(Verb::Watch),
         RequestFault::Status { code: 503, retry_after_seconds: None },
     );
-    server.drop_watches(None);
+    server.order(None, &Order::Close);
     watching.follows(&server, 1).await;
     let unavailable = failure(500, "InternalError", "etcdserver: leader changed").body;
     server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
-    assert_eq!(server.send_error_event(None, unavailable), 4);
+    assert_eq!(server.order(None, &Order::Error(unavailable)), 4);
     watching.follows(&server, 2).await;
     watching.sink.until("each error is counted", |c| c.errors_for("server_error") == 13).await;
 }
@@ -402,7 +402,7 @@ async fn a_watch_at_an_older_server_continues_without_the_field_selector() {
     let server = server(Options::default());
     let watching = Watching::synced(&server).await;
     server.set_options(|options| options.service_field_selectors = false);
-    server.drop_watches(None);
+    server.order(None, &Order::Close);
     server.apply(headless("dns")).unwrap();
     watching.follows(&server, 1).await;
     server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
@@ -458,10 +458,10 @@ async fn a_list_that_breaks_removes_nothing() {
         [Verb::Watch, Verb::List].map(|verb| server.requests(verb, Some(Kind::Service))).iter().sum::<u64>()
     };
     let before = asked(&server);
-    server.expire_watches(Some(Kind::Service));
+    server.order(Some(Kind::Service), &Order::Expire);
     // When the source requests a third list, two lists have been cut.
     let are_cut = |server: &ApiServer| {
-        server.cut_watches(Some(Kind::Service), Cut::Close);
+        server.order(Some(Kind::Service), &Order::CutNow(Cut::Close));
         asked(server) >= before + 3
     };
     server.wait_until("two lists are cut", are_cut).await.unwrap();
@@ -527,7 +527,7 @@ async fn bookmarks_count_as_contact_with_the_server_and_move_positions() {
     server.apply(web("10.0.9.9")).unwrap();
     watching.agrees_with(&server).await;
     let version = server.version();
-    server.send_bookmarks(None);
+    server.order(None, &Order::Bookmark);
     watching.sink.until("the position has moved", |c| c.positions[&SourceKind::Nodes] == version).await;
     assert!(watching.sink.look(|c| c.heard[&SourceKind::Nodes]) > before);
 }
