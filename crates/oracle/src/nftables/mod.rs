@@ -22,6 +22,7 @@ use nftables_netlink::{ChainType, Hook};
 
 pub use self::dump::{DumpedChain, DumpedSet, NftablesDump, Packed, pack};
 use self::interpreter::Interpreter;
+use crate::outcome::Lists;
 
 /// The maximum number of steps for each rule, expression and element of a dump.
 const MAX_STEPS: u64 = 1000;
@@ -63,6 +64,7 @@ pub fn decode_within(
     }
     let mut interpreter = Interpreter::new(dump, detector, None, max_steps);
     let frontends = dump.frontends();
+    let mut lists = Lists::default();
     for frontend in &frontends {
         let mut entry = Entry::default();
         let mut admitted: Option<BTreeSet<_>> = None;
@@ -74,7 +76,7 @@ pub fn decode_within(
         if interpreter.is_exhausted() {
             return given_up(dump);
         }
-        entry.share();
+        lists.share(&mut entry);
         entry.admitted = admitted.map_or(Admitted::All, Admitted::only);
         if entry != Entry::default() {
             table.entries.insert(*frontend, entry);
