@@ -60,7 +60,7 @@ pub struct IpvsDump {
     pub servers: BTreeMap<(IpAddr, Protocol, u16), Vec<(SocketAddr, u32)>>,
     /// The addresses on the device for Services.
     pub device: BTreeSet<IpAddr>,
-    /// The members of the sets, by the names of the sets.
+    /// The members of the sets of this family, by the names of the sets.
     pub sets: HashMap<String, BTreeSet<Member>>,
     /// The rules.
     pub rules: Rules,
@@ -126,7 +126,7 @@ pub fn decode(dump: &IpvsDump, family: Family, detector: Option<&LocalDetector>)
         let Frontend::Address(address, protocol, port) = frontend else { continue };
         let member = Member { address: Some(address), port: Some((Some(protocol), port)), source: None };
         let is_at_node = of_node_ports.contains(&member);
-        let mut follower = Follower { dump, family, detector, frontend, unknown: &mut unknown };
+        let mut follower = Follower { dump, detector, frontend, unknown: &mut unknown };
         let mut entry = Entry::default();
         let mut admitted = None;
         for (origin, translated) in Origin::ALL.into_iter().zip(&translated) {
@@ -185,7 +185,6 @@ fn add_node_port(table: &mut Table, dump: &IpvsDump, protocol: Protocol, port: u
 /// Follows the packets for one frontend that nat does not translate.
 struct Follower<'a> {
     dump: &'a IpvsDump,
-    family: Family,
     detector: Option<&'a LocalDetector>,
     frontend: Frontend,
     unknown: &'a mut Unknown,
@@ -232,8 +231,7 @@ impl Follower<'_> {
             return Admitted::All;
         }
         let (dump, frontend) = (self.dump, self.frontend);
-        let is_of_v6 = self.family == Family::V6;
-        let names = dump.sets.keys().filter(|name| name.contains("KUBE-6-") == is_of_v6 && name.contains(SOURCES));
+        let names = dump.sets.keys().filter(|name| name.contains(SOURCES));
         let admitting = names.filter(|name| dropped(self, Some(name)) == [false; 2]);
         Admitted::only(admitting.flat_map(|name| sources(&dump.sets[name], &frontend)))
     }

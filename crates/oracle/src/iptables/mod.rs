@@ -19,7 +19,7 @@ use std::{
 
 use headgate_core::{
     Family,
-    forwarding::{Admitted, Entry, Fate, Origin, Problem, Table},
+    forwarding::{Admitted, Entry, Fate, Origin, Table},
     frontends::Frontend,
     iptables::{Table as TableName, names},
     masquerade::LocalDetector,
@@ -65,16 +65,13 @@ pub fn decode(
     rules.check_bases(&NEEDED, family, &mut table.problems);
     let translated = translations(rules, detector, None, &mut table);
     let to_proxy = (!listeners.is_empty()).then(|| translations(rules, detector, Some(&closed_gates), &mut table));
-    let refused = |base, problems: &mut BTreeSet<Problem>| {
+    let [input, forward, output] = ["INPUT", "FORWARD", "OUTPUT"].map(|base| {
         let client = Client { origin: Origin::Outside, detector, sets: None };
         let mut walk = Walk::new(rules, family, TableName::Filter, client);
         walk.from(base, &[&[FIREWALL, SERVICES, EXTERNAL], &OTHERS[..]].concat());
-        problems.append(&mut walk.problems);
+        table.problems.append(&mut walk.problems);
         walk
-    };
-    let input = refused("INPUT", &mut table.problems);
-    let forward = refused("FORWARD", &mut table.problems);
-    let output = refused("OUTPUT", &mut table.problems);
+    });
     let frontends =
         translated.iter().chain([&input.reached, &forward.reached, &output.reached]).flat_map(BTreeMap::keys);
     let frontends: BTreeSet<Frontend> = frontends.copied().collect();

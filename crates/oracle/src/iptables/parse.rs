@@ -154,8 +154,9 @@ impl Rules {
 
     /// Takes a step. Returns false if none is left.
     pub(super) fn step(&self) -> bool {
-        self.steps.update(|steps| steps + 1);
-        !self.is_exhausted()
+        let has_left = !self.is_exhausted();
+        self.steps.update(|steps| steps + u64::from(has_left));
+        has_left
     }
 
     /// True if the decoder has given up.
