@@ -13,18 +13,18 @@ use headgate_core::{
     Family, Protocol,
     forwarding::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
     frontends::Frontend,
+    iptables::Table as TableName,
     masquerade::LocalDetector,
 };
 use ipnet::IpNet;
 
 use super::{
-    ending::Ending,
     iptables::{
         FIREWALL, Rules, SERVICES,
-        evaluate::{Packet, Sets, Unknown},
-        parse::TableName,
+        evaluate::{Client, FirstPacket, Unknown},
         translations,
     },
+    outcome::{Ending, Lists},
 };
 
 /// The chain that refuses packets that the node receives.
@@ -60,7 +60,7 @@ pub struct IpvsDump {
     pub servers: BTreeMap<(IpAddr, Protocol, u16), Vec<(SocketAddr, u32)>>,
     /// The addresses on the device for Services.
     pub device: BTreeSet<IpAddr>,
-    /// The members of the sets, by the names of the sets.
+    /// The members of the sets of this family, by the names of the sets.
     pub sets: HashMap<String, BTreeSet<Member>>,
     /// The rules.
     pub rules: Rules,
@@ -70,24 +70,17 @@ pub struct IpvsDump {
     pub node_port_addresses: BTreeSet<IpAddr>,
 }
 
-/// The sets of a dump. The client is in none of the sets that name sources but `client_in`.
-#[derive(Debug)]
-struct Members<'a> {
-    dump: &'a IpvsDump,
-    client_in: Option<&'a str>,
-}
-
-impl Sets for Members<'_> {
-    fn contains(&self, set: &str, flags: &str, frontend: &Frontend) -> Option<bool> {
-        let members = self.dump.sets.get(set)?;
+impl IpvsDump {
+    /// Whether a set contains the parts of a frontend that `flags` names. The client is in none of
+    /// the sets that name sources but `client_in`.
+    fn contains(&self, set: &str, flags: &str, frontend: &Frontend, client_in: Option<&str>) -> Option<bool> {
+        let members = self.sets.get(set)?;
         let Frontend::Address(address, protocol, port) = *frontend else { return Some(false) };
-        let member = |address, port| Member { address, port, source: None };
+        let has = |address, port| members.contains(&Member { address, port, source: None });
         match flags {
-            "dst,dst,src" => Some(self.client_in == Some(set) && sources(members, frontend).next().is_some()),
-            "dst,dst" => Some(members.contains(&member(Some(address), Some((Some(protocol), port))))),
-            "dst" => Some(
-                members.contains(&member(Some(address), None)) || members.contains(&member(None, Some((None, port)))),
-            ),
+            "dst,dst,src" => Some(client_in == Some(set) && sources(members, frontend).next().is_some()),
+            "dst,dst" => Some(has(Some(address), Some((Some(protocol), port)))),
+            "dst" => Some(has(Some(address), None) || has(None, Some((None, port)))),
             _ => None,
         }
     }
@@ -109,11 +102,9 @@ fn sources<'a>(members: &'a BTreeSet<Member>, frontend: &Frontend) -> impl Itera
 pub fn decode(dump: &IpvsDump, family: Family, detector: Option<&LocalDetector>) -> Table {
     let mut table = Table::new(family);
     let rules = &dump.rules;
-    for (name, base, targets) in NEEDED {
-        rules.check_base(name, base, targets, family, &mut table.problems);
-    }
-    let members = Members { dump, client_in: None };
-    let translated = translations(rules, detector, Some(&members), &mut table);
+    rules.check_bases(&NEEDED, family, &mut table.problems);
+    let contains = |set: &str, flags: &str, frontend: &Frontend| dump.contains(set, flags, frontend, None);
+    let translated = translations(rules, detector, Some(&contains), &mut table);
     // Each NodePort has a virtual server at each address.
     table.node_ports_at = NodePortsAt::Listed(dump.node_port_addresses.clone());
     let mut frontends: BTreeSet<Frontend> = translated.iter().flat_map(BTreeMap::keys).copied().collect();
@@ -129,13 +120,13 @@ pub fn decode(dump: &IpvsDump, family: Family, detector: Option<&LocalDetector>)
     frontends.extend(servers.map(|(address, protocol, port)| Frontend::Address(*address, *protocol, *port)));
     let of_node_ports = dump.sets.iter().filter(|(name, _)| name.contains(NODE_PORT_SERVERS));
     let of_node_ports: BTreeSet<&Member> = of_node_ports.flat_map(|(_, members)| members).collect();
-    let mut unknown = BTreeSet::new();
+    let (mut unknown, mut lists) = (BTreeSet::new(), Lists::default());
     let mut node_ports: BTreeMap<(Protocol, u16), BTreeMap<IpAddr, Entry>> = BTreeMap::new();
     for frontend in frontends {
         let Frontend::Address(address, protocol, port) = frontend else { continue };
         let member = Member { address: Some(address), port: Some((Some(protocol), port)), source: None };
         let is_at_node = of_node_ports.contains(&member);
-        let mut follower = Follower { dump, family, detector, frontend, unknown: &mut unknown };
+        let mut follower = Follower { dump, detector, frontend, unknown: &mut unknown };
         let mut entry = Entry::default();
         let mut admitted = None;
         for (origin, translated) in Origin::ALL.into_iter().zip(&translated) {
@@ -143,15 +134,15 @@ pub fn decode(dump: &IpvsDump, family: Family, detector: Option<&LocalDetector>)
             let reached = translated.get(&frontend).or_else(|| translated.get(&node_port).filter(|_| is_at_node));
             match reached.map(|reached| (reached.fate(), &reached.admitted)) {
                 Some((fate, ranges)) if fate != Fate::NotServed => {
-                    admitted = admitted.or_else(|| ranges.clone());
+                    admitted = admitted.or_else(|| Some(ranges).filter(|ranges| !ranges.is_empty()));
                     entry.set(origin, fate);
                 }
                 _ => entry.set(origin, follower.fate(origin)),
             }
         }
-        entry.share();
+        lists.share(&mut entry);
         entry.admitted = follower.admitted();
-        if admitted.is_some_and(|ranges| entry.admitted != Admitted::only(ranges)) {
+        if admitted.is_some_and(|ranges| entry.admitted != Admitted::only(ranges.iter().copied())) {
             entry.admitted = Admitted::All;
         }
         if entry == Entry::default() {
@@ -194,7 +185,6 @@ fn add_node_port(table: &mut Table, dump: &IpvsDump, protocol: Protocol, port: u
 /// Follows the packets for one frontend that nat does not translate.
 struct Follower<'a> {
     dump: &'a IpvsDump,
-    family: Family,
     detector: Option<&'a LocalDetector>,
     frontend: Frontend,
     unknown: &'a mut Unknown,
@@ -204,9 +194,10 @@ impl Follower<'_> {
     /// How a chain ends a packet. `client_in` is the set that names the source.
     fn ending(&mut self, table: TableName, chain: &str, origin: Origin, client_in: Option<&str>) -> Option<Ending> {
         let id = self.dump.rules.find(table, chain)?;
-        let members = Members { dump: self.dump, client_in };
-        let packet =
-            Packet { origin, frontend: self.frontend, detector: self.detector, sets: Some(&members), depth: 0 };
+        let contains =
+            |set: &str, flags: &str, frontend: &Frontend| self.dump.contains(set, flags, frontend, client_in);
+        let client = Client { origin, detector: self.detector, sets: Some(&contains) };
+        let packet = FirstPacket { client, frontend: self.frontend, depth: 0 };
         self.dump.rules.evaluate(id, packet, self.unknown).ending
     }
 
@@ -240,8 +231,7 @@ impl Follower<'_> {
             return Admitted::All;
         }
         let (dump, frontend) = (self.dump, self.frontend);
-        let is_of_v6 = self.family == Family::V6;
-        let names = dump.sets.keys().filter(|name| name.contains("KUBE-6-") == is_of_v6 && name.contains(SOURCES));
+        let names = dump.sets.keys().filter(|name| name.contains(SOURCES));
         let admitting = names.filter(|name| dropped(self, Some(name)) == [false; 2]);
         Admitted::only(admitting.flat_map(|name| sources(&dump.sets[name], &frontend)))
     }

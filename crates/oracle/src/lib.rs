@@ -13,9 +13,9 @@
 //! This crate does no I/O: who reads the kernel passes a dump.
 
 mod compare;
-mod ending;
 pub mod iptables;
 pub mod ipvs;
 pub mod nftables;
+mod outcome;
 
 pub use self::compare::{Comparer, Comparison, Difference, MAX_DIFFERENCES, compare};

@@ -174,15 +174,6 @@ impl Entry {
         self.fates[origin as usize] = fate;
     }
 
-    /// Makes equal fates share their endpoints, to save memory.
-    pub fn share(&mut self) {
-        for i in 1..self.fates.len() {
-            if self.fates[i] == self.fates[0] {
-                self.fates[i] = self.fates[0].clone();
-            }
-        }
-    }
-
     /// The content hash of a frontend with this entry.
     fn hash(&self, frontend: &Frontend) -> u128 {
         let mut form = Form::new(b'F');

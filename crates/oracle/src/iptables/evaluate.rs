@@ -1,16 +1,12 @@
 //! What a chain does with a packet for one frontend.
 
-use std::{collections::BTreeSet, net::SocketAddr, sync::Arc};
+use std::collections::BTreeSet;
 
-use headgate_core::{
-    forwarding::{Fate, Origin},
-    frontends::Frontend,
-    masquerade::LocalDetector,
-};
+use headgate_core::{forwarding::Origin, frontends::Frontend, masquerade::LocalDetector};
 use ipnet::IpNet;
 
-use super::parse::{ChainId, Condition, Content, Rule, Rules, Target, with_recorded};
-use crate::ending::Ending;
+use super::parse::{ChainId, Condition, Rule, Rules, Target, Test};
+use crate::outcome::Outcome;
 
 /// The maximum depth of jumps. The kernel has a limit too.
 const MAX_DEPTH: usize = 16;
@@ -23,140 +19,34 @@ const ADMITTING: &str = "KUBE-FW-";
 /// Without [`Sets`], a packet meets the rules that apply while the proxy accepts no connections.
 const GATES: [&str; 2] = ["KUBE-GATE", "KUBE-6-GATE"];
 
-/// The first packet of a connection.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Packet<'a> {
+/// Who sends a packet, and what the rules know about it.
+#[derive(Clone, Copy)]
+pub(crate) struct Client<'a> {
     pub(crate) origin: Origin,
-    pub(crate) frontend: Frontend,
     pub(crate) detector: Option<&'a LocalDetector>,
-    pub(crate) sets: Option<&'a dyn Sets>,
+    pub(crate) sets: Option<Sets<'a>>,
+}
+
+/// The sets that rules use: given the name of a set, whether it contains the parts of the frontend
+/// that the flags name. `None` if the set does not exist, or depends on the source.
+pub(crate) type Sets<'a> = &'a dyn Fn(&str, &str, &Frontend) -> Option<bool>;
+
+/// The gates while the proxy accepts connections.
+pub(super) fn closed_gates(set: &str, _: &str, _: &Frontend) -> Option<bool> {
+    Some(GATES.contains(&set))
+}
+
+/// The first packet of a connection.
+#[derive(Clone, Copy)]
+pub(crate) struct FirstPacket<'a> {
+    pub(crate) client: Client<'a>,
+    pub(crate) frontend: Frontend,
     /// The number of jumps and gotos so far. 0 for a caller that asks about a frontend.
     pub(crate) depth: usize,
 }
 
 /// The chains with a rule that the decoder does not understand, and those in which it gave up.
 pub(crate) type Unknown = BTreeSet<Box<str>>;
-
-/// The sets that rules use.
-pub(crate) trait Sets: std::fmt::Debug {
-    /// Whether a set contains the parts of the frontend that `flags` names. `None` if the set does
-    /// not exist, or depends on the source.
-    fn contains(&self, set: &str, flags: &str, frontend: &Frontend) -> Option<bool>;
-}
-
-/// The gates while the proxy accepts connections.
-#[derive(Debug)]
-pub(crate) struct ClosedGates;
-
-impl Sets for ClosedGates {
-    fn contains(&self, set: &str, _: &str, _: &Frontend) -> Option<bool> {
-        Some(GATES.contains(&set))
-    }
-}
-
-impl Target {
-    /// How the target ends a packet.
-    pub(super) fn ending(&self) -> Option<Ending> {
-        match self {
-            Self::Accept => Some(Ending::Accept),
-            Self::Drop => Some(Ending::Drop),
-            Self::Reject => Some(Ending::Reject),
-            _ => None,
-        }
-    }
-}
-
-/// What a chain does with a packet.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Reached {
-    endpoints: Endpoints,
-    recorded: BTreeSet<SocketAddr>,
-    pub(crate) ending: Option<Ending>,
-    /// Some packets leave the chain at its end.
-    passes: bool,
-    /// Some packets leave the chain earlier. They meet none of its later rules.
-    left: bool,
-    /// The clients to whom this applies. `None` for all clients.
-    pub(crate) admitted: Option<BTreeSet<IpNet>>,
-}
-
-#[derive(Debug, Clone, Default)]
-enum Endpoints {
-    #[default]
-    None,
-    /// The endpoints of one chain, which several frontends share.
-    Shared(Arc<[SocketAddr]>),
-    Many(BTreeSet<SocketAddr>),
-}
-
-impl Endpoints {
-    fn add(&mut self, others: Self) {
-        *self = match (std::mem::take(self), others) {
-            (one, Self::None) => one,
-            (Self::None, other) => other,
-            (one, other) => {
-                let mut all = one.into_set();
-                all.extend(other.into_set());
-                Self::Many(all)
-            }
-        };
-    }
-
-    fn into_set(self) -> BTreeSet<SocketAddr> {
-        match self {
-            Self::None => BTreeSet::new(),
-            Self::Shared(shared) => shared.iter().copied().collect(),
-            Self::Many(many) => many,
-        }
-    }
-}
-
-impl Reached {
-    /// The fate of packets that this chain may translate.
-    pub(crate) fn fate(&self) -> Fate {
-        let endpoints = match &self.endpoints {
-            Endpoints::None => return Fate::NotServed,
-            Endpoints::Shared(shared) if self.recorded.is_empty() => Arc::clone(shared),
-            other => with_recorded(other.clone().into_set(), &self.recorded).into_iter().collect(),
-        };
-        match self.passes || self.left || self.ending.is_some() {
-            _ if endpoints.is_empty() => Fate::NotServed,
-            true => Fate::Partly(endpoints),
-            false => Fate::Forwarded(endpoints),
-        }
-    }
-
-    /// How all packets end. `None` if some of them go on.
-    pub(crate) fn ending_of_all(&self) -> Option<Ending> {
-        self.ending.filter(|_| !self.passes && !self.left)
-    }
-
-    /// The packet was not translated, and ends so.
-    pub(crate) fn untranslated(ending: Option<Ending>) -> Self {
-        Self { ending, passes: ending.is_none(), ..Self::default() }
-    }
-
-    /// True if no packet meets a later rule.
-    pub(crate) fn is_final(&self) -> bool {
-        !self.passes
-    }
-
-    /// Adds what a later rule does with the packets that passed the earlier ones.
-    pub(crate) fn follow_with(&mut self, later: Self) {
-        self.passes = later.passes;
-        self.add(later);
-    }
-
-    fn add(&mut self, other: Self) {
-        self.endpoints.add(other.endpoints);
-        self.recorded.extend(other.recorded);
-        self.ending = self.ending.or(other.ending);
-        self.left |= other.left;
-        if let Some(admitted) = other.admitted {
-            self.admitted.get_or_insert_default().extend(admitted);
-        }
-    }
-}
 
 /// Whether a packet meets a condition.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -187,91 +77,75 @@ impl Met {
     }
 }
 
-fn when(condition: bool) -> Met {
-    if condition { Met::Always } else { Met::Never }
-}
-
-impl Packet<'_> {
-    fn meets(&self, condition: &Condition, chain: &str) -> Met {
-        match condition {
-            Condition::Destination(net, negated) => match self.frontend {
-                Frontend::Address(address, ..) => when(net.contains(&address) != *negated),
+impl FirstPacket<'_> {
+    fn meets(&self, Condition { test, is_negated }: &Condition, chain: &str) -> Met {
+        let Client { origin, detector, sets } = self.client;
+        let is_from_pod = origin == Origin::Pod;
+        let is_met = match test {
+            Test::Destination(net) => match self.frontend {
+                Frontend::Address(address, ..) => net.contains(&address),
                 // The rules for NodePorts on one address were found before.
-                Frontend::NodePort(..) => when(*negated),
+                Frontend::NodePort(..) => false,
             },
-            Condition::Source(net, negated) if is_loopback(net) => when(*negated),
-            Condition::Source(net, false) if chain.starts_with(ADMITTING) => Met::From(*net),
-            Condition::Source(net, negated) => match self.detector {
-                Some(LocalDetector::Cidr(range)) if range.trunc() == net.trunc() => self.is_from_pod(*negated),
-                _ => Met::Unknown,
+            Test::Source(net) if is_loopback(net) => false,
+            Test::Source(net) if !is_negated && chain.starts_with(ADMITTING) => return Met::From(*net),
+            Test::Source(net) => match detector {
+                Some(LocalDetector::Cidr(range)) if range.trunc() == net.trunc() => is_from_pod,
+                _ => return Met::Unknown,
             },
-            Condition::Interface(name, negated) => match self.detector {
-                Some(LocalDetector::BridgeInterface(bridge)) if **name == **bridge => self.is_from_pod(*negated),
+            Test::Interface(name) => match detector {
+                Some(LocalDetector::BridgeInterface(bridge)) if **name == **bridge => is_from_pod,
                 Some(LocalDetector::InterfaceNamePrefix(prefix)) if name.strip_suffix('+') == Some(prefix) => {
-                    self.is_from_pod(*negated)
+                    is_from_pod
                 }
-                _ => Met::Unknown,
+                _ => return Met::Unknown,
             },
-            Condition::Protocol(protocol, negated) => when((*protocol == Some(self.frontend.protocol())) != *negated),
-            Condition::Ports(first, last, negated) => {
-                when((*first..=*last).contains(&self.frontend.port()) != *negated)
-            }
-            Condition::ToNode(negated) => when(matches!(self.frontend, Frontend::NodePort(..)) != *negated),
-            Condition::FromNode(negated) => when((self.origin == Origin::Node) != *negated),
-            Condition::Constant(value) => when(*value),
-            Condition::Random(probability) if *probability >= 1.0 => Met::Always,
-            Condition::Random(probability) if *probability <= 0.0 => Met::Never,
-            Condition::Random(_) => Met::Sometimes,
-            Condition::Translated(negated) => when(*negated),
-            Condition::Recorded => Met::IfRecorded,
-            Condition::InSet(set, _, negated) if self.sets.is_none() && GATES.contains(&&**set) => when(*negated),
-            Condition::InSet(set, flags, negated) => {
-                let contains = self.sets.and_then(|sets| sets.contains(set, flags, &self.frontend));
-                contains.map_or(Met::Unknown, |contains| when(contains != *negated))
-            }
-            Condition::Unknown => Met::Unknown,
-        }
-    }
-
-    fn is_from_pod(&self, negated: bool) -> Met {
-        when((self.origin == Origin::Pod) != negated)
+            Test::Protocol(protocol) => *protocol == Some(self.frontend.protocol()),
+            Test::Ports(first, last) => (*first..=*last).contains(&self.frontend.port()),
+            Test::ToNode => matches!(self.frontend, Frontend::NodePort(..)),
+            Test::FromNode => origin == Origin::Node,
+            Test::Constant(value) => *value,
+            Test::Random(probability) if *probability > 0.0 && *probability < 1.0 => return Met::Sometimes,
+            Test::Random(probability) => *probability > 0.0,
+            Test::Translated => false,
+            Test::Recorded if !is_negated => return Met::IfRecorded,
+            Test::InSet(set, _) if sets.is_none() && GATES.contains(&&**set) => false,
+            Test::InSet(set, flags) => match sets.and_then(|contains| contains(set, flags, &self.frontend)) {
+                Some(contains) => contains,
+                None => return Met::Unknown,
+            },
+            Test::Recorded | Test::Unknown => return Met::Unknown,
+        };
+        if is_met != *is_negated { Met::Always } else { Met::Never }
     }
 }
 
 impl Rules {
     /// Follows a packet through a chain. Appends to `unknown`.
-    pub(crate) fn evaluate(&self, id: ChainId, packet: Packet<'_>, unknown: &mut Unknown) -> Reached {
+    pub(crate) fn evaluate(&self, id: ChainId, packet: FirstPacket<'_>, unknown: &mut Unknown) -> Outcome {
         if packet.depth == 0 {
             self.more_steps();
         }
-        let mut reached = Reached::default();
         let chain = self.chain(id);
-        let rules = match &chain.content {
-            Content::Rules(rules) => rules,
-            Content::Choice(choice) => {
-                let is_other = choice.protocol.is_some_and(|protocol| protocol != packet.frontend.protocol());
-                reached.passes = is_other || choice.is_partial;
-                if !is_other && !choice.endpoints.is_empty() {
-                    reached.endpoints = Endpoints::Shared(Arc::clone(&choice.endpoints));
-                }
-                return reached;
-            }
-        };
+        if let Some(choice) = &chain.choice {
+            let is_other = choice.protocol.is_some_and(|protocol| protocol != packet.frontend.protocol());
+            let endpoints = Some(&choice.endpoints).filter(|endpoints| !is_other && !endpoints.is_empty());
+            let goes_on = is_other || choice.is_partial;
+            return Outcome { endpoints: endpoints.cloned().into_iter().collect(), goes_on, ..Outcome::default() };
+        }
         if packet.depth > MAX_DEPTH {
             unknown.insert(chain.name.clone());
-            return reached;
+            return Outcome::default();
         }
-        self.evaluate_rules(rules, &chain.name, packet, unknown)
+        self.evaluate_rules(&chain.rules, &chain.name, packet, unknown)
     }
 
     /// True if the chain that is the target decides nothing about a packet. It may set a mark, with
     /// which a later hook masquerades the packet.
     pub(super) fn only_marks(&self, target: &Target) -> bool {
         let (Target::Jump(id) | Target::Goto(id)) = target else { return *target == Target::Nothing };
-        match &self.chain(*id).content {
-            Content::Rules(rules) => rules.iter().all(|rule| rule.target == Target::Nothing),
-            Content::Choice(_) => false,
-        }
+        let chain = self.chain(*id);
+        chain.choice.is_none() && chain.rules.iter().all(|rule| rule.target == Target::Nothing)
     }
 
     /// Follows a packet through some rules of a chain. Appends to `unknown`.
@@ -279,10 +153,10 @@ impl Rules {
         &self,
         rules: &[Rule],
         chain: &str,
-        packet: Packet<'_>,
+        packet: FirstPacket<'_>,
         unknown: &mut Unknown,
-    ) -> Reached {
-        let (mut reached, mut admits) = (Reached::default(), None);
+    ) -> Outcome {
+        let (mut all, mut admits) = (Outcome::default(), None);
         for rule in rules {
             if !self.step() {
                 unknown.insert(chain.into());
@@ -299,54 +173,39 @@ impl Rules {
                 unknown.insert(chain.into());
                 continue;
             }
-            let (result, goes_on) = self.follow(rule, packet, unknown);
+            let mut outcome = self.follow(&rule.target, packet, unknown);
+            let goes_on = std::mem::take(&mut outcome.goes_on);
             match met {
                 Met::IfRecorded => {
-                    reached.ending = reached.ending.or(result.ending);
-                    reached.left |= result.left;
-                    reached.recorded.extend(result.endpoints.into_set());
+                    outcome.recorded.append(&mut outcome.endpoints);
+                    outcome.admitted.clear();
                 }
                 Met::From(range) => {
-                    reached.add(result);
-                    reached.admitted.get_or_insert_default().insert(range);
+                    outcome.admitted.insert(range);
                     *admits.get_or_insert(false) |= goes_on;
                 }
-                _ => {
-                    reached.add(result);
-                    if met == Met::Always && !goes_on {
-                        return reached;
-                    }
-                }
+                _ => {}
+            }
+            all.add(outcome);
+            if met == Met::Always && !goes_on {
+                return all;
             }
         }
         // Clients that are not admitted pass. The result applies to the others.
-        reached.passes = admits.unwrap_or(true);
-        reached
+        all.goes_on = admits.unwrap_or(true);
+        all
     }
 
-    /// What the target of a rule does with a packet, and whether the packet may go on with the next
-    /// rule.
-    fn follow(&self, rule: &Rule, packet: Packet<'_>, unknown: &mut Unknown) -> (Reached, bool) {
-        let deeper = Packet { depth: packet.depth + 1, ..packet };
-        match rule.target {
-            Target::Accept | Target::Drop | Target::Reject => {
-                (Reached { ending: rule.target.ending(), ..Reached::default() }, false)
-            }
-            Target::Return => (Reached { left: true, ..Reached::default() }, false),
-            Target::Translate(endpoint) => {
-                (Reached { endpoints: Endpoints::Many([endpoint].into()), ..Reached::default() }, false)
-            }
-            Target::Jump(id) => {
-                let mut result = self.evaluate(id, deeper, unknown);
-                let goes_on = std::mem::take(&mut result.passes) | std::mem::take(&mut result.left);
-                (result, goes_on)
-            }
-            Target::Goto(id) => {
-                let mut result = self.evaluate(id, deeper, unknown);
-                result.left |= std::mem::take(&mut result.passes);
-                (result, false)
-            }
-            Target::Nothing | Target::Unknown => (Reached::default(), true),
+    /// What the target of a rule does with a packet.
+    fn follow(&self, target: &Target, packet: FirstPacket<'_>, unknown: &mut Unknown) -> Outcome {
+        let deeper = FirstPacket { depth: packet.depth + 1, ..packet };
+        match *target {
+            Target::End(ending) => Outcome::ends(ending),
+            Target::Return => Outcome::returns(),
+            Target::Translate(endpoint) => Outcome::reaches(endpoint),
+            Target::Jump(id) => self.evaluate(id, deeper, unknown).of_jump(),
+            Target::Goto(id) => self.evaluate(id, deeper, unknown).of_goto(),
+            Target::Nothing | Target::Unknown => Outcome::goes_on(),
         }
     }
 }

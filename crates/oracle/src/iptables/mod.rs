@@ -19,19 +19,18 @@ use std::{
 
 use headgate_core::{
     Family,
-    forwarding::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
+    forwarding::{Admitted, Entry, Fate, Origin, Table},
     frontends::Frontend,
-    iptables::names,
+    iptables::{Table as TableName, names},
     masquerade::LocalDetector,
 };
 
 pub use self::parse::Rules;
 use self::{
-    evaluate::{ClosedGates, Reached, Sets},
-    parse::TableName,
+    evaluate::{Client, Sets, closed_gates},
     walk::Walk,
 };
-use crate::ending::Ending;
+use crate::outcome::{Ending, Lists, Outcome};
 
 /// The chain of Services, in nat and filter.
 pub(super) const SERVICES: &str = "KUBE-SERVICES";
@@ -63,23 +62,20 @@ pub fn decode(
     listeners: &BTreeSet<SocketAddr>,
 ) -> Table {
     let mut table = Table::new(family);
-    for (name, base, targets) in NEEDED {
-        rules.check_base(name, base, targets, family, &mut table.problems);
-    }
+    rules.check_bases(&NEEDED, family, &mut table.problems);
     let translated = translations(rules, detector, None, &mut table);
-    let to_proxy = (!listeners.is_empty()).then(|| translations(rules, detector, Some(&ClosedGates), &mut table));
-    let refused = |base, problems: &mut BTreeSet<Problem>| {
-        let mut walk = Walk::new(rules, family, TableName::Filter, Origin::Outside, detector, None);
+    let to_proxy = (!listeners.is_empty()).then(|| translations(rules, detector, Some(&closed_gates), &mut table));
+    let [input, forward, output] = ["INPUT", "FORWARD", "OUTPUT"].map(|base| {
+        let client = Client { origin: Origin::Outside, detector, sets: None };
+        let mut walk = Walk::new(rules, family, TableName::Filter, client);
         walk.from(base, &[&[FIREWALL, SERVICES, EXTERNAL], &OTHERS[..]].concat());
-        problems.append(&mut walk.problems);
+        table.problems.append(&mut walk.problems);
         walk
-    };
-    let input = refused("INPUT", &mut table.problems);
-    let forward = refused("FORWARD", &mut table.problems);
-    let output = refused("OUTPUT", &mut table.problems);
+    });
     let frontends =
         translated.iter().chain([&input.reached, &forward.reached, &output.reached]).flat_map(BTreeMap::keys);
     let frontends: BTreeSet<Frontend> = frontends.copied().collect();
+    let mut lists = Lists::default();
     for frontend in frontends {
         let is_node_port = matches!(frontend, Frontend::NodePort(..));
         let mut entry = Entry::default();
@@ -87,10 +83,10 @@ pub fn decode(
         for (origin, translated) in Origin::ALL.into_iter().zip(&translated) {
             let to_endpoint = if origin == Origin::Node { &output } else { &forward };
             let filter = if is_node_port { &input } else { to_endpoint };
-            let refused = filter.reached.get(&frontend).and_then(Reached::ending_of_all);
+            let refused = filter.reached.get(&frontend).and_then(Outcome::ending_of_all);
             if let Some(reached) = translated.get(&frontend) {
                 entry.set(origin, to_endpoint.filtered(reached.fate(), frontend.protocol()));
-                admitted = admitted.or_else(|| reached.admitted.clone());
+                admitted = admitted.or_else(|| Some(&reached.admitted).filter(|ranges| !ranges.is_empty()));
             }
             if *entry.fate(origin) == Fate::NotServed {
                 entry.set(origin, Ending::fate(refused));
@@ -102,9 +98,10 @@ pub fn decode(
                 _ => false,
             });
         }
-        entry.share();
+        lists.share(&mut entry);
         // Without a rule that drops the packets of other clients, the packets go on.
-        entry.admitted = admitted.filter(|_| is_guarded).map_or(Admitted::All, Admitted::only);
+        entry.admitted =
+            admitted.filter(|_| is_guarded).map_or(Admitted::All, |ranges| Admitted::only(ranges.iter().copied()));
         if entry != Entry::default() {
             table.entries.insert(frontend, entry);
         }
@@ -116,17 +113,14 @@ pub fn decode(
 pub(super) fn translations(
     rules: &Rules,
     detector: Option<&LocalDetector>,
-    sets: Option<&dyn Sets>,
+    sets: Option<Sets<'_>>,
     table: &mut Table,
-) -> [BTreeMap<Frontend, Reached>; 3] {
+) -> [BTreeMap<Frontend, Outcome>; 3] {
     Origin::ALL.map(|origin| {
-        let mut walk = Walk::new(rules, table.family, TableName::Nat, origin, detector, sets);
+        let mut walk = Walk::new(rules, table.family, TableName::Nat, Client { origin, detector, sets });
         walk.from(if origin == Origin::Node { "OUTPUT" } else { "PREROUTING" }, &[SERVICES]);
         table.problems.extend(walk.problems);
-        table.node_ports_at = match walk.is_any_address {
-            true => NodePortsAt::AnyAddress,
-            false => NodePortsAt::Only(walk.node_port_addresses),
-        };
+        table.node_ports_at = walk.node_ports_at;
         walk.reached
     })
 }

@@ -7,53 +7,40 @@ use std::{
     sync::Arc,
 };
 
-use headgate_core::{Family, Protocol, forwarding::Problem};
+use headgate_core::{Family, Protocol, forwarding::Problem, iptables::Table};
 use ipnet::IpNet;
 
-/// A table that decides about packets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum TableName {
-    Mangle,
-    Nat,
-    Filter,
-}
+use crate::outcome::{Ending, with_recorded};
 
-impl TableName {
-    fn parse(name: &str) -> Option<Self> {
-        [Self::Mangle, Self::Nat, Self::Filter].into_iter().find(|table| table.as_str() == name)
-    }
-
-    pub(crate) fn as_str(self) -> &'static str {
-        match self {
-            Self::Mangle => "mangle",
-            Self::Nat => "nat",
-            Self::Filter => "filter",
-        }
-    }
-}
-
-/// A condition of a rule. `true` after a value means that the condition is negated.
+/// A condition of a rule.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Condition {
-    Destination(IpNet, bool),
-    Source(IpNet, bool),
-    Interface(Box<str>, bool),
+pub(crate) struct Condition {
+    pub(crate) test: Test,
+    pub(crate) is_negated: bool,
+}
+
+/// What a condition tests.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Test {
+    Destination(IpNet),
+    Source(IpNet),
+    Interface(Box<str>),
     /// `None` for a protocol that Services do not use.
-    Protocol(Option<Protocol>, bool),
-    Ports(u16, u16, bool),
+    Protocol(Option<Protocol>),
+    Ports(u16, u16),
     /// The destination is an address of the node.
-    ToNode(bool),
+    ToNode,
     /// The source is an address of the node.
-    FromNode(bool),
-    /// The same for each first packet of a connection.
+    FromNode,
+    /// The same for each first packet of a connection. Such a condition is not negated.
     Constant(bool),
     Random(f64),
     /// The packet was translated, and begins a connection.
-    Translated(bool),
+    Translated,
     /// The client was recorded for ClientIP affinity.
     Recorded,
     /// The name of a set, and the addresses and ports to compare.
-    InSet(Box<str>, Box<str>, bool),
+    InSet(Box<str>, Box<str>),
     /// Something that the decoder does not understand.
     Unknown,
 }
@@ -61,9 +48,7 @@ pub(crate) enum Condition {
 /// What a rule does with packets that meet its conditions.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Target {
-    Accept,
-    Drop,
-    Reject,
+    End(Ending),
     Return,
     Translate(SocketAddr),
     /// Goes on with the next rule.
@@ -83,14 +68,6 @@ pub(crate) struct Rule {
     pub(crate) target: Target,
 }
 
-/// The rules of a chain.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Content {
-    Rules(Vec<Rule>),
-    /// The chain only chooses among endpoints.
-    Choice(Choice),
-}
-
 /// A chain that sends the packets of one protocol to one of some endpoints.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Choice {
@@ -103,7 +80,9 @@ pub(crate) struct Choice {
 #[derive(Debug)]
 pub(crate) struct Chain {
     pub(crate) name: Box<str>,
-    pub(crate) content: Content,
+    /// Empty in a chain that only chooses among endpoints.
+    pub(crate) rules: Vec<Rule>,
+    pub(crate) choice: Option<Choice>,
 }
 
 /// The steps that a dump without rules may take.
@@ -113,24 +92,17 @@ const LEAST_STEPS: u64 = 2_000_000;
 /// rule of Headgate is followed six times for each frontend of its Service.
 const STEPS_EACH: u64 = 1000;
 
-/// How many rules the decoder may still follow. Without a limit, a few chains of another program
-/// that each jump to the next chain several times would take years.
-#[derive(Debug)]
-struct Steps(Cell<u64>);
-
-impl Default for Steps {
-    fn default() -> Self {
-        Self(Cell::new(LEAST_STEPS))
-    }
-}
-
 /// The rules of the tables mangle, nat and filter of one family.
 #[derive(Debug, Default)]
 pub struct Rules {
-    steps: Steps,
     chains: Vec<Chain>,
-    ids: HashMap<(TableName, Box<str>), ChainId>,
-    table: Option<TableName>,
+    ids: HashMap<(Table, Box<str>), ChainId>,
+    table: Option<Table>,
+    /// How many rules the decoder has followed, and the rules and frontends that allow more steps.
+    /// Without a limit, a few chains of another program that each jump to the next chain several
+    /// times would take years.
+    steps: Cell<u64>,
+    steps_allowed_by: Cell<u64>,
     /// The chain whose rules are being read.
     current: Option<ChainId>,
 }
@@ -141,7 +113,7 @@ impl Rules {
     pub fn line(&mut self, line: &str) {
         if let Some(name) = line.strip_prefix('*') {
             self.end_chain();
-            self.table = TableName::parse(name.trim());
+            self.table = Table::ALL.into_iter().find(|table| table.as_str() == name.trim());
             return;
         }
         let Some(table) = self.table else { return };
@@ -156,14 +128,10 @@ impl Rules {
             }
             let rule = self.rule(table, rest);
             self.more_steps();
-            match &mut self.chains[id].content {
-                Content::Rules(rules) => rules.push(rule),
-                // The rules of this chain are not together.
-                Content::Choice(_) => {
-                    let rules = vec![Rule { conditions: vec![Condition::Unknown], target: Target::Unknown }];
-                    self.chains[id].content = Content::Rules(rules);
-                }
-            }
+            let chain = &mut self.chains[id];
+            // The rules of a chain may not be together.
+            let is_split = chain.choice.take().is_some();
+            chain.rules.push(if is_split { Rule { conditions: Vec::new(), target: Target::Unknown } } else { rule });
         } else if line == "COMMIT" {
             self.end_chain();
             self.table = None;
@@ -171,7 +139,7 @@ impl Rules {
     }
 
     /// Returns the chain of this name.
-    pub(crate) fn find(&self, table: TableName, name: &str) -> Option<ChainId> {
+    pub(crate) fn find(&self, table: Table, name: &str) -> Option<ChainId> {
         self.ids.get(&(table, Box::from(name))).copied()
     }
 
@@ -181,52 +149,52 @@ impl Rules {
 
     /// Allows the steps of one more rule or frontend.
     pub(super) fn more_steps(&self) {
-        self.steps.0.update(|left| left.saturating_add(STEPS_EACH));
+        self.steps_allowed_by.update(|count| count + 1);
     }
 
     /// Takes a step. Returns false if none is left.
     pub(super) fn step(&self) -> bool {
-        self.steps.0.update(|left| left.saturating_sub(1));
-        !self.is_exhausted()
+        let has_left = !self.is_exhausted();
+        self.steps.update(|steps| steps + u64::from(has_left));
+        has_left
     }
 
     /// True if the decoder has given up.
     pub(super) fn is_exhausted(&self) -> bool {
-        self.steps.0.get() == 0
+        self.steps.get() >= LEAST_STEPS + STEPS_EACH * self.steps_allowed_by.get()
     }
 
-    /// Adds a problem for each of `targets` to which no rule of a base chain jumps.
-    pub(crate) fn check_base(
+    /// Adds a problem for each chain to which no rule of its base chain jumps.
+    pub(crate) fn check_bases(
         &self,
-        table: TableName,
-        base: &str,
-        targets: &[&str],
+        needed: &[(Table, &str, &[&str])],
         family: Family,
         problems: &mut BTreeSet<Problem>,
     ) {
-        let rules = match self.find(table, base).map(|id| &self.chains[id].content) {
-            Some(Content::Rules(rules)) => &rules[..],
-            _ => &[],
-        };
-        let name = table.as_str();
-        for target in targets {
-            let leads = |rule: &Rule| match rule.target {
-                Target::Jump(id) | Target::Goto(id) => &*self.chains[id].name == *target,
-                _ => false,
-            };
-            if !rules.iter().any(leads) {
-                problems.insert(Problem::Broken(format!(
-                    "no rule of chain {base} in table {name} ({family}) leads to chain {target}, so no Service has the rules of this chain"
-                )));
-            }
+        for (table, base, targets) in needed {
+            let rules = self.find(*table, base).map_or(&[][..], |id| &self.chains[id].rules);
+            let missing = targets.iter().filter(|target| !rules.iter().any(|rule| self.target(rule) == Some(target)));
+            problems.extend(missing.map(|target| {
+                Problem::Broken(format!(
+                    "no rule of chain {base} in table {table} ({family}) leads to chain {target}, so no Service has the rules of this chain"
+                ))
+            }));
+        }
+    }
+
+    /// The name of the chain to which a rule leads.
+    pub(super) fn target(&self, rule: &Rule) -> Option<&str> {
+        match rule.target {
+            Target::Jump(id) | Target::Goto(id) => Some(&self.chains[id].name),
+            _ => None,
         }
     }
 
     /// The id of a chain, which is created if it is new.
-    fn id(&mut self, table: TableName, name: &str) -> ChainId {
+    fn id(&mut self, table: Table, name: &str) -> ChainId {
         let key = (table, Box::from(name));
         *self.ids.entry(key).or_insert_with(|| {
-            self.chains.push(Chain { name: name.into(), content: Content::Rules(Vec::new()) });
+            self.chains.push(Chain { name: name.into(), rules: Vec::new(), choice: None });
             self.chains.len() - 1
         })
     }
@@ -234,15 +202,15 @@ impl Rules {
     /// Replaces the chain that was read by its endpoints, if it only chooses among endpoints.
     fn end_chain(&mut self) {
         let Some(id) = self.current.take() else { return };
-        if let Content::Rules(rules) = &mut self.chains[id].content {
-            match choice(rules) {
-                Some(choice) => self.chains[id].content = Content::Choice(choice),
-                None => rules.shrink_to_fit(),
-            }
+        let chain = &mut self.chains[id];
+        chain.choice = choice(&chain.rules);
+        if chain.choice.is_some() {
+            chain.rules.clear();
         }
+        chain.rules.shrink_to_fit();
     }
 
-    fn rule(&mut self, table: TableName, text: &str) -> Rule {
+    fn rule(&mut self, table: Table, text: &str) -> Rule {
         let mut words = words(text).into_iter().peekable();
         let (mut conditions, mut target) = (Vec::new(), Target::Nothing);
         let mut is_negated = false;
@@ -251,37 +219,30 @@ impl Rules {
                 is_negated = true;
                 continue;
             }
-            let negated = std::mem::take(&mut is_negated);
+            let mut is_negated = std::mem::take(&mut is_negated);
             let mut value = || words.next().unwrap_or_default();
-            let condition = match word {
-                "-d" => net(value()).map_or(Condition::Unknown, |net| Condition::Destination(net, negated)),
-                "-s" => net(value()).map_or(Condition::Unknown, |net| Condition::Source(net, negated)),
-                "-i" => Condition::Interface(value().into(), negated),
-                "-p" => Condition::Protocol(protocol(value()), negated),
-                "-m" => {
-                    let module = value();
-                    if !UNDERSTOOD.contains(&module) {
-                        conditions.push(Condition::Unknown);
-                    }
-                    continue;
-                }
+            let mut test = match word {
+                "-d" => net(value()).map_or(Test::Unknown, Test::Destination),
+                "-s" => net(value()).map_or(Test::Unknown, Test::Source),
+                "-i" => Test::Interface(value().into()),
+                "-p" => Test::Protocol(protocol(value())),
+                "-m" if is_understood(value()) => continue,
+                "-m" => Test::Unknown,
                 "--comment" | "--mask" | "--name" | "--seconds" | "--mode" | "--nfacct-name" => {
                     value();
                     continue;
                 }
                 "--reap" | "--rsource" | "--set" => continue,
-                "--rcheck" => Condition::Recorded,
-                "--dport" => {
-                    ports(value()).map_or(Condition::Unknown, |(first, last)| Condition::Ports(first, last, negated))
-                }
-                "--probability" => value().parse().map_or(Condition::Unknown, Condition::Random),
-                "--dst-type" => node(value()).map_or(Condition::Unknown, |()| Condition::ToNode(negated)),
-                "--src-type" => node(value()).map_or(Condition::Unknown, |()| Condition::FromNode(negated)),
+                "--rcheck" => Test::Recorded,
+                "--dport" => ports(value()).map_or(Test::Unknown, |(first, last)| Test::Ports(first, last)),
+                "--probability" => value().parse().map_or(Test::Unknown, Test::Random),
+                "--dst-type" if value() == "LOCAL" => Test::ToNode,
+                "--src-type" if value() == "LOCAL" => Test::FromNode,
                 "--ctstate" => {
                     let states: Vec<&str> = value().split(',').collect();
-                    match states.contains(&"DNAT") && !states.contains(&"NEW") {
-                        true => Condition::Translated(negated),
-                        false => Condition::Constant(states.contains(&"NEW") != negated),
+                    match states.contains(&"NEW") {
+                        false if states.contains(&"DNAT") => Test::Translated,
+                        is_new => Test::Constant(is_new),
                     }
                 }
                 // The first packet of a connection has no mark.
@@ -289,42 +250,45 @@ impl Rules {
                     let value = value();
                     let (value, mask) = value.split_once('/').unwrap_or((value, "0xffffffff"));
                     match (number(value), number(mask)) {
-                        (Some(value), Some(mask)) => Condition::Constant((value & mask == 0) != negated),
-                        _ => Condition::Unknown,
+                        (Some(value), Some(mask)) => Test::Constant(value & mask == 0),
+                        _ => Test::Unknown,
                     }
                 }
                 "--icmp-type" | "--icmpv6-type" => {
                     value();
-                    Condition::Constant(false)
+                    Test::Constant(false)
                 }
-                "--match-set" => Condition::InSet(value().into(), value().into(), negated),
+                "--match-set" => Test::InSet(value().into(), value().into()),
                 "-j" | "-g" => {
-                    target = self.target(table, word == "-g", value(), &mut words);
+                    target = self.read_target(table, word == "-g", value(), &mut words);
                     break;
                 }
-                _ => Condition::Unknown,
+                _ => Test::Unknown,
             };
-            conditions.push(condition);
+            if let Test::Constant(value) = &mut test {
+                *value ^= std::mem::take(&mut is_negated);
+            }
+            conditions.push(Condition { test, is_negated });
         }
         conditions.shrink_to_fit();
         Rule { conditions, target }
     }
 
-    fn target<'a>(
+    fn read_target<'a>(
         &self,
-        table: TableName,
+        table: Table,
         is_goto: bool,
         name: &str,
         rest: &mut impl Iterator<Item = &'a str>,
     ) -> Target {
         match name {
-            "ACCEPT" => Target::Accept,
-            "DROP" => Target::Drop,
-            "REJECT" => Target::Reject,
+            "ACCEPT" => Target::End(Ending::Accept),
+            "DROP" => Target::End(Ending::Drop),
+            "REJECT" => Target::End(Ending::Reject),
             "RETURN" => Target::Return,
             "MARK" | "CONNMARK" | "LOG" | "NFLOG" => Target::Nothing,
             // Only chains of the hook POSTROUTING masquerade.
-            "MASQUERADE" | "SNAT" => Target::Accept,
+            "MASQUERADE" | "SNAT" => Target::End(Ending::Accept),
             "DNAT" => {
                 let address = rest.find(|word| *word == "--to-destination").and_then(|_| rest.next()?.parse().ok());
                 // Options such as --random or --persistent do not change the endpoint.
@@ -339,23 +303,11 @@ impl Rules {
     }
 }
 
-/// The matches of iptables that the decoder understands.
-const UNDERSTOOD: [&str; 14] = [
-    "tcp",
-    "udp",
-    "sctp",
-    "icmp",
-    "icmp6",
-    "comment",
-    "conntrack",
-    "addrtype",
-    "statistic",
-    "recent",
-    "mark",
-    "set",
-    "nfacct",
-    "state",
-];
+/// Whether the decoder understands a match of iptables.
+fn is_understood(name: &str) -> bool {
+    let all = "tcp udp sctp icmp icmp6 comment conntrack addrtype statistic recent mark set nfacct state";
+    all.split(' ').any(|one| one == name)
+}
 
 /// Splits a rule into words. A comment in quotes is one word.
 fn words(text: &str) -> Vec<&str> {
@@ -390,11 +342,6 @@ fn number(text: &str) -> Option<u32> {
     }
 }
 
-/// Understands only the type of addresses that belong to the node.
-fn node(kind: &str) -> Option<()> {
-    (kind == "LOCAL").then_some(())
-}
-
 /// Returns the endpoints of a chain whose rules all translate the packets of one protocol.
 fn choice(rules: &[Rule]) -> Option<Choice> {
     let mut protocols = BTreeSet::new();
@@ -404,10 +351,11 @@ fn choice(rules: &[Rule]) -> Option<Choice> {
         let Target::Translate(endpoint) = rule.target else { return None };
         let (mut probability, mut is_recorded, mut protocol) = (1.0, false, None);
         for condition in &rule.conditions {
-            match condition {
-                Condition::Protocol(Some(one), false) => protocol = Some(*one),
-                Condition::Random(one) => probability = *one,
-                Condition::Recorded => is_recorded = true,
+            match condition.test {
+                _ if condition.is_negated => return None,
+                Test::Protocol(Some(one)) => protocol = Some(one),
+                Test::Random(one) => probability = one,
+                Test::Recorded => is_recorded = true,
                 _ => return None,
             }
         }
@@ -422,15 +370,4 @@ fn choice(rules: &[Rule]) -> Option<Choice> {
     let mut protocols = protocols.into_iter();
     let (protocol, None) = (protocols.next()?, protocols.next()) else { return None };
     Some(Choice { protocol, endpoints: with_recorded(endpoints, &recorded).into_iter().collect(), is_partial })
-}
-
-/// Returns the endpoints of new clients, without those that do not receive recorded clients.
-///
-/// With ClientIP affinity, a chain names each endpoint twice: for clients that it recorded, and for
-/// others. If one of the two rules is missing or wrong, then the endpoint is missing here.
-pub(crate) fn with_recorded(endpoints: BTreeSet<SocketAddr>, recorded: &BTreeSet<SocketAddr>) -> BTreeSet<SocketAddr> {
-    if recorded.is_empty() || endpoints.is_subset(recorded) {
-        return endpoints;
-    }
-    endpoints.intersection(recorded).copied().collect()
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use headgate_core::{Family, Protocol, address_from_bytes, frontends::Frontend};
 use nftables_netlink::{
-    BaseChain, ChainType, DataType, Element, ElementData, Expression, Hook, Set, TableName, ValueType, Verdict,
+    BaseChain, DataType, Element, ElementData, Expression, Hook, Set, TableName, ValueType, Verdict,
 };
 
 /// A dump of a table.
@@ -65,10 +65,6 @@ impl NftablesDump {
         let rules = self.chains.values().flat_map(|chain| &chain.rules).map(|rule| rule.len() + 1);
         let elements = self.sets.values().map(|set| set.elements.len() + set.verdicts.len());
         rules.chain(elements).sum::<usize>() as u64
-    }
-
-    pub(super) fn has_base_chain(&self, kind: ChainType, hook: Hook) -> bool {
-        self.base_chains(hook).iter().any(|(_, base)| base.kind == kind)
     }
 
     /// The base chains of a hook, in the order in which packets pass them.

@@ -1,10 +1,11 @@
 //! Executes rules for one packet, with every result of random numbers and hashes.
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet},
+    cmp::Ordering,
+    collections::{BTreeSet, HashMap},
     net::SocketAddr,
+    ops::ControlFlow,
     rc::Rc,
-    sync::Arc,
 };
 
 use headgate_core::{
@@ -22,7 +23,7 @@ use super::{
     dump::{DumpedSet, NftablesDump},
     packet::{Key, Packet, Registers, Word},
 };
-use crate::ending::Ending;
+use crate::outcome::{Ending, Outcome};
 
 /// The maximum depth of jumps, as in the kernel.
 const MAX_DEPTH: usize = 16;
@@ -36,37 +37,6 @@ const NODE_PORT_ADDRESSES: &str = "node-port-addresses";
 /// The set of the addresses of the node, which exists if rules cannot ask the routing table. Rules
 /// then list the addresses that answer NodePorts, also if all do.
 const NODE_ADDRESSES: &str = "node-addresses";
-
-/// What the rules do with a packet.
-#[derive(Debug, Default)]
-struct Outcome {
-    endpoints: BTreeSet<SocketAddr>,
-    ending: Option<Ending>,
-    /// Some packets go on with the next rule, or leave the chain.
-    goes_on: bool,
-    /// Some packets leave the chain before its end.
-    returns: bool,
-    /// The clients in these ranges may do something else than others.
-    admitted: BTreeSet<IpNet>,
-}
-
-impl Outcome {
-    fn goes_on() -> Self {
-        Self { goes_on: true, ..Self::default() }
-    }
-
-    fn ends(ending: Ending) -> Self {
-        Self { ending: Some(ending), ..Self::default() }
-    }
-
-    fn add(&mut self, other: Self) {
-        self.endpoints.extend(other.endpoints);
-        self.ending = self.ending.or(other.ending);
-        self.goes_on |= other.goes_on;
-        self.returns |= other.returns;
-        self.admitted.extend(other.admitted);
-    }
-}
 
 /// The rule that a packet has reached.
 #[derive(Clone, Copy)]
@@ -103,8 +73,6 @@ pub(super) struct Interpreter<'a> {
     detector: Option<&'a LocalDetector>,
     /// A set that contains every key for this run.
     full: Option<&'a str>,
-    /// The lists of endpoints so far. Frontends share equal lists.
-    lists: HashSet<Arc<[SocketAddr]>>,
     /// The groups of elements so far. All packets share them, because a group may have thousands of
     /// elements and few endpoints.
     drawn: HashMap<Draw<'a>, Rc<Drawn<'a>>>,
@@ -127,7 +95,6 @@ impl<'a> Interpreter<'a> {
             dump,
             detector,
             full,
-            lists: HashSet::new(),
             drawn: HashMap::new(),
             steps_left: max_steps,
             unknown: BTreeSet::new(),
@@ -156,7 +123,7 @@ impl<'a> Interpreter<'a> {
             (_, true) => &[Hook::Prerouting, Hook::Input],
         };
         let dump = self.dump;
-        let (mut admitted, mut endpoints) = (None, BTreeSet::new());
+        let (mut admitted, mut all) = (None, Outcome::default());
         for (name, base) in hooks.iter().flat_map(|hook| dump.base_chains(*hook)) {
             let mut outcome = self.chain(name, packet, 0);
             if outcome.goes_on && base.policy == Policy::Drop {
@@ -169,37 +136,25 @@ impl<'a> Interpreter<'a> {
                 }
                 continue;
             }
-            endpoints.extend(outcome.endpoints);
+            all.endpoints.append(&mut outcome.endpoints);
             if outcome.ending.is_none() && !outcome.goes_on {
                 break;
             }
             let fate = Ending::fate(outcome.ending);
-            if !endpoints.is_empty() {
-                return (Fate::Partly(self.list(endpoints)), admitted);
+            if !all.endpoints.is_empty() {
+                return (Outcome { goes_on: true, ..all }.fate(), admitted);
             }
             if fate != Fate::NotServed {
                 return (fate, admitted);
             }
         }
-        let fate = if endpoints.is_empty() { Fate::NotServed } else { Fate::Forwarded(self.list(endpoints)) };
-        (fate, admitted)
+        (all.fate(), admitted)
     }
 
     /// Notes that a rule of a chain is not understood. Returns false: no packet meets it.
     fn not_understood(&mut self, chain: &str) -> bool {
         self.unknown.insert(chain.to_owned());
         false
-    }
-
-    fn list(&mut self, endpoints: BTreeSet<SocketAddr>) -> Arc<[SocketAddr]> {
-        let list: Arc<[SocketAddr]> = endpoints.into_iter().collect();
-        match self.lists.get(&list) {
-            Some(known) => Arc::clone(known),
-            None => {
-                self.lists.insert(Arc::clone(&list));
-                list
-            }
-        }
     }
 
     fn chain(&mut self, name: &str, packet: Packet, depth: usize) -> Outcome {
@@ -214,12 +169,11 @@ impl<'a> Interpreter<'a> {
             if self.is_exhausted() {
                 break;
             }
-            let outcome = self.rule(rule, Registers::default(), At { packet, chain: name, depth });
-            let goes_on = outcome.goes_on;
-            all.add(Outcome { goes_on: false, ..outcome });
+            let mut outcome = self.rule(rule, Registers::default(), At { packet, chain: name, depth });
+            let goes_on = std::mem::take(&mut outcome.goes_on);
+            all.add(outcome);
             if !goes_on {
-                all.goes_on = std::mem::take(&mut all.returns);
-                return all;
+                return all.of_jump();
             }
         }
         all.returns = false;
@@ -234,21 +188,9 @@ impl<'a> Interpreter<'a> {
             self.count_steps(1);
             let rest = &rule[position + 1..];
             let is_met = match expression {
-                Expression::Payload { base, offset, length, to } => {
-                    packet.payload(self.dump, (*base, *offset, *length as usize), *to, &mut registers);
-                    true
-                }
-                Expression::Meta { key, to } => {
-                    packet.meta(*key, *to, &mut registers);
-                    true
-                }
-                Expression::Conntrack { key, to, .. } => {
-                    Packet::conntrack(*key, *to, &mut registers);
-                    true
-                }
-                Expression::Fib { result, flags, to } => {
-                    packet.fib(*result, *flags, *to, &mut registers);
-                    if *flags == nftables_netlink::FibFlags::DESTINATION
+                _ if packet.load(expression, self.dump, &mut registers) => {
+                    if let Expression::Fib { flags, .. } = expression
+                        && *flags == nftables_netlink::FibFlags::DESTINATION
                         && matches!(packet.frontend, Frontend::NodePort(..))
                     {
                         self.node_ports_at = Some(NodePortsAt::AnyAddress);
@@ -268,17 +210,9 @@ impl<'a> Interpreter<'a> {
                 }
                 Expression::Counter { .. } | Expression::NoTrack | Expression::Log { .. } => true,
                 Expression::Lookup { set, key, result } => {
-                    match self.lookup(set, *key, result, &mut registers, packet) {
-                        Found::Yes => true,
-                        Found::No => false,
-                        Found::Admitted(ranges) => {
-                            let mut outcome = self.rule(rest, registers, at);
-                            outcome.admitted.extend(ranges);
-                            outcome.goes_on = true;
-                            return outcome;
-                        }
-                        Found::Verdict(verdict) => return self.verdict(&verdict, at),
-                        Found::NotUnderstood => self.not_understood(at.chain),
+                    match self.lookup((set, *key, result), rest, &mut registers, at) {
+                        ControlFlow::Continue(is_met) => is_met,
+                        ControlFlow::Break(outcome) => return outcome,
                     }
                 }
                 Expression::NumberGenerator { modulus, offset, to, .. }
@@ -297,7 +231,7 @@ impl<'a> Interpreter<'a> {
                 Expression::Reject(_) => return Outcome::ends(Ending::Reject),
                 Expression::Nat { kind: NatKind::Destination, address: Some(address), port: Some(port), .. } => {
                     match self.endpoint(&registers, *address, *port) {
-                        Some(endpoint) => return Outcome { endpoints: [endpoint].into(), ..Outcome::default() },
+                        Some(endpoint) => return Outcome::reaches(endpoint),
                         None => self.not_understood(at.chain),
                     }
                 }
@@ -337,14 +271,12 @@ impl<'a> Interpreter<'a> {
         at: At<'_>,
     ) -> Option<Outcome> {
         registers.set(numbers.to, 0, Word::Unknown);
-        let loads = rest.iter().take_while(|expression| matches!(expression, Expression::Immediate { .. })).count();
-        for expression in &rest[..loads] {
-            if let Expression::Immediate { to, value } = expression {
-                registers.load(*to, &value.0);
-            }
+        let mut rest = rest;
+        while let [Expression::Immediate { to, value }, after @ ..] = rest {
+            registers.load(*to, &value.0);
+            rest = after;
         }
-        let (lookup, rest) = rest[loads..].split_first()?;
-        let Expression::Lookup { set, key, result: LookupResult::Into(to) } = lookup else { return None };
+        let [Expression::Lookup { set, key, result: LookupResult::Into(to) }, rest @ ..] = rest else { return None };
         // None of these expressions reads the number, or its value is not understood.
         let is_translation = rest.iter().all(|expression| {
             matches!(expression, Expression::DynamicSet(_) | Expression::Limit { .. } | Expression::Nat { .. })
@@ -392,12 +324,9 @@ impl<'a> Interpreter<'a> {
             Verdict::Accept => Outcome::ends(Ending::Accept),
             Verdict::Drop => Outcome::ends(Ending::Drop),
             Verdict::Continue => Outcome::goes_on(),
-            Verdict::Return => Outcome { returns: true, ..Outcome::default() },
+            Verdict::Return => Outcome::returns(),
             Verdict::Jump(target) => self.chain(target, at.packet, at.depth + 1),
-            Verdict::Goto(target) => {
-                let outcome = self.chain(target, at.packet, at.depth + 1);
-                Outcome { returns: outcome.goes_on, goes_on: false, ..outcome }
-            }
+            Verdict::Goto(target) => self.chain(target, at.packet, at.depth + 1).of_goto(),
             Verdict::Other(_) => {
                 self.not_understood(at.chain);
                 Outcome::goes_on()
@@ -420,7 +349,7 @@ impl<'a> Interpreter<'a> {
             Key::EndsWithSource(start, prefix_length) if start.is_empty() => {
                 let range = address_from_bytes(&value.0).and_then(|address| IpNet::new(address, *prefix_length).ok());
                 let is_pods = matches!(self.detector, Some(LocalDetector::Cidr(cidr)) if Some(cidr.trunc()) == range);
-                (is_pods && is_pod).then_some(std::cmp::Ordering::Equal)
+                (is_pods && is_pod).then_some(Ordering::Equal)
             }
             Key::Interface => {
                 let is_same = |name: &str| {
@@ -433,44 +362,47 @@ impl<'a> Interpreter<'a> {
                     Some(LocalDetector::InterfaceNamePrefix(prefix)) => value.0 == prefix.as_bytes(),
                     _ => false,
                 };
-                (is_pods && is_pod).then_some(std::cmp::Ordering::Equal)
+                (is_pods && is_pod).then_some(Ordering::Equal)
             }
             _ => None,
         };
-        match (comparison, ordering) {
-            (Comparison::Equal, ordering) => ordering.is_some_and(std::cmp::Ordering::is_eq),
-            (Comparison::NotEqual, ordering) => ordering.is_none_or(std::cmp::Ordering::is_ne),
-            (_, None) => false,
-            (Comparison::Less, Some(ordering)) => ordering.is_lt(),
-            (Comparison::LessOrEqual, Some(ordering)) => ordering.is_le(),
-            (Comparison::Greater, Some(ordering)) => ordering.is_gt(),
-            (Comparison::GreaterOrEqual, Some(ordering)) => ordering.is_ge(),
+        match comparison {
+            Comparison::Equal => ordering.is_some_and(Ordering::is_eq),
+            Comparison::NotEqual => ordering.is_none_or(Ordering::is_ne),
+            Comparison::Less => ordering.is_some_and(Ordering::is_lt),
+            Comparison::LessOrEqual => ordering.is_some_and(Ordering::is_le),
+            Comparison::Greater => ordering.is_some_and(Ordering::is_gt),
+            Comparison::GreaterOrEqual => ordering.is_some_and(Ordering::is_ge),
         }
     }
 
+    /// Looks up an element. Returns whether the packet meets the rule so far, or what the packet
+    /// does if this is decided.
     fn lookup(
         &mut self,
-        name: &str,
-        at: Register,
-        result: &LookupResult,
+        (name, from, result): (&str, Register, &LookupResult),
+        rest: &[Expression],
         registers: &mut Registers,
-        packet: Packet,
-    ) -> Found {
+        at: At<'_>,
+    ) -> ControlFlow<Outcome, bool> {
         let dump = self.dump;
-        let Some(set) = dump.sets.get(name).filter(|set| !set.has_ranges) else { return Found::NotUnderstood };
-        let key = registers.key(at, set.key_bytes());
+        let Some(set) = dump.sets.get(name).filter(|set| !set.has_ranges) else {
+            return ControlFlow::Continue(self.not_understood(at.chain));
+        };
+        let key = registers.key(from, set.key_bytes());
         let found = match (&key, result) {
             _ if self.full == Some(name) => Some(&[][..]),
             // A new client is not recorded.
             _ if set.is_recorded => None,
-            (Key::Known(key), LookupResult::Verdict) => {
-                return set.verdicts.get(key).map_or(Found::No, |verdict| Found::Verdict(verdict.clone()));
-            }
+            (Key::Known(key), LookupResult::Verdict) => match set.verdicts.get(key) {
+                Some(verdict) => return ControlFlow::Break(self.verdict(verdict, at)),
+                None => None,
+            },
             (Key::Known(key), _) => set.get(key),
             (Key::NodeAddress, _) if name == NODE_PORT_ADDRESSES => self.node_address(set),
             // The source is an address of the node.
             (Key::EndsWithSource(start, _), _) if start.is_empty() => {
-                let is_known = packet.origin == Origin::Node && !set.elements.is_empty();
+                let is_known = at.packet.origin == Origin::Node && !set.elements.is_empty();
                 is_known.then_some(&[][..])
             }
             (Key::EndsWithSource(start, prefix_length), LookupResult::Present) => {
@@ -479,19 +411,25 @@ impl<'a> Interpreter<'a> {
                 };
                 let ranges: Vec<IpNet> = set.range(start).filter_map(range).collect();
                 self.count_steps(ranges.len());
-                return if ranges.is_empty() { Found::No } else { Found::Admitted(ranges) };
+                if !ranges.is_empty() {
+                    let mut outcome = self.rule(rest, *registers, at);
+                    outcome.admitted.extend(ranges);
+                    outcome.goes_on = true;
+                    return ControlFlow::Break(outcome);
+                }
+                None
             }
             _ => None,
         };
-        match (result, found) {
-            (LookupResult::Absent, found) => Found::when(found.is_none()),
-            (LookupResult::Present, found) => Found::when(found.is_some()),
+        ControlFlow::Continue(match (result, found) {
+            (LookupResult::Absent, found) => found.is_none(),
+            (LookupResult::Present, found) => found.is_some(),
             (LookupResult::Into(to), Some(data)) => {
                 registers.load(*to, data);
-                Found::Yes
+                true
             }
-            (LookupResult::Into(_) | LookupResult::Verdict, _) => Found::No,
-        }
+            (LookupResult::Into(_) | LookupResult::Verdict, _) => false,
+        })
     }
 
     /// Whether the set of addresses that answer NodePorts contains the destination: the decoder
@@ -504,22 +442,6 @@ impl<'a> Interpreter<'a> {
         self.node_ports_at =
             Some(if lists_all { NodePortsAt::Listed(addresses) } else { NodePortsAt::Only(addresses) });
         is_known.then_some(&[])
-    }
-}
-
-/// The result of a lookup.
-enum Found {
-    Yes,
-    No,
-    /// The clients in these ranges are in the set.
-    Admitted(Vec<IpNet>),
-    Verdict(Verdict),
-    NotUnderstood,
-}
-
-impl Found {
-    fn when(condition: bool) -> Self {
-        if condition { Self::Yes } else { Self::No }
     }
 }
 
@@ -536,10 +458,6 @@ fn mask_register(registers: &mut Registers, from: Register, to: Register, mask: 
             let ones: u32 = mask.0.iter().map(|byte| byte.leading_ones()).sum();
             registers.mask_source(to, length, u8::try_from(ones).unwrap_or(u8::MAX));
         }
-        _ => {
-            for index in 0..length.div_ceil(4) {
-                registers.set(to, index, Word::Unknown);
-            }
-        }
+        _ => registers.fill(to, length, |_| Word::Unknown),
     }
 }

@@ -22,6 +22,7 @@ use nftables_netlink::{ChainType, Hook};
 
 pub use self::dump::{DumpedChain, DumpedSet, NftablesDump, Packed, pack};
 use self::interpreter::Interpreter;
+use crate::outcome::Lists;
 
 /// The maximum number of steps for each rule, expression and element of a dump.
 const MAX_STEPS: u64 = 1000;
@@ -45,17 +46,14 @@ pub fn decode_within(
     max_steps: u64,
 ) -> Table {
     let mut table = Table::new(dump.family());
-    for (kind, hooks) in [
-        (ChainType::Nat, &[Hook::Prerouting, Hook::Output][..]),
-        (ChainType::Filter, &[Hook::Input, Hook::Forward, Hook::Output]),
-    ] {
-        for hook in hooks {
-            if !dump.has_base_chain(kind, *hook) {
-                table.problems.insert(Problem::Broken(format!(
-                    "the table {} has no rules of type {kind:?} at hook {hook:?}, so it serves no Service there",
-                    dump.name
-                )));
-            }
+    let nat = [Hook::Prerouting, Hook::Output].map(|hook| (ChainType::Nat, hook));
+    let filter = [Hook::Input, Hook::Forward, Hook::Output].map(|hook| (ChainType::Filter, hook));
+    for (kind, hook) in nat.into_iter().chain(filter) {
+        if !dump.base_chains(hook).iter().any(|(_, base)| base.kind == kind) {
+            table.problems.insert(Problem::Broken(format!(
+                "the table {} has no rules of type {kind:?} at hook {hook:?}, so it serves no Service there",
+                dump.name
+            )));
         }
     }
     if !table.problems.is_empty() {
@@ -63,6 +61,7 @@ pub fn decode_within(
     }
     let mut interpreter = Interpreter::new(dump, detector, None, max_steps);
     let frontends = dump.frontends();
+    let mut lists = Lists::default();
     for frontend in &frontends {
         let mut entry = Entry::default();
         let mut admitted: Option<BTreeSet<_>> = None;
@@ -74,7 +73,7 @@ pub fn decode_within(
         if interpreter.is_exhausted() {
             return given_up(dump);
         }
-        entry.share();
+        lists.share(&mut entry);
         entry.admitted = admitted.map_or(Admitted::All, Admitted::only);
         if entry != Entry::default() {
             table.entries.insert(*frontend, entry);
@@ -103,9 +102,9 @@ pub fn decode_within(
 }
 
 fn given_up(dump: &NftablesDump) -> Table {
+    let name = &dump.name;
     let problem = Problem::GivenUp(format!(
-        "cannot verify the table {}: its rules branch too often to follow them. Look for rules of other programs in it (nft list table {}), and remove them",
-        dump.name, dump.name
+        "cannot verify the table {name}: its rules branch too often to follow them. Look for rules of other programs in it (nft list table {name}), and remove them"
     ));
     Table { problems: [problem].into(), ..Table::new(dump.family()) }
 }

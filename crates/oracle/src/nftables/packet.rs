@@ -1,7 +1,7 @@
 //! A packet, and what registers hold while a rule reads it.
 
 use headgate_core::{forwarding::Origin, frontends::Frontend};
-use nftables_netlink::{CtKey, FibFlags, FibResult, MetaKey, PayloadBase, Register, Value};
+use nftables_netlink::{CtKey, Expression, FibFlags, FibResult, MetaKey, PayloadBase, Register, Value};
 
 use super::dump::{NftablesDump, protocol_number};
 
@@ -67,7 +67,7 @@ impl Registers {
         }
     }
 
-    fn fill(&mut self, to: Register, bytes: usize, word: impl Fn(u8) -> Word) {
+    pub(super) fn fill(&mut self, to: Register, bytes: usize, word: impl Fn(u8) -> Word) {
         for (index, part) in (0u8..).zip((0..bytes).step_by(4)) {
             self.set(to, part / 4, word(index));
         }
@@ -120,60 +120,49 @@ pub(super) enum Key {
 }
 
 impl Packet {
-    /// Loads bytes of a header.
-    pub(super) fn payload(
-        &self,
-        dump: &NftablesDump,
-        (base, offset, length): (PayloadBase, u32, usize),
-        to: Register,
-        registers: &mut Registers,
-    ) {
-        let addresses = if dump.address_bytes() == 4 { (12, 16) } else { (8, 24) };
-        match (base, offset) {
-            (PayloadBase::Network, at) if at == addresses.0 && length == dump.address_bytes() => {
-                let bits = u8::try_from(length * 8).unwrap_or(u8::MAX);
-                registers.mask_source(to, length, bits);
+    /// Executes an expression that loads a property of the packet. Returns false for another
+    /// expression.
+    pub(super) fn load(&self, expression: &Expression, dump: &NftablesDump, registers: &mut Registers) -> bool {
+        let bytes = dump.address_bytes();
+        let (source, destination) = if bytes == 4 { (12, 16) } else { (8, 24) };
+        match *expression {
+            Expression::Payload { base: PayloadBase::Network, offset, length, to }
+                if offset == source && length as usize == bytes =>
+            {
+                registers.mask_source(to, bytes, u8::try_from(bytes * 8).unwrap_or(u8::MAX));
             }
-            (PayloadBase::Network, at) if at == addresses.1 && length == dump.address_bytes() => match self.frontend {
-                Frontend::Address(address, ..) => registers.load(to, &Value::from(address).0),
-                Frontend::NodePort(..) => registers.fill(to, length, |_| Word::NodeAddress),
-            },
-            (PayloadBase::Transport, 2) if length == 2 => {
+            Expression::Payload { base: PayloadBase::Network, offset, length, to }
+                if offset == destination && length as usize == bytes =>
+            {
+                match self.frontend {
+                    Frontend::Address(address, ..) => registers.load(to, &Value::from(address).0),
+                    Frontend::NodePort(..) => registers.fill(to, bytes, |_| Word::NodeAddress),
+                }
+            }
+            Expression::Payload { base: PayloadBase::Transport, offset: 2, length: 2, to } => {
                 registers.load(to, &self.frontend.port().to_be_bytes());
             }
-            _ => registers.fill(to, length, |_| Word::Unknown),
+            Expression::Payload { length, to, .. } => registers.fill(to, length as usize, |_| Word::Unknown),
+            Expression::Meta { key: MetaKey::L4Protocol, to } => {
+                registers.load(to, &[protocol_number(self.frontend.protocol())]);
+            }
+            Expression::Meta { key: MetaKey::Mark, to }
+            | Expression::Conntrack { key: CtKey::Status | CtKey::Mark, to, .. } => registers.load_number(to, 0),
+            Expression::Meta { key: MetaKey::InputInterfaceName, to } => registers.fill(to, 16, |_| Word::Interface),
+            Expression::Conntrack { key: CtKey::State, to, .. } => registers.load_number(to, STATE_NEW),
+            Expression::Fib { result: FibResult::AddressType, flags, to } => {
+                let is_local = if flags.contains(FibFlags::SOURCE) {
+                    self.origin == Origin::Node
+                } else {
+                    matches!(self.frontend, Frontend::NodePort(..))
+                };
+                registers.load_number(to, if is_local { LOCAL } else { UNICAST });
+            }
+            Expression::Meta { to, .. } | Expression::Conntrack { to, .. } | Expression::Fib { to, .. } => {
+                registers.fill(to, 16, |_| Word::Unknown);
+            }
+            _ => return false,
         }
-    }
-
-    /// Loads a property of the packet.
-    pub(super) fn meta(&self, key: MetaKey, to: Register, registers: &mut Registers) {
-        match key {
-            MetaKey::L4Protocol => registers.load(to, &[protocol_number(self.frontend.protocol())]),
-            MetaKey::Mark => registers.load_number(to, 0),
-            MetaKey::InputInterfaceName => registers.fill(to, 16, |_| Word::Interface),
-            _ => registers.fill(to, 16, |_| Word::Unknown),
-        }
-    }
-
-    /// Loads a property of the connection.
-    pub(super) fn conntrack(key: CtKey, to: Register, registers: &mut Registers) {
-        match key {
-            CtKey::State => registers.load_number(to, STATE_NEW),
-            CtKey::Status | CtKey::Mark => registers.load_number(to, 0),
-            _ => registers.fill(to, 16, |_| Word::Unknown),
-        }
-    }
-
-    /// Loads the result of a query of the routing table.
-    pub(super) fn fib(&self, result: FibResult, flags: FibFlags, to: Register, registers: &mut Registers) {
-        let is_local = if flags.contains(FibFlags::SOURCE) {
-            self.origin == Origin::Node
-        } else {
-            matches!(self.frontend, Frontend::NodePort(..))
-        };
-        match result {
-            FibResult::AddressType => registers.load_number(to, if is_local { LOCAL } else { UNICAST }),
-            _ => registers.fill(to, 16, |_| Word::Unknown),
-        }
+        true
     }
 }
