@@ -84,7 +84,6 @@ pub struct ConntrackCleaner {
 impl ConntrackCleaner {
     /// Starts the thread, which works in the network namespace of the caller. `inputs` provides the
     /// addresses that answer NodePorts, and `interfaces` provides all addresses of the node.
-    /// `earlier` is the state of the last run, so that flows to what was removed since end, too.
     ///
     /// # Errors
     /// The operating system cannot start a thread.
@@ -92,12 +91,9 @@ impl ConntrackCleaner {
         metrics: ConntrackMetrics,
         inputs: watch::Receiver<NodeInputs>,
         interfaces: Interfaces,
-        earlier: &State,
     ) -> io::Result<Self> {
         let passes = Passes { metrics, inputs, interfaces };
-        let mut cleaner = Self::with(Worker::start(move |cleanup| passes.pass(cleanup))?);
-        cleaner.tracker.remember(earlier);
-        Ok(cleaner)
+        Ok(Self::with(Worker::start(move |cleanup| passes.pass(cleanup))?))
     }
 
     fn with(worker: Worker) -> Self {
