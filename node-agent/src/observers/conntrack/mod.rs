@@ -65,12 +65,6 @@ impl ConntrackMetrics {
         let help = "Passes over the connection tracking table that failed and are tried again";
         registry.adder(AGENT).counter("conntrack_passes_failed", labels, help, self.failed.clone());
     }
-
-    /// Number of entries deleted since the start of the process, in both families.
-    #[must_use]
-    pub fn deleted(&self) -> u64 {
-        Family::BOTH.into_iter().map(|family| self.deleted.get_or_create(&family_label(family)).get()).sum()
-    }
 }
 
 /// The observer that passes cleanup rules to the thread that deletes stale flows.

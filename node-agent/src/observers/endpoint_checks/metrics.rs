@@ -9,7 +9,8 @@ use crate::metric_registry::{AGENT, Labels, MetricRegistry};
 pub struct EndpointCheckMetrics {
     checks: Family<Labels<1>, Counter>,
     checked: Gauge,
-    failing: Gauge,
+    /// Number of endpoints that fail.
+    pub(super) failing: Gauge,
 }
 
 impl EndpointCheckMetrics {
@@ -34,11 +35,5 @@ impl EndpointCheckMetrics {
     pub(crate) fn counted(&self, checked: usize, failing: usize) {
         self.checked.set(i64::try_from(checked).unwrap_or(i64::MAX));
         self.failing.set(i64::try_from(failing).unwrap_or(i64::MAX));
-    }
-
-    /// Number of endpoints that fail.
-    #[must_use]
-    pub fn failing(&self) -> i64 {
-        self.failing.get()
     }
 }
