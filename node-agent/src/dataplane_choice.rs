@@ -12,7 +12,7 @@ use crate::{
     interfaces,
     node_inputs::{NodeInputs, NodeSettings},
     options::Options,
-    sysctl::Sysctls,
+    sysctl,
 };
 
 /// Returns the dataplane of the configured mode. If this machine cannot run the mode, returns
@@ -188,7 +188,7 @@ fn nftables_config(options: &Options, settings: &Settings) -> nftables::Config {
         families: Family::BOTH.into(),
         masquerade: masquerade(settings),
         localhost_node_ports: settings.localhost_node_ports,
-        conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
+        conntrack_tcp_be_liberal: sysctl::is_tcp_liberal(),
         counts_services: options.nftables_service_counters,
         has_proxy: false,
     }
@@ -209,7 +209,7 @@ fn iptables_config(options: &Options, settings: &Settings) -> iptables::Config {
         layout: options.iptables_layout,
         masquerade: masquerade(settings),
         localhost_node_ports: settings.localhost_node_ports,
-        conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
+        conntrack_tcp_be_liberal: sysctl::is_tcp_liberal(),
         count_packets: true,
         ..iptables::Config::default()
     }

@@ -24,19 +24,14 @@ const NAME: &[u8] = b"headgate-node-agent";
 /// The pause before another attempt, if the agent cannot connect to the other agent's socket.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// The right to program the network namespace. Dropping the value gives the right away.
-#[derive(Debug)]
-pub(crate) struct Claim {
-    _listener: Option<UnixListener>,
-}
-
 /// Waits until no other agent programs the network namespace of the caller, and claims the
-/// namespace. Agents of other users do not count, because any user can create a socket with this
-/// name. In this case the function returns without a claim and logs a warning.
+/// namespace. Dropping the socket gives the claim away. Agents of other users do not count, because
+/// any user can create a socket with this name. In this case the function returns without a claim
+/// and logs a warning.
 ///
 /// # Errors
 /// The system creates no socket.
-pub(crate) async fn claim() -> io::Result<Claim> {
+pub(crate) async fn claim() -> io::Result<Option<UnixListener>> {
     let address = SocketAddr::from_abstract_name(NAME)?;
     let mut is_waiting = false;
     loop {
@@ -45,7 +40,7 @@ pub(crate) async fn claim() -> io::Result<Claim> {
                 if is_waiting {
                     info!("the other agent has ended");
                 }
-                return Ok(Claim { _listener: Some(listener) });
+                return Ok(Some(listener));
             }
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
             Err(error) => return Err(error),
@@ -62,7 +57,7 @@ pub(crate) async fn claim() -> io::Result<Claim> {
                 process = owner.pid(),
                 "a process of another user has a socket with the name of this agent's; the agent runs without protection against a second agent"
             );
-            return Ok(Claim { _listener: None });
+            return Ok(None);
         }
         if !std::mem::replace(&mut is_waiting, true) {
             info!(process = owner.pid(), "another agent programs this network namespace; waiting until it ends");

@@ -85,7 +85,7 @@ pub fn list() -> Result<Vec<IpAddr>, NetlinkError> {
 /// The system cannot start the thread.
 pub fn follow(metrics: InterfaceMetrics, receive_buffer_bytes: u32) -> io::Result<Interfaces> {
     let (published, receiver) = watch::channel(None);
-    let follower = Follower { metrics, receive_buffer_bytes, published };
+    let follower = AddressFollower { metrics, receive_buffer_bytes, published };
     let subscribed = follower.subscribe();
     // The thread has its own runtime, so that a long list does not delay the agent's other tasks.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -96,13 +96,13 @@ pub fn follow(metrics: InterfaceMetrics, receive_buffer_bytes: u32) -> io::Resul
 /// A subscription, and the addresses that were listed after the subscription began.
 type Subscribed = Result<(Listener, Addresses), NetlinkError>;
 
-struct Follower {
+struct AddressFollower {
     metrics: InterfaceMetrics,
     receive_buffer_bytes: u32,
     published: watch::Sender<Option<Arc<[IpAddr]>>>,
 }
 
-impl Follower {
+impl AddressFollower {
     /// Subscribes to changes, lists the addresses, and publishes them. A change may arrive as a
     /// notification although the list contains it already. The thread applies such a change twice,
     /// which has no effect.
@@ -330,7 +330,8 @@ mod tests {
     async fn an_error_is_counted_and_the_addresses_are_listed_again() {
         let (published, mut receiver) = watch::channel(None);
         let metrics = InterfaceMetrics::default();
-        let follower = Follower { metrics: metrics.clone(), receive_buffer_bytes: RECEIVE_BUFFER_BYTES, published };
+        let follower =
+            AddressFollower { metrics: metrics.clone(), receive_buffer_bytes: RECEIVE_BUFFER_BYTES, published };
         let followed = tokio::spawn(follower.run(Err(NetlinkError::Open(io::ErrorKind::PermissionDenied.into()))));
         receiver.wait_for(Option::is_some).await.unwrap();
         assert_eq!((metrics.errors.get(), metrics.lists.get()), (1, 1));

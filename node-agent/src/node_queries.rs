@@ -55,7 +55,7 @@ impl Knowledge {
         let Pages { metrics, progress, backlog, .. } = &self.pages;
         let (progress, counts) = (progress.borrow().clone(), backlog.counts());
         let mut degraded = progress.status.degraded;
-        degraded.extend(metrics.session.tls.problem());
+        degraded.extend(metrics.session.tls.problem.borrow().clone());
         let unix_ms = |at: SystemTime| at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         v1::NodeStatus {
             node: self.node.to_string(),
@@ -88,8 +88,7 @@ impl NodeKnowledge for Knowledge {
             node_query::Kind::Metrics(v1::MetricsQuery { prefix }) => {
                 let pages = self.pages.clone();
                 let encode = move || {
-                    let text = pages.encode_metrics().map_err(|error| error.to_string())?;
-                    let (_, text) = exposition::page(std::iter::empty(), text);
+                    let (_, text) = exposition::page(std::iter::empty(), pages.encode_metrics());
                     Ok(metrics_parts(&text, &prefix))
                 };
                 blocking(encode)

@@ -1,6 +1,7 @@
 //! Starts the agent's parts, connects them, and stops them in order.
 
 use std::{
+    path::Path,
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -9,10 +10,7 @@ use std::{
 use futures::{FutureExt as _, future::BoxFuture};
 use headgate_core::Demand;
 use headgate_settings::Settings;
-use tokio::{
-    sync::{oneshot, watch},
-    task,
-};
+use tokio::{sync::oneshot, task};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -33,15 +31,15 @@ use crate::{
     observers::{Observer, conntrack::ConntrackCleaner, endpoint_checks, health_check_ports},
     options::{Configured, Options, OptionsError},
     persist::{self, Saver, StateFile},
-    progress::Progress,
     reconcile::{Reconciler, Timing},
     session::{
+        barriers::Barriers,
         client::{Session, SessionConfig},
         enrolment::Enrolment,
         tls::AgentTls,
     },
     state::{AgentState, NodePolicy, Wake},
-    sysctl::{SysctlError, Sysctls},
+    sysctl::{self, SysctlError},
 };
 
 /// How long the first sync waits for the Node, if rules depend on the Node. After this time the
@@ -131,7 +129,7 @@ pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
     if let Err(error) = std::fs::write(path, settings.oom_score_adj.to_string()) {
         warn!(%error, "cannot write {} to {path}; the agent runs with the present OOM score", settings.oom_score_adj);
     }
-    Sysctls::default().set_conntrack(&settings.conntrack).map(drop)
+    sysctl::set_conntrack(Path::new("/"), &settings.conntrack).map(drop)
 }
 
 /// Runs the agent until `shutdown` with the caller's dataplane. Changes no kernel parameter and no
@@ -164,20 +162,17 @@ async fn run_configured(
     info!(node = %node_name, backend = dataplane.name(), version = env!("CARGO_PKG_VERSION"), "starting");
 
     // Connect the parts.
-    let metrics = Arc::new(Metrics::default());
-    let (state, state_file, knows_rules) = restore(&options, &settings, &node_name, &metrics);
-    let counts_services = options.nftables_service_counters && proxy_mode(dataplane.name()) == "nftables";
-    let service_counters = counts_services.then(|| Arc::new(ServiceCounters::new(Arc::clone(&state))));
-    let proxy = dataplane.proxy();
+    let metrics = Arc::new(Metrics::registered());
+    let (state, state_file) = restore(&options, &settings, &node_name, &metrics);
     // The guard stops all parts of the agent when this function returns, even with an error.
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
-    let with_conntrack = cleans_conntrack.then_some(knows_rules);
-    let (reconciler, progress, mut tasks) =
-        workers(&options, &settings, dataplane, &state, &metrics, with_conntrack, &running)?;
-    let saver = state_file.map(|(file, is_restored)| {
+    let (reconciler, pages, mut tasks) =
+        workers(&options, &settings, dataplane, &state, metrics, cleans_conntrack, &running)?;
+    let Pages { metrics, progress, .. } = &pages;
+    let saver = state_file.map(|file| {
         let (state, metrics) = (Arc::clone(&state), metrics.saves.clone());
-        Saver::new(file, is_restored, options.state_save_period, state, metrics, progress.clone())
+        Saver::new(file, options.state_save_period, state, metrics, progress.clone())
     });
     let enrolment = files.clone().filter(|_| !options.enrolment_address.is_empty()).map(|files| {
         let (token, address) = (options.enrolment_token.clone(), options.enrolment_address.clone());
@@ -186,34 +181,15 @@ async fn run_configured(
     let tls = files.map(|files| AgentTls::new(files, metrics.session.tls.clone()));
     let (backoff, node) = (Backoff::default(), Arc::clone(&node_name));
     let config = SessionConfig { node_name: node, control_planes, tls: tls.clone(), backoff };
-    let session = Session::new(config, Arc::clone(&state), metrics.session.clone(), progress.clone());
-    let pages = Pages {
-        metrics,
-        progress,
-        backlog: Arc::clone(state.backlog()),
-        configz: Arc::new(settings.document.clone()),
-        flags: Arc::new(options.flags.clone()),
-        service_counters,
-        proxy,
-        userspace_service_counters: options.userspace_service_counters,
-    };
-    let mut servers = http::servers(&settings, &pages);
-    if let Some(address) = options.drain_address {
-        let app = http::drain::router(session.barriers(), pages.metrics.drain.clone());
-        servers.push(Server::new("/v1/drain", "--drain-address", address, app));
-    }
-    if settings.bind_address_hard_fail {
-        for server in &mut servers {
-            server.bind_now()?;
-        }
-    }
+    let mut session = Session::new(config, Arc::clone(&state), metrics.session.clone(), progress.clone());
+    let servers = servers(&options, &settings, &pages, &session.barriers)?;
     tasks.extend(servers.into_iter().map(|server| server.run(running.clone()).boxed()));
     let has_certificate = CancellationToken::new();
     tasks.push(until(&running, certificates(enrolment, tls, has_certificate.clone())));
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
     let inputs = reconciler.inputs();
     let explainer = Explainer { state: Arc::clone(&state), inputs, masquerade_all, localhost_node_ports };
-    let session = session.with_knowledge(Arc::new(Knowledge::new(node_name, pages, explainer)));
+    session.knowledge = Some(Arc::new(Knowledge::new(node_name, pages, explainer)));
 
     // Start them.
     let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;
@@ -254,21 +230,17 @@ async fn run_configured(
     ended_by.map_or(Ok(()), Err)
 }
 
-/// Returns the state with which the agent begins, its file, and whether the state is that of the
-/// rules of the last run. The file comes with whether it held a state; `None` if the state is not
-/// saved.
+/// Returns the state with which the agent begins, and its file; `None` if the state is not saved.
 fn restore(
     options: &Options,
     settings: &Settings,
     node_name: &Arc<str>,
     metrics: &Metrics,
-) -> (Arc<AgentState>, Option<(StateFile, bool)>, bool) {
+) -> (Arc<AgentState>, Option<StateFile>) {
     let opened = options.state_folder().map(|folder| persist::open(folder, Arc::clone(node_name)));
     let (restored, file) = opened.unzip();
     let restored = restored.flatten();
-    let is_restored = restored.is_some();
-    metrics.saves.restored.set(is_restored.into());
-    let knows_rules = restored.as_ref().is_some_and(|restored| !restored.may_be_behind);
+    metrics.saves.restored.set(restored.is_some().into());
     let state = Arc::new(AgentState::restored(node_name, restored.unwrap_or_default()));
     let Settings { bind_address, allow_external_ips, .. } = *settings;
     let node_awaited_until = NodeSettings::of(settings).needs_node().then(|| Instant::now() + NODE_TIMEOUT);
@@ -276,32 +248,34 @@ fn restore(
     if settings.node_ports.names_ipv6_loopback() {
         warn!("NodePorts do not answer on ::1, which nodePortAddresses names: clients on this node can use 127.0.0.1");
     }
-    (state, file.map(|file| (file, is_restored)), knows_rules)
+    (state, file)
 }
 
-/// Returns the reconcile loop with its observers, its progress, and the tasks of the observers.
-/// `with_conntrack` is `None` if connection tracking entries stay, and otherwise says whether the
-/// rules of the last run are known.
+/// Returns the reconcile loop with its observers, the data of the pages, and the tasks of the
+/// observers.
 fn workers(
     options: &Options,
     settings: &Settings,
     dataplane: Box<dyn NodeDataplane>,
     state: &Arc<AgentState>,
-    metrics: &Metrics,
-    with_conntrack: Option<bool>,
+    metrics: Arc<Metrics>,
+    cleans_conntrack: bool,
     running: &CancellationToken,
-) -> std::io::Result<(Reconciler, watch::Receiver<Progress>, Vec<BoxFuture<'static, ()>>)> {
+) -> std::io::Result<(Reconciler, Pages, Vec<BoxFuture<'static, ()>>)> {
     let Settings { min_sync_period, sync_period, .. } = *settings;
+    let (backlog, patience) = (Arc::clone(state.backlog()), sync_period.saturating_mul(2));
+    let counts_services = options.nftables_service_counters && proxy_mode(dataplane.name()) == "nftables";
+    let service_counters = counts_services.then(|| Arc::new(ServiceCounters::new(Arc::clone(state))));
+    let proxy = dataplane.proxy();
     let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
     let (reconciler, progress) = Reconciler::new(dataplane, Arc::clone(state), metrics.sync.clone(), timing);
     let mut reconciler = reconciler.with_node_settings(NodeSettings::of(settings));
-    let needs_interfaces = with_conntrack.is_some() || reconciler.needs_interfaces();
+    let needs_interfaces = cleans_conntrack || reconciler.needs_interfaces();
     let follow = || interfaces::follow(metrics.interfaces.clone(), interfaces::RECEIVE_BUFFER_BYTES);
     let interfaces = needs_interfaces.then(follow).transpose()?;
     let inputs = reconciler.inputs();
-    let (backlog, patience) = (Arc::clone(state.backlog()), sync_period.saturating_mul(2));
     let (health_check_ports, health_check_server) =
-        health_check_ports::new(metrics.health_check_ports.clone(), inputs.clone(), backlog, patience);
+        health_check_ports::new(metrics.health_check_ports.clone(), inputs.clone(), Arc::clone(&backlog), patience);
     let (checked_endpoints, checker) =
         endpoint_checks::new(options.check_timing(), Arc::clone(state), metrics.endpoint_checks.clone());
     let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
@@ -309,14 +283,43 @@ fn workers(
     if let Some(interfaces) = interfaces {
         tasks.push(until(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
         reconciler = reconciler.with_interfaces(interfaces.clone());
-        if let Some(knows_rules) = with_conntrack {
-            let cleaner = state
-                .with_state(|earlier| ConntrackCleaner::start(metrics.conntrack.clone(), inputs, interfaces, earlier));
-            observers.push(Box::new(cleaner?));
-            reconciler = reconciler.with_unknown_rules(!knows_rules);
+        if cleans_conntrack {
+            observers.push(Box::new(ConntrackCleaner::start(metrics.conntrack.clone(), inputs, interfaces)?));
+            // Else the first sync programs the state of the last run, from which observers know its
+            // rules.
+            reconciler = reconciler.with_unknown_rules(state.position().is_none() || state.is_unconfirmed());
         }
     }
-    Ok((reconciler.with_observers(observers), progress, tasks))
+    let pages = Pages {
+        metrics,
+        progress,
+        backlog,
+        patience,
+        configz: Arc::new(settings.document.clone()),
+        flags: Arc::new(options.flags.clone()),
+        service_counters,
+        proxy,
+        userspace_service_counters: options.userspace_service_counters,
+    };
+    Ok((reconciler.with_observers(observers), pages, tasks))
+}
+
+/// Returns the servers of all pages. With `--bind-address-hard-fail`, they listen already.
+fn servers(
+    options: &Options,
+    settings: &Settings,
+    pages: &Pages,
+    barriers: &Arc<Barriers>,
+) -> Result<Vec<Server>, BindError> {
+    let mut servers = http::servers(settings, pages);
+    if let Some(address) = options.drain_address {
+        let app = http::drain::router(Arc::clone(barriers), pages.metrics.drain.clone());
+        servers.push(Server::new("/v1/drain", "--drain-address", address, app));
+    }
+    if settings.bind_address_hard_fail {
+        servers.iter_mut().try_for_each(Server::bind_now)?;
+    }
+    Ok(servers)
 }
 
 /// A task that ends when the agent stops.

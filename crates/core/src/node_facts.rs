@@ -5,7 +5,7 @@ use std::{net::IpAddr, sync::Arc};
 use crate::{endpoint_health::FailingEndpoints, model::Node};
 
 /// Facts about one node. The view of a service depends on the shared state and on these facts.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct NodeFacts {
     /// The node's name in lower case. Endpoints on a node of this name are local.
     pub name: Arc<str>,
@@ -23,21 +23,13 @@ impl NodeFacts {
     /// Returns the facts about a node whose Node resource has not arrived.
     #[must_use]
     pub fn named(name: &str) -> Self {
-        Self {
-            name: name.into(),
-            zone: None,
-            addresses: Vec::new(),
-            ignores_external_ips: false,
-            failing: FailingEndpoints::default(),
-        }
+        Self { name: name.into(), ..Self::default() }
     }
 
     /// Returns the facts from a Node resource, or [`Self::named`] if there is none.
     #[must_use]
     pub fn of(name: &str, node: Option<&Node>) -> Self {
-        node.map_or_else(
-            || Self::named(name),
-            |node| Self { zone: node.zone.clone(), addresses: node.addresses.clone(), ..Self::named(name) },
-        )
+        let Some(Node { zone, addresses, .. }) = node.cloned() else { return Self::named(name) };
+        Self { zone, addresses, ..Self::named(name) }
     }
 }

@@ -7,7 +7,7 @@ use headgate_core::{
     Change, Conditions, Dirty, Endpoint, EndpointPort, Family, Hints, NodeFacts, Placement, Protocol, Service,
     ServiceKey, ServicePort, State, TrafficPolicy,
     endpoint_choice::{Destination, Exclusion},
-    explain::{Explanation, Fate, LeftOut, Mode, NodeSettings, Source, To, explain},
+    explain::{Explanation, LeftOut, Mode, NodeSettings, PacketFate, Source, To, explain},
     masquerade::{LocalDetector, MasqueradeConfig},
     view::service_views,
 };
@@ -213,9 +213,9 @@ proptest! {
             let set = if is_local { &view.local_endpoints } else { &view.cluster_endpoints };
             prop_assert_eq!(&chosen, &set.iter().map(Destination::socket_address).collect());
             let fate = match (view.has_any_endpoint, chosen.is_empty()) {
-                (false, _) => Fate::Rejected,
-                (true, true) => Fate::Dropped,
-                (true, false) => Fate::Forwarded,
+                (false, _) => PacketFate::Rejected,
+                (true, true) => PacketFate::Dropped,
+                (true, false) => PacketFate::Forwarded,
             };
             prop_assert_eq!(found.fate, fate);
         }
@@ -249,9 +249,12 @@ fn the_owner_of_an_address_and_unused_ports_are_named() {
     older.created_unix_seconds = -1;
     state.apply(older.into(), &mut Dirty::default());
     let taken = explained(&state, &facts, Source::Node, "10.96.0.1:80");
-    assert!(taken.fate == Fate::NotServed && says(&taken, "belongs to Service a/older, which is older"), "{taken:#?}");
+    assert!(
+        taken.fate == PacketFate::NotServed && says(&taken, "belongs to Service a/older, which is older"),
+        "{taken:#?}"
+    );
     let other = explained(&state, &facts, Source::Node, "10.96.0.1:81");
-    assert!(other.fate == Fate::NotServed && says(&other, "explain a/older instead"), "{other:#?}");
+    assert!(other.fate == PacketFate::NotServed && says(&other, "explain a/older instead"), "{other:#?}");
     let mut third = Service::new(ServiceKey::new("b", "third"), vec![[10, 96, 0, 9].into()], vec![port(82)]);
     third.external_ips = vec![CLUSTER_IP.into()];
     let key = third.key.clone();
@@ -260,13 +263,17 @@ fn the_owner_of_an_address_and_unused_ports_are_named() {
     let (foreign, _) =
         explain(&state, &key, &facts, &settings(Mode::Nftables), Source::Node, Some(to)).expect("a Service");
     assert!(
-        foreign[0].fate == Fate::NotServed && says(&foreign[0], "belongs to Service a/older, whose ClusterIP it is")
+        foreign[0].fate == PacketFate::NotServed
+            && says(&foreign[0], "belongs to Service a/older, whose ClusterIP it is")
     );
     state.apply(Change::RemoveService(key), &mut Dirty::default());
     let unused = explained(&state, &facts, Source::Node, "10.96.0.1:82");
-    assert!(unused.fate == Fate::Rejected && says(&unused, "has no such port"), "{unused:#?}");
+    assert!(unused.fate == PacketFate::Rejected && says(&unused, "has no such port"), "{unused:#?}");
     let foreign = explained(&state, &facts, Source::Node, "10.1.1.1:82");
-    assert!(foreign.fate == Fate::NotServed && says(&foreign, "neither an address of the Service"), "{foreign:#?}");
+    assert!(
+        foreign.fate == PacketFate::NotServed && says(&foreign, "neither an address of the Service"),
+        "{foreign:#?}"
+    );
 }
 
 #[test]

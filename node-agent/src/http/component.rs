@@ -2,7 +2,14 @@
 //! `ping`, and `/metrics/slis` with the results of this check (KEP-3466). These pages show only
 //! that the process answers. [`super::health`] shows whether programming works.
 
-use std::{fmt::Write as _, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    fmt::Write as _,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
 
 use axum::{
     Router,
@@ -26,36 +33,8 @@ const CHECK: Labels<2> = [("name", PING), ("type", "healthz")];
 const TEXT: [(HeaderName, &str); 2] =
     [(header::CONTENT_TYPE, "text/plain; charset=utf-8"), (header::X_CONTENT_TYPE_OPTIONS, "nosniff")];
 
-/// Results of health checks, with the metric names of Kubernetes' service level indicators.
-#[derive(Debug)]
-struct Indicators {
-    registry: Registry,
-    healthcheck: Family<Labels<2>, Gauge>,
-    healthchecks: Family<Labels<3>, Counter>,
-}
-
-impl Default for Indicators {
-    fn default() -> Self {
-        let (healthcheck, healthchecks) = (Family::default(), Family::default());
-        let mut registry = Registry::with_prefix("kubernetes");
-        registry.register(
-            "healthcheck",
-            "The last result of a health check: 1 for success",
-            Family::clone(&healthcheck),
-        );
-        registry.register("healthchecks", "Results of health checks", Family::clone(&healthchecks));
-        Self { registry, healthcheck, healthchecks }
-    }
-}
-
-impl Indicators {
-    /// Records a success of `ping`, which never fails.
-    fn pinged(&self) {
-        let [name, kind] = CHECK;
-        self.healthcheck.get_or_create(&CHECK).set(1);
-        self.healthchecks.get_or_create(&[name, kind, ("status", "success")]).inc();
-    }
-}
+/// The number of successes of `ping`, which never fails.
+type Pings = Arc<AtomicU64>;
 
 /// Returns the router of the pages.
 pub(super) fn router() -> Router {
@@ -63,25 +42,19 @@ pub(super) fn router() -> Router {
         .route("/healthz", get(healthz))
         .route("/healthz/ping", get((StatusCode::OK, TEXT, "ok")))
         .route("/metrics/slis", get(slis).delete(reset))
-        .with_state(Arc::new(Indicators::default()))
+        .with_state(Pings::default())
 }
 
 /// Serves `/healthz`. `?verbose` lists the checks, and `?exclude=ping` skips the check.
-async fn healthz(
-    State(indicators): State<Arc<Indicators>>,
-    Query(query): Query<Vec<(String, String)>>,
-) -> impl IntoResponse {
-    let mut excluded: Vec<&str> = query.iter().filter(|(key, _)| key == "exclude").map(|(_, name)| &**name).collect();
-    excluded.sort_unstable();
-    excluded.dedup();
-    let mut body = String::new();
-    if excluded.contains(&PING) {
-        excluded.retain(|name| *name != PING);
-        body.push_str("[+]ping excluded: ok\n");
+async fn healthz(State(pings): State<Pings>, Query(query): Query<Vec<(String, String)>>) -> impl IntoResponse {
+    let excluded = query.iter().filter(|(key, _)| key == "exclude").map(|(_, name)| &**name);
+    let mut excluded: BTreeSet<&str> = excluded.collect();
+    let mut body = if excluded.remove(PING) {
+        "[+]ping excluded: ok\n".to_owned()
     } else {
-        indicators.pinged();
-        body.push_str("[+]ping ok\n");
-    }
+        pings.fetch_add(1, Relaxed);
+        "[+]ping ok\n".to_owned()
+    };
     if !excluded.is_empty() {
         let names: Vec<String> = excluded.iter().map(|name| format!("{name:?}")).collect();
         let _ = writeln!(body, "warn: some health checks cannot be excluded: no matches for {}", names.join(","));
@@ -91,16 +64,27 @@ async fn healthz(
     (StatusCode::OK, TEXT, if is_verbose { body } else { "ok".to_owned() })
 }
 
-async fn slis(State(indicators): State<Arc<Indicators>>, request: HeaderMap) -> impl IntoResponse {
+/// Serves `/metrics/slis`: the results of `ping`, with the metric names of Kubernetes' service level
+/// indicators.
+async fn slis(State(pings): State<Pings>, request: HeaderMap) -> impl IntoResponse {
+    let (last, all) = (Family::<Labels<2>, Gauge>::default(), Family::<Labels<3>, Counter>::default());
+    let pings = pings.load(Relaxed);
+    if pings > 0 {
+        let [name, kind] = CHECK;
+        last.get_or_create(&CHECK).set(1);
+        all.get_or_create(&[name, kind, ("status", "success")]).inc_by(pings);
+    }
+    let mut registry = Registry::with_prefix("kubernetes");
+    registry.register("healthcheck", "The last result of a health check: 1 for success", last);
+    registry.register("healthchecks", "Results of health checks", all);
     let mut out = String::new();
     // Formatting into a string does not fail.
-    let _ = text::encode(&mut out, &indicators.registry);
+    let _ = text::encode(&mut out, &registry);
     in_format(&request, out)
 }
 
 /// Serves `DELETE /metrics/slis`: resets the counts.
-async fn reset(State(indicators): State<Arc<Indicators>>) -> impl IntoResponse {
-    indicators.healthcheck.clear();
-    indicators.healthchecks.clear();
+async fn reset(State(pings): State<Pings>) -> impl IntoResponse {
+    pings.store(0, Relaxed);
     (StatusCode::OK, TEXT, "metrics reset\n")
 }

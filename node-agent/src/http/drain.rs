@@ -18,7 +18,10 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use headgate_proto::v1::{self, barrier_answer::Result as Outcome};
+use headgate_proto::{
+    address_to_wire,
+    v1::{self, barrier_answer::Result as Outcome},
+};
 use headgate_settings::value::parse_duration;
 use tokio::{
     task::spawn_blocking,
@@ -27,7 +30,7 @@ use tokio::{
 
 use crate::{
     interfaces,
-    session::barriers::{Barriers, DrainMetrics, Pod},
+    session::barriers::{Barriers, DrainMetrics},
 };
 
 /// Maximum number of waiting requests from one address.
@@ -37,25 +40,23 @@ const MAX_DURATION: Duration = Duration::from_secs(3_600);
 
 /// The data of the page.
 #[derive(Debug, Clone)]
-struct Page {
+struct DrainPage {
     barriers: Arc<Barriers>,
     metrics: DrainMetrics,
 }
 
 /// Returns the page.
 pub(crate) fn router(barriers: Arc<Barriers>, metrics: DrainMetrics) -> Router {
-    let page = Page { barriers, metrics };
+    let page = DrainPage { barriers, metrics };
     Router::new().route("/v1/drain", get(drain).post(drain)).with_state(page)
 }
 
 /// The parameters of a request.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 struct Wish {
     timeout: Duration,
     settle: Duration,
-    silent: Duration,
-    pod: Option<(String, String)>,
-    uid: String,
+    request: v1::BarrierRequest,
 }
 
 /// Maximum length of a pod's UID.
@@ -63,20 +64,21 @@ const MAX_UID_LENGTH: usize = 64;
 
 impl Wish {
     fn parse(query: &str) -> Result<Self, String> {
-        let (timeout, settle, silent) = (Duration::from_secs(25), Duration::from_millis(200), Duration::from_secs(20));
-        let mut wish = Self { timeout, settle, silent, pod: None, uid: String::new() };
+        let request = v1::BarrierRequest { silent_ms: 20_000, ..v1::BarrierRequest::default() };
+        let mut wish = Self { timeout: Duration::from_secs(25), settle: Duration::from_millis(200), request };
         for parameter in query.split('&').filter(|parameter| !parameter.is_empty()) {
             let (name, value) = parameter.split_once('=').unwrap_or((parameter, ""));
             match name {
                 "timeout" => wish.timeout = duration(name, value)?,
                 "settle" => wish.settle = duration(name, value)?,
-                "silent" => wish.silent = duration(name, value)?,
+                "silent" => wish.request.silent_ms = duration(name, value)?.as_millis() as u64,
                 "pod" => {
                     let value = value.replace("%2F", "/").replace("%2f", "/");
                     let pod =
                         value.split_once('/').filter(|(namespace, name)| !namespace.is_empty() && !name.is_empty());
                     let (namespace, name) = pod.ok_or("pod: write pod=NAMESPACE/NAME")?;
-                    wish.pod = Some((namespace.to_owned(), name.to_owned()));
+                    namespace.clone_into(&mut wish.request.pod_namespace);
+                    name.clone_into(&mut wish.request.pod_name);
                 }
                 "uid" => {
                     let is_usable = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
@@ -85,7 +87,7 @@ impl Wish {
                             "uid: write the metadata.uid of the pod, at most {MAX_UID_LENGTH} letters, digits and hyphens"
                         ));
                     }
-                    value.clone_into(&mut wish.uid);
+                    value.clone_into(&mut wish.request.pod_uid);
                 }
                 _ => return Err(format!("unknown parameter {name:?}: use timeout, settle, silent, pod or uid")),
             }
@@ -102,7 +104,7 @@ fn duration(name: &str, value: &str) -> Result<Duration, String> {
 }
 
 async fn drain(
-    State(page): State<Page>,
+    State(page): State<DrainPage>,
     ConnectInfo(from): ConnectInfo<SocketAddr>,
     RawQuery(query): RawQuery,
 ) -> Response {
@@ -114,35 +116,36 @@ async fn drain(
     (status, [(CONTENT_TYPE, "text/plain; charset=utf-8")], text).into_response()
 }
 
-async fn answer(page: &Page, from: IpAddr, query: &str) -> Result<v1::BarrierAnswer, (StatusCode, String)> {
-    let wish = Wish::parse(query).map_err(|problem| (StatusCode::BAD_REQUEST, problem))?;
+async fn answer(page: &DrainPage, from: IpAddr, query: &str) -> Result<v1::BarrierAnswer, (StatusCode, String)> {
+    let Wish { timeout, settle, mut request } =
+        Wish::parse(query).map_err(|problem| (StatusCode::BAD_REQUEST, problem))?;
     let is_node = is_of_node(from).await.map_err(|problem| (StatusCode::INTERNAL_SERVER_ERROR, problem))?;
-    let pod = match wish.pod {
-        Some((namespace, name)) if is_node => Pod::Named(namespace, name),
-        Some(_) => {
+    match (!request.pod_name.is_empty(), is_node) {
+        (true, true) => {}
+        (true, false) => {
             let text = format!(
                 "pod= is accepted only from addresses of this node, and {from} is none: leave it out, and the address identifies the pod"
             );
             return Err((StatusCode::FORBIDDEN, text));
         }
-        None if is_node => {
+        (false, true) => {
             let text = format!(
                 "{from} is an address of this node and identifies no pod: use an exec hook inside the pod and no httpGet hook; for a pod in the host network, \
                  or behind a CNI that masquerades, add ?pod=NAMESPACE/NAME"
             );
             return Err((StatusCode::BAD_REQUEST, text));
         }
-        None => Pod::At(from),
-    };
+        (false, false) => request.address = address_to_wire(from),
+    }
     // Pods in the host network share an address, so they share only the limit of the node.
     if !is_node && page.barriers.waiting_of(from) >= MAX_OF_ADDRESS {
         let text = format!("{MAX_OF_ADDRESS} requests from {from} already wait: one request for each pod is enough");
         return Err((StatusCode::TOO_MANY_REQUESTS, text));
     }
-    let answer = page.barriers.ask(pod, wish.uid, Instant::now() + wish.timeout, wish.silent).await;
+    let answer = page.barriers.ask(request, Instant::now() + timeout).await;
     if answer.result() == Outcome::Drained {
         // Packets that left before the last node was programmed are still on their way.
-        sleep(wish.settle).await;
+        sleep(settle).await;
     }
     Ok(answer)
 }
@@ -195,12 +198,13 @@ mod tests {
     #[test]
     fn parameters_have_defaults_and_bad_ones_are_named() {
         let wish = Wish::parse("").unwrap();
-        assert_eq!((wish.timeout.as_secs(), wish.settle.as_millis(), wish.silent.as_secs()), (25, 200, 20));
+        assert_eq!((wish.timeout.as_secs(), wish.settle.as_millis(), wish.request.silent_ms), (25, 200, 20_000));
         let wish = Wish::parse("timeout=90&settle=1500ms&silent=0s&pod=prod%2Fweb-1").unwrap();
-        assert_eq!((wish.timeout.as_secs(), wish.settle.as_millis(), wish.silent.as_secs()), (90, 1500, 0));
-        assert_eq!((wish.pod, wish.uid.as_str()), (Some(("prod".into(), "web-1".into())), ""));
+        assert_eq!((wish.timeout.as_secs(), wish.settle.as_millis(), wish.request.silent_ms), (90, 1500, 0));
+        let v1::BarrierRequest { pod_namespace, pod_name, pod_uid, .. } = wish.request;
+        assert_eq!((&*pod_namespace, &*pod_name, &*pod_uid), ("prod", "web-1", ""));
         let uid = "6f1a2f0e-1b1c-4f39-9a0e-5d0c7d3f1b2a";
-        assert_eq!(Wish::parse(&format!("uid={uid}")).unwrap().uid, uid);
+        assert_eq!(Wish::parse(&format!("uid={uid}")).unwrap().request.pod_uid, uid);
         let long = format!("uid={}", "a".repeat(MAX_UID_LENGTH + 1));
         let unusable = ["uid=", "uid=$(POD_UID)", "uid=a%20b", &long].map(|query| (query, "metadata.uid"));
         let others = [("timeout=2h", "timeout"), ("pod=web", "NAMESPACE/NAME"), ("wait=1s", "\"wait\"")];
@@ -227,7 +231,7 @@ mod tests {
 
     #[tokio::test]
     async fn the_source_address_decides_about_whom_a_client_may_ask() {
-        let page = Page { barriers: Arc::default(), metrics: DrainMetrics::default() };
+        let page = DrainPage { barriers: Arc::default(), metrics: DrainMetrics::default() };
         let (node, pod): (IpAddr, IpAddr) = ([127, 0, 0, 1].into(), [192, 0, 2, 77].into());
         let refused = |result: Result<v1::BarrierAnswer, (StatusCode, String)>| result.unwrap_err();
         let (_, text) = refused(answer(&page, node, "").await);

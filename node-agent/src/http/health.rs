@@ -1,8 +1,8 @@
 //! The pages `/healthz` and `/livez`, with the same answers as kube-proxy.
 
 use std::{
-    sync::Arc,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    collections::BTreeMap,
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 use axum::{
@@ -12,55 +12,32 @@ use axum::{
     response::IntoResponse,
     routing::get,
 };
+use headgate_core::Family;
 use serde::Serialize;
 
+use super::Pages;
 use crate::{
-    metrics::Metrics,
-    state::backlog::{Backlog, FamilyHealth, Health},
+    metrics::kube_proxy::AnswersByCode,
+    state::backlog::{FamilyHealth, Health},
 };
 
-/// The data that the pages show.
-#[derive(Debug, Clone)]
-pub struct HealthPages {
-    /// The changes that wait to be programmed, and whether the node is eligible for traffic.
-    pub backlog: Arc<Backlog>,
-    /// Metrics that count the answers.
-    pub metrics: Arc<Metrics>,
-    /// Maximum time that a change may wait before the agent counts as unhealthy.
-    pub patience: Duration,
-}
-
 /// Returns the router of the pages.
-pub fn router(pages: HealthPages) -> Router {
+pub(super) fn router(pages: Pages) -> Router {
     Router::new().route("/healthz", get(healthz)).route("/livez", get(livez)).with_state(pages)
 }
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Page {
+struct HealthPage {
     last_updated: String,
     current_time: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     node_eligible: Option<bool>,
     healthy: bool,
-    #[serde(skip_serializing_if = "Status::is_empty")]
-    status: Status,
-}
-
-/// The families that have been programmed at least once. A family that the node lacks is never
-/// programmed.
-#[derive(Debug, Serialize)]
-struct Status {
-    #[serde(rename = "IPv4", skip_serializing_if = "Option::is_none")]
-    v4: Option<FamilyPage>,
-    #[serde(rename = "IPv6", skip_serializing_if = "Option::is_none")]
-    v6: Option<FamilyPage>,
-}
-
-impl Status {
-    fn is_empty(&self) -> bool {
-        self.v4.is_none() && self.v6.is_none()
-    }
+    /// The families that have been programmed at least once, by name. A family that the node lacks
+    /// is never programmed.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    status: BTreeMap<String, FamilyPage>,
 }
 
 #[derive(Debug, Serialize)]
@@ -73,46 +50,41 @@ struct FamilyPage {
 /// Serves `/healthz`. The answer is 503 when programming is late. The answer is also 503 when load
 /// balancers should send no new connections to this node, because the node is going away or has no
 /// rules yet.
-async fn healthz(State(pages): State<HealthPages>) -> impl IntoResponse {
+async fn healthz(State(pages): State<Pages>) -> impl IntoResponse {
     let health = pages.backlog.health(pages.patience);
     let is_healthy = health.is_serving();
-    let code = status(is_healthy);
-    pages.metrics.kube_proxy.healthz(code.as_u16());
-    answer(code, page(health, is_healthy, Some(health.is_node_eligible)))
+    answer(&pages.metrics.kube_proxy.healthz, is_healthy, page(health, is_healthy, Some(health.is_node_eligible)))
 }
 
 /// Serves `/livez`. The answer is 503 only when a restart of the agent may help.
-async fn livez(State(pages): State<HealthPages>) -> impl IntoResponse {
+async fn livez(State(pages): State<Pages>) -> impl IntoResponse {
     let health = pages.backlog.health(pages.patience);
-    let code = status(health.is_alive());
-    pages.metrics.kube_proxy.livez(code.as_u16());
-    answer(code, page(health, health.is_alive(), None))
+    answer(&pages.metrics.kube_proxy.livez, health.is_alive(), page(health, health.is_alive(), None))
 }
 
-fn status(is_healthy: bool) -> StatusCode {
-    if is_healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
-}
-
-fn answer(code: StatusCode, page: Page) -> impl IntoResponse {
+/// Counts an answer, and returns it.
+fn answer(answers: &AnswersByCode, is_healthy: bool, page: HealthPage) -> impl IntoResponse + use<> {
+    let code = if is_healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    answers.get_or_create(&[("code", code.as_u16())]).inc();
     (code, [(header::X_CONTENT_TYPE_OPTIONS, "nosniff")], Json(page))
 }
 
 /// Builds the body. `healthy` in the body covers only the families, whereas `is_ok`, the result of
 /// the whole check, may also cover the node's eligibility for traffic. If `is_ok` is true,
 /// `lastUpdated` is the current time, as in kube-proxy.
-fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> Page {
+fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> HealthPage {
     let now = SystemTime::now();
-    let family = |family: FamilyHealth| {
-        let synced_at = family.synced_at?;
-        Some(FamilyPage { last_updated: rfc3339(Some(synced_at)), healthy: family.is_healthy })
+    let programmed = |(family, FamilyHealth { is_healthy, synced_at }): (Family, FamilyHealth)| {
+        synced_at?;
+        Some((family.to_string(), FamilyPage { last_updated: rfc3339(synced_at), healthy: is_healthy }))
     };
-    let newest = health.v4.synced_at.max(health.v6.synced_at);
-    Page {
+    let newest = health.families.iter().filter_map(|family| family.synced_at).max();
+    HealthPage {
         last_updated: rfc3339(if is_ok { Some(now) } else { newest }),
         current_time: rfc3339(Some(now)),
         node_eligible,
         healthy: health.is_alive(),
-        status: Status { v4: family(health.v4), v6: family(health.v6) },
+        status: Family::BOTH.into_iter().zip(health.families).filter_map(programmed).collect(),
     }
 }
 
@@ -128,6 +100,8 @@ pub(super) fn rfc3339(time: Option<SystemTime>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
@@ -149,10 +123,13 @@ mod tests {
             FamilyHealth { is_healthy: false, synced_at: synced_at(5) },
             FamilyHealth { is_healthy: true, synced_at: synced_at(6) },
         );
-        let json = |page: &Page| serde_json::to_value(page).unwrap_or_default();
+        let json = |page: &HealthPage| serde_json::to_value(page).unwrap_or_default();
 
-        let found =
-            json(&page(Health { v4: late, v6: well, is_node_eligible: true, has_programmed: true }, false, Some(true)));
+        let found = json(&page(
+            Health { families: [late, well], is_node_eligible: true, has_programmed: true },
+            false,
+            Some(true),
+        ));
         let status = serde_json::json!({
             "IPv4": {"lastUpdated": "1970-01-01T00:00:05Z", "healthy": false},
             "IPv6": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true},
@@ -165,7 +142,7 @@ mod tests {
 
         // The node is going away, but the proxy itself is healthy.
         let found = json(&page(
-            Health { v4: well, v6: well, is_node_eligible: false, has_programmed: true },
+            Health { families: [well, well], is_node_eligible: false, has_programmed: true },
             false,
             Some(false),
         ));
@@ -176,7 +153,7 @@ mod tests {
         // nodeEligible.
         let never = FamilyHealth { is_healthy: true, synced_at: None };
         let found =
-            json(&page(Health { v4: well, v6: never, is_node_eligible: true, has_programmed: true }, true, None));
+            json(&page(Health { families: [well, never], is_node_eligible: true, has_programmed: true }, true, None));
         assert_eq!(found["lastUpdated"], found["currentTime"]);
         assert_eq!(found.get("nodeEligible"), None);
         assert_eq!(
@@ -184,7 +161,7 @@ mod tests {
             serde_json::json!({"IPv4": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true}})
         );
         let found =
-            json(&page(Health { v4: never, v6: never, is_node_eligible: true, has_programmed: true }, true, None));
+            json(&page(Health { families: [never, never], is_node_eligible: true, has_programmed: true }, true, None));
         assert_eq!(found.get("status"), None, "no family is listed before the first sync");
     }
 }

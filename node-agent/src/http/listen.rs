@@ -84,11 +84,18 @@ impl Server {
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30), Jitter::Full);
         loop {
-            let bound = match self.listener.take() {
-                Some(listener) => Some(listener),
-                None => shutdown.run_until_cancelled(self.bind(&mut backoff)).await,
+            let listener = match self.listener.take().map_or_else(|| listen_as_go(self.address), Ok) {
+                Ok(listener) => listener,
+                Err(error) => {
+                    let Self { what, setting, address, .. } = &self;
+                    error!(%error, %address, "cannot serve {what}; trying again. Pass another {setting} if the address is taken");
+                    let pause = tokio::time::sleep(backoff.next_pause());
+                    if shutdown.run_until_cancelled(pause).await.is_none() {
+                        return;
+                    }
+                    continue;
+                }
             };
-            let Some(listener) = bound else { return };
             if let Ok(address) = listener.local_addr() {
                 info!(%address, "serving {}", self.what);
             }
@@ -97,19 +104,6 @@ impl Server {
             match axum::serve(listener, app).with_graceful_shutdown(stopped).await {
                 Ok(()) => return,
                 Err(error) => warn!(%error, address = %self.address, "serving {} failed; starting again", self.what),
-            }
-        }
-    }
-
-    async fn bind(&self, backoff: &mut Backoff) -> TcpListener {
-        loop {
-            match listen_as_go(self.address) {
-                Ok(listener) => return listener,
-                Err(error) => {
-                    let Self { what, setting, address, .. } = self;
-                    error!(%error, %address, "cannot serve {what}; trying again. Pass another {setting} if the address is taken");
-                    tokio::time::sleep(backoff.next_pause()).await;
-                }
             }
         }
     }

@@ -4,11 +4,11 @@
 
 mod component;
 pub mod drain;
-pub mod health;
+mod health;
 pub mod listen;
 mod zpages;
 
-use std::{fmt, sync::Arc};
+use std::{sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
@@ -26,7 +26,7 @@ use tokio::{sync::watch, task::spawn_blocking};
 
 use crate::{
     dataplane::{ConnectionProxy, nftables::ServiceCounters, proxy_mode},
-    http::{health::HealthPages, listen::Server},
+    http::listen::Server,
     metrics::Metrics,
     progress::Progress,
     state::backlog::Backlog,
@@ -41,6 +41,8 @@ pub struct Pages {
     pub progress: watch::Receiver<Progress>,
     /// The changes that wait to be programmed.
     pub backlog: Arc<Backlog>,
+    /// Maximum time that a change may wait before the agent counts as unhealthy.
+    pub patience: Duration,
     /// The configuration in use, as a `KubeProxyConfiguration`.
     pub configz: Arc<serde_json::Value>,
     /// The flags and their values, for `/flagz`.
@@ -56,10 +58,7 @@ pub struct Pages {
 impl Pages {
     /// Encodes all metrics as OpenMetrics text. The call may block for some 10 ms, because it reads
     /// the counters of Services from the kernel or from the proxy.
-    ///
-    /// # Errors
-    /// Formatting failed, which does not happen with a `String`.
-    pub(crate) fn encode_metrics(&self) -> Result<String, fmt::Error> {
+    pub(crate) fn encode_metrics(&self) -> String {
         if let Some(counters) = &self.service_counters {
             self.metrics.services.refresh(counters);
         }
@@ -75,9 +74,8 @@ impl Pages {
 pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
     let mut servers = Vec::new();
     if let Some(address) = settings.healthz_bind_address {
-        let Pages { backlog, metrics, .. } = pages.clone();
-        let pages = HealthPages { backlog, metrics, patience: settings.sync_period.saturating_mul(2) };
-        servers.push(Server::new("/healthz and /livez", "--healthz-bind-address", address, health::router(pages)));
+        let app = health::router(pages.clone());
+        servers.push(Server::new("/healthz and /livez", "--healthz-bind-address", address, app));
     }
     if let Some(address) = settings.metrics_bind_address {
         let what = "/metrics, /metrics/slis, /healthz, /proxyMode, /configz, /flagz, /statusz and /status";
@@ -98,12 +96,11 @@ fn router(pages: Pages) -> Router {
 }
 
 async fn metrics(State(pages): State<Pages>, request: HeaderMap) -> Response {
-    let failed =
-        |error: String| (StatusCode::INTERNAL_SERVER_ERROR, [(CONTENT_TYPE, "text/plain")], error).into_response();
     match spawn_blocking(move || pages.encode_metrics()).await {
-        Ok(Ok(text)) => in_format(&request, text).into_response(),
-        Ok(Err(error)) => failed(error.to_string()),
-        Err(error) => failed(error.to_string()),
+        Ok(text) => in_format(&request, text).into_response(),
+        Err(error) => {
+            (StatusCode::INTERNAL_SERVER_ERROR, [(CONTENT_TYPE, "text/plain")], error.to_string()).into_response()
+        }
     }
 }
 
@@ -128,7 +125,7 @@ async fn status(State(pages): State<Pages>) -> impl IntoResponse {
         "backend": progress.status.backend,
         "modeReason": progress.mode_reason,
         "degraded": progress.status.degraded,
-        "tlsProblem": pages.metrics.session.tls.problem(),
+        "tlsProblem": *pages.metrics.session.tls.problem.borrow(),
         "lastError": progress.failure.map(|failure| failure.error),
     }))
 }

@@ -10,27 +10,29 @@ use tracing::debug;
 use crate::{
     metric_registry::{KUBE_PROXY, Labels, MetricRegistry, family_label},
     packet_counters,
-    state::backlog::Counts,
+    state::backlog::ChangeCounts,
 };
 
-/// The label `code` with the status of an answer.
-type CodeLabel = [(&'static str, u16); 1];
+/// The answers to a page, by the label `code` with the status.
+pub(crate) type AnswersByCode = Family<[(&'static str, u16); 1], Counter>;
 
-type Seconds = Gauge<f64, AtomicU64>;
+type SecondsGauge = Gauge<f64, AtomicU64>;
 
 /// kube-proxy's metrics about waiting changes, counted packets and health pages.
 #[derive(Debug, Default)]
 pub struct KubeProxyMetrics {
-    last_timestamp: Family<Labels<1>, Seconds>,
-    last_queued_timestamp: Family<Labels<1>, Seconds>,
+    last_timestamp: Family<Labels<1>, SecondsGauge>,
+    last_queued_timestamp: Family<Labels<1>, SecondsGauge>,
     endpoint_changes_pending: Gauge,
     endpoint_changes_total: Counter,
     service_changes_pending: Gauge,
     service_changes_total: Counter,
     invalid_dropped: Counter,
     localhost_accepted: Counter,
-    healthz: Family<CodeLabel, Counter>,
-    livez: Family<CodeLabel, Counter>,
+    /// Answers to `/healthz`.
+    pub(crate) healthz: AnswersByCode,
+    /// Answers to `/livez`.
+    pub(crate) livez: AnswersByCode,
 }
 
 impl KubeProxyMetrics {
@@ -58,16 +60,6 @@ impl KubeProxyMetrics {
         add.counter("localhost_nodeports_accepted_packets", "", help, self.localhost_accepted.clone());
     }
 
-    /// Counts an answer to `/healthz`.
-    pub(crate) fn healthz(&self, code: u16) {
-        self.healthz.get_or_create(&[("code", code)]).inc();
-    }
-
-    /// Counts an answer to `/livez`.
-    pub(crate) fn livez(&self, code: u16) {
-        self.livez.get_or_create(&[("code", code)]).inc();
-    }
-
     /// Reads the packet counters from the kernel. Call this function before the registry is
     /// encoded.
     pub(super) fn read_packet_counters(&self) {
@@ -81,7 +73,7 @@ impl KubeProxyMetrics {
     }
 
     /// Copies the counts of the backlog. Call this function before the registry is encoded.
-    pub(super) fn take_counts(&self, counts: &Counts) {
+    pub(super) fn take_counts(&self, counts: &ChangeCounts) {
         self.endpoint_changes_pending.set(signed(counts.endpoint_changes_pending));
         self.service_changes_pending.set(signed(counts.service_changes_pending));
         raise(&self.endpoint_changes_total, counts.endpoint_changes_total);

@@ -7,8 +7,6 @@ pub mod process;
 mod services;
 mod userspace;
 
-use std::fmt;
-
 use self::{
     kube_proxy::KubeProxyMetrics, process::ProcessMetrics, services::ServiceMetrics, userspace::UserspaceMetrics,
 };
@@ -22,12 +20,12 @@ use crate::{
     persist::SaveMetrics,
     reconcile::SyncMetrics,
     session::{barriers::DrainMetrics, metrics::SessionMetrics},
-    state::backlog::Counts,
+    state::backlog::ChangeCounts,
 };
 
 /// All metrics of the agent. Values have base units. The names of Headgate's own metrics begin with
 /// `headgate_agent_`, or with `headgate_userspace_` for the proxy of mode userspace.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Metrics {
     registry: MetricRegistry,
     /// The session with the control plane.
@@ -55,27 +53,14 @@ pub struct Metrics {
     process: ProcessMetrics,
 }
 
-impl Default for Metrics {
-    fn default() -> Self {
-        let mut registry = MetricRegistry::default();
-        build_info::register(&mut registry);
-        let process = ProcessMetrics::new(&mut registry);
-        let mut metrics = Self {
-            registry,
-            session: SessionMetrics::default(),
-            saves: SaveMetrics::default(),
-            sync: SyncMetrics::default(),
-            interfaces: InterfaceMetrics::default(),
-            conntrack: ConntrackMetrics::default(),
-            health_check_ports: HealthCheckMetrics::default(),
-            endpoint_checks: EndpointCheckMetrics::default(),
-            drain: DrainMetrics::default(),
-            kube_proxy: KubeProxyMetrics::default(),
-            services: ServiceMetrics::default(),
-            userspace: UserspaceMetrics::default(),
-            process,
-        };
+impl Metrics {
+    /// Creates and registers all metrics. The time of this call counts as the start of the process.
+    #[must_use]
+    pub fn registered() -> Self {
+        let mut metrics = Self::default();
         let registry = &mut metrics.registry;
+        build_info::register(registry);
+        metrics.process.register(registry);
         metrics.session.register(registry);
         metrics.saves.register(registry);
         metrics.sync.register(registry);
@@ -89,19 +74,15 @@ impl Default for Metrics {
         metrics.userspace.register(registry);
         metrics
     }
-}
 
-impl Metrics {
     /// The resident memory of the agent, without its child processes.
     pub(crate) fn resident_bytes(&self) -> u64 {
         self.process.resident_bytes()
     }
 
     /// Encodes all metrics as OpenMetrics text, with the counts of the backlog.
-    ///
-    /// # Errors
-    /// Formatting failed, which does not happen with a `String`.
-    pub fn encode(&self, counts: &Counts) -> Result<String, fmt::Error> {
+    #[must_use]
+    pub fn encode(&self, counts: &ChangeCounts) -> String {
         self.session.refresh();
         self.kube_proxy.take_counts(counts);
         if self.sync.counts_packets.get() != 0 {
@@ -138,14 +119,14 @@ mod tests {
 
     #[test]
     fn headgates_own_metrics_are_served_with_their_names_and_labels() {
-        let metrics = Metrics::default();
+        let metrics = Metrics::registered();
         metrics.session.stream_error("version_gap");
         metrics.session.resumed(ResumeMode::Digests);
         metrics.session.set_source_age(Duration::from_secs(5));
         let report = Report { services_planned: 3, objects_written: 4, ..Report::default() };
         metrics.sync.succeeded(SyncKind::Partial, Duration::from_millis(3), &report, &[], &[]);
         metrics.sync.failed(SyncKind::Full, &[]);
-        let text = metrics.encode(&Counts::default()).unwrap();
+        let text = metrics.encode(&ChangeCounts::default());
         for line in [
             "headgate_agent_stream_errors_total{reason=\"version_gap\"} 1",
             "headgate_agent_resumes_total{mode=\"digests\"} 1",
@@ -163,15 +144,14 @@ mod tests {
 
     #[test]
     fn every_served_metric_is_in_the_catalogue() {
-        let metrics = Metrics::default();
+        let metrics = Metrics::registered();
         metrics.session.stream_error("x");
         metrics.session.resumed(ResumeMode::Log);
-        metrics.saves.saved(1);
         metrics.sync.failed(SyncKind::Partial, &[]);
-        metrics.kube_proxy.healthz(200);
-        metrics.kube_proxy.livez(200);
+        metrics.kube_proxy.healthz.get_or_create(&[("code", 200)]).inc();
+        metrics.kube_proxy.livez.get_or_create(&[("code", 200)]).inc();
         metrics.sync.succeeded(SyncKind::Partial, Duration::ZERO, &Report::default(), &[], &[]);
-        let text = metrics.encode(&Counts::default()).unwrap();
+        let text = metrics.encode(&ChangeCounts::default());
         let names = metrics.registry().names();
         let mut served = 0;
         for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
@@ -187,7 +167,7 @@ mod tests {
     // rows: 109
     #[test]
     fn row_109_metrics_have_kube_proxys_names_and_labels() {
-        let metrics = Metrics::default();
+        let metrics = Metrics::registered();
         let table = TableStatistics { table: "nat", total: 9, last: 2 };
         let no_local = NoLocalEndpoints { internal: 1, external: 0 };
         let statistics = Statistics { rules: vec![table], no_local, counts_packets: false };
@@ -196,9 +176,9 @@ mod tests {
         let triggers = [Trigger { family: V4, unix_ms: now_ms + 1000 }, Trigger { family: V6, unix_ms: 1 }];
         metrics.sync.succeeded(SyncKind::Partial, Duration::ZERO, &Report::default(), &[v4], &triggers);
         metrics.sync.failed(SyncKind::Partial, &[V6]);
-        metrics.kube_proxy.healthz(503);
-        let counts = Counts { endpoint_changes_total: 5, service_changes_pending: 2, ..Counts::default() };
-        let text = metrics.encode(&counts).unwrap();
+        metrics.kube_proxy.healthz.get_or_create(&[("code", 503)]).inc();
+        let counts = ChangeCounts { endpoint_changes_total: 5, service_changes_pending: 2, ..ChangeCounts::default() };
+        let text = metrics.encode(&counts);
         for line in [
             "kubeproxy_sync_proxy_rules_duration_seconds_count{ip_family=\"IPv4\"} 1",
             "kubeproxy_sync_partial_proxy_rules_duration_seconds_bucket{le=\"0.004\",ip_family=\"IPv4\"} 1",
@@ -221,7 +201,7 @@ mod tests {
         };
         assert!(has(&text, "iptables") && !has(&text, "nftables"), "{text}");
         metrics.sync.set_mode("nftables", None);
-        let text = metrics.encode(&counts).unwrap();
+        let text = metrics.encode(&counts);
         for line in [
             "kubeproxy_sync_proxy_rules_nftables_sync_failures_total{ip_family=\"IPv6\"} 1",
             "kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total{ip_family=\"IPv4\"} 0",

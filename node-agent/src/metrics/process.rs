@@ -18,7 +18,7 @@ use tracing::debug;
 use crate::{cpu_time, metric_registry::MetricRegistry};
 
 /// Metrics of the process.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct ProcessMetrics {
     cpu_seconds: Counter<f64, AtomicU64>,
     resident_bytes: Gauge<u64, AtomicU64>,
@@ -30,28 +30,20 @@ pub struct ProcessMetrics {
 impl ProcessMetrics {
     /// Registers all metrics of the process. The time of this call counts as the start of the
     /// process.
-    pub(super) fn new(registry: &mut MetricRegistry) -> Self {
-        let metrics = Self {
-            cpu_seconds: Counter::default(),
-            resident_bytes: Gauge::default(),
-            virtual_bytes: Gauge::default(),
-            open_fds: Gauge::default(),
-            max_fds: Gauge::default(),
-        };
+    pub(super) fn register(&self, registry: &mut MetricRegistry) {
         let started = Gauge::<f64, AtomicU64>::default();
         started.set(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
         let mut add = registry.adder("process");
         let help = "CPU time of the agent, without its child processes";
-        add.counter("cpu_seconds", "", help, metrics.cpu_seconds.clone());
+        add.counter("cpu_seconds", "", help, self.cpu_seconds.clone());
         let help = "Resident memory of the agent, without its child processes";
-        add.gauge_in(Unit::Bytes, "resident_memory", "", help, metrics.resident_bytes.clone());
+        add.gauge_in(Unit::Bytes, "resident_memory", "", help, self.resident_bytes.clone());
         let help = "Virtual memory of the agent, without its child processes";
-        add.gauge_in(Unit::Bytes, "virtual_memory", "", help, metrics.virtual_bytes.clone());
+        add.gauge_in(Unit::Bytes, "virtual_memory", "", help, self.virtual_bytes.clone());
         let help = "When the agent started, in seconds since the Unix epoch";
         add.gauge_in(Unit::Seconds, "start_time", "", help, started);
-        add.gauge("open_fds", "", "Open file descriptors", metrics.open_fds.clone());
-        add.gauge("max_fds", "", "Maximum number of open file descriptors", metrics.max_fds.clone());
-        metrics
+        add.gauge("open_fds", "", "Open file descriptors", self.open_fds.clone());
+        add.gauge("max_fds", "", "Maximum number of open file descriptors", self.max_fds.clone());
     }
 
     /// Returns the resident memory.
@@ -99,7 +91,7 @@ mod tests {
 
     #[test]
     fn process_metrics_have_plausible_values() {
-        let metrics = ProcessMetrics::new(&mut MetricRegistry::default());
+        let metrics = ProcessMetrics::default();
         metrics.refresh();
         let (cpu, resident) = (metrics.cpu_seconds.get(), metrics.resident_bytes.get());
         assert!(cpu > 0.0 && resident > 1 << 20 && metrics.virtual_bytes.get() > resident, "{metrics:?}");

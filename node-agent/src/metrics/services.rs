@@ -16,14 +16,14 @@ use crate::{
 /// metrics.
 pub(super) const MAX_SERVICES: usize = 5_000;
 
-pub(super) type Labels = [(&'static str, String); 2];
+pub(super) type ServiceLabels = [(&'static str, String); 2];
 
 /// Metrics of Services.
 #[derive(Debug, Default)]
 pub(crate) struct ServiceMetrics {
-    connections: Family<Labels, Counter>,
-    packets: Family<Labels, Counter>,
-    bytes: Family<Labels, Counter>,
+    connections: Family<ServiceLabels, Counter>,
+    packets: Family<ServiceLabels, Counter>,
+    bytes: Family<ServiceLabels, Counter>,
     omitted: Gauge,
 }
 
@@ -83,12 +83,12 @@ mod tests {
         metrics.set(&services);
         let mut registry = MetricRegistry::default();
         metrics.register(&mut registry);
-        let text = registry.encode(false).unwrap();
+        let text = registry.encode(false);
         assert!(text.contains("service_connections_total{namespace=\"ns\",service=\"s00000\"} 11\n"), "{text}");
         assert_eq!(text.matches("service_bytes_total{").count(), MAX_SERVICES);
         assert!(text.contains("headgate_agent_services_without_counters 7\n"));
         services.clear();
         metrics.set(&services);
-        assert!(!registry.encode(false).unwrap().contains("{namespace="), "metrics of removed Services disappear");
+        assert!(!registry.encode(false).contains("{namespace="), "metrics of removed Services disappear");
     }
 }

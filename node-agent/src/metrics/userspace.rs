@@ -9,7 +9,7 @@ use std::{
 use headgate_userspace::ServiceStats;
 use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge};
 
-use super::services::{Labels, MAX_SERVICES};
+use super::services::{MAX_SERVICES, ServiceLabels};
 use crate::{
     dataplane::ProxyCounts,
     metric_registry::{self, MetricRegistry, USERSPACE},
@@ -86,22 +86,22 @@ const CONNECT_SECONDS: (&str, &str) =
 /// The label `reason`.
 type Reason = metric_registry::Labels<1>;
 
-type Seconds = Counter<f64, AtomicU64>;
+type SecondsCounter = Counter<f64, AtomicU64>;
 
 /// The sums over all Services.
 #[derive(Debug, Default)]
 struct Totals {
     counters: [Counter; COUNTERS.len()],
     gauges: [Gauge; GAUGES.len()],
-    connect_seconds: Seconds,
+    connect_seconds: SecondsCounter,
 }
 
 /// The same figures for each Service.
 #[derive(Debug, Default)]
 struct Services {
-    counters: [Family<Labels, Counter>; COUNTERS.len()],
-    gauges: [Family<Labels, Gauge>; GAUGES.len()],
-    connect_seconds: Family<Labels, Seconds>,
+    counters: [Family<ServiceLabels, Counter>; COUNTERS.len()],
+    gauges: [Family<ServiceLabels, Gauge>; GAUGES.len()],
+    connect_seconds: Family<ServiceLabels, SecondsCounter>,
     omitted: Gauge,
 }
 
@@ -222,7 +222,7 @@ mod tests {
         let udp = UdpStats { unknown_destination: 4, ..UdpStats::default() };
         let mut counts = ProxyCounts { services: [("ns/web".into(), stats)].into(), totals: stats, tcp, udp };
         metrics.refresh(&counts, false);
-        let text = registry.encode(false).unwrap();
+        let text = registry.encode(false);
         for line in [
             "headgate_userspace_connections_accepted_total 7",
             "headgate_userspace_connections_open 2",
@@ -235,11 +235,11 @@ mod tests {
         assert!(!text.contains("{namespace="), "{text}");
         metrics.refresh(&counts, true);
         metrics.refresh(&counts, true);
-        let text = registry.encode(false).unwrap();
+        let text = registry.encode(false);
         let line = "headgate_userspace_service_connections_accepted_total{namespace=\"ns\",service=\"web\"} 7\n";
         assert!(text.contains(line), "{text}");
         counts.services.clear();
         metrics.refresh(&counts, true);
-        assert!(!registry.encode(false).unwrap().contains("{namespace="), "metrics of removed Services disappear");
+        assert!(!registry.encode(false).contains("{namespace="), "metrics of removed Services disappear");
     }
 }

@@ -159,7 +159,7 @@ mod tests {
 
     use headgate_core::{
         Conditions, Placement,
-        explain::{Fate, LeftOut},
+        explain::{LeftOut, PacketFate},
     };
     use prost::Message as _;
 
@@ -181,7 +181,7 @@ mod tests {
         let explanation = |destination: &str, endpoints| Explanation {
             destination: destination.to_owned(),
             steps: vec!["a step".to_owned()],
-            fate: Fate::Forwarded,
+            fate: PacketFate::Forwarded,
             endpoints,
         };
         let explanations =

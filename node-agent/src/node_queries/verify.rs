@@ -67,24 +67,20 @@ impl Verifier {
     /// Requests a verification, unless the query names one. Returns its number, or `None` while the
     /// pause after the last verification lasts.
     async fn begin(&self, run: u64, deadline: Instant) -> Result<Option<u64>, String> {
-        if run != 0 {
-            let state = Arc::clone(&self.explainer.state);
-            let requested = spawn_blocking(move || state.verifications_requested()).await;
-            return match requested.map_err(|error| error.to_string())? {
-                requested if run > requested => {
-                    Err(format!("the agent has restarted and does not know verification {run}; verify again"))
-                }
-                _ => Ok(Some(run)),
-            };
+        if run == 0 {
+            let next = *self.next.lock().unwrap_or_else(PoisonError::into_inner);
+            if next > deadline {
+                return Ok(None);
+            }
+            sleep_until(next).await;
         }
-        let next = *self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        if next > deadline {
-            return Ok(None);
-        }
-        sleep_until(next).await;
         let state = Arc::clone(&self.explainer.state);
-        let requested = spawn_blocking(move || state.request_verification()).await;
-        requested.map(Some).map_err(|error| error.to_string())
+        let last = move || if run == 0 { state.request_verification() } else { state.verifications_requested() };
+        let last = spawn_blocking(last).await.map_err(|error| error.to_string())?;
+        if run > last {
+            return Err(format!("the agent has restarted and does not know verification {run}; verify again"));
+        }
+        Ok(Some(if run == 0 { last } else { run }))
     }
 
     /// Waits for the end of a verification. Returns `None` if it has not ended in time.

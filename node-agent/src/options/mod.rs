@@ -49,12 +49,6 @@ pub enum OptionsError {
     Config(#[from] ConfigError),
 }
 
-impl From<AddressError> for OptionsError {
-    fn from(error: AddressError) -> Self {
-        Self::ControlPlane(error.to_string())
-    }
-}
-
 /// The settings and their source.
 #[derive(Debug, Clone)]
 pub struct Configured {
@@ -358,7 +352,8 @@ impl Options {
     /// There is no URL, a URL is invalid or not allowed without TLS, or a TLS file is not named.
     pub fn control_planes(&self) -> Result<(Vec<ControlPlane>, Option<Files>), OptionsError> {
         let parse = |url: &String| ControlPlane::parse(url, self.insecure_loopback);
-        let targets: Vec<ControlPlane> = self.control_plane.iter().map(parse).collect::<Result<_, AddressError>>()?;
+        let targets: Result<Vec<ControlPlane>, AddressError> = self.control_plane.iter().map(parse).collect();
+        let targets = targets.map_err(|error| OptionsError::ControlPlane(error.to_string()))?;
         if targets.is_empty() {
             return Err(OptionsError::NoControlPlane);
         }

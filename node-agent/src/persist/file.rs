@@ -16,7 +16,7 @@ use tracing::debug;
 
 use super::{
     last_run::{self, remove_file},
-    load::{self, LoadError, MAGIC, Part},
+    load::{self, LoadError, MAGIC, StatePart},
 };
 use crate::state::{AgentState, SavePoint, held::Restored};
 
@@ -35,21 +35,14 @@ pub(crate) struct StateFile {
     /// The folder, which is open and locked while this agent may write. The lock excludes other
     /// agents with the same folder.
     lock: Option<File>,
-}
-
-/// A state in the temporary file. [`StateFile::commit`] puts it in place, once the kernel has it.
-#[derive(Debug)]
-pub(super) struct Written {
-    /// The generation of the state, as [`AgentState`] counts generations.
-    pub(super) generation: u64,
-    /// The size of the file.
-    pub(super) bytes: u64,
+    /// True if the file held a usable state when it was loaded.
+    pub(super) holds_state: bool,
 }
 
 impl StateFile {
     /// Names the file in a folder. Does not access the disk.
     pub(super) fn new(folder: &Path, node_name: Arc<str>) -> Self {
-        Self { folder: folder.to_owned(), node_name, lock: None }
+        Self { folder: folder.to_owned(), node_name, lock: None, holds_state: false }
     }
 
     /// Path of the file.
@@ -67,16 +60,18 @@ impl StateFile {
             restored.may_be_behind = true;
             restored.held.raise_positions(&positions);
         }
+        self.holds_state = restored.is_some();
         Ok(restored)
     }
 
-    /// Writes the whole state to the temporary file.
+    /// Writes the whole state to the temporary file. [`StateFile::commit`] puts it in place, once
+    /// the kernel has it. Returns the generation of the state, and the size of the file in bytes.
     ///
     /// The state is locked for one Service at a time, so each Service is as it was at some moment
     /// of the write. The version in the file is that of the beginning: a resume by log brings all
     /// that has changed since. The positions are those of the end: no replica that is behind them
     /// may replace a part of the state by an older one.
-    pub(super) fn write(&mut self, shared: &AgentState) -> io::Result<Written> {
+    pub(super) fn write(&mut self, shared: &AgentState) -> io::Result<(u64, u64)> {
         self.take_lock()?;
         let path = self.folder.join(TEMPORARY);
         self.write_to(&path, shared).map_err(|error| {
@@ -86,7 +81,7 @@ impl StateFile {
         })
     }
 
-    fn write_to(&self, path: &Path, shared: &AgentState) -> io::Result<Written> {
+    fn write_to(&self, path: &Path, shared: &AgentState) -> io::Result<(u64, u64)> {
         remove_file(path)?;
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
         let (mut output, mut hash) = (BufWriter::with_capacity(PART_BYTES, file), Sha256::new());
@@ -98,7 +93,9 @@ impl StateFile {
         let begin = save_point(shared)?;
         let mut builder = ChangesBuilder::default();
         let mut write_changes = |builder: ChangesBuilder| {
-            write(&Part { changes: Some(builder.finish()), ..Part::default() }.encode_length_delimited_to_vec())
+            write(
+                &StatePart { changes: Some(builder.finish()), ..StatePart::default() }.encode_length_delimited_to_vec(),
+            )
         };
         for key in shared.keys() {
             shared.with_state(|state| add_service(&mut builder, state, &key));
@@ -113,12 +110,12 @@ impl StateFile {
         let epoch =
             if begin.stream == end.stream && begin.point.epoch == end.point.epoch { end.point.epoch } else { 0 };
         let point = Some(v1::Resume { epoch, version: begin.point.version, ..end.point });
-        let last = Part { changes: None, node_name: self.node_name.to_string(), node: Some(end.node), point };
+        let last = StatePart { changes: None, node_name: self.node_name.to_string(), node: Some(end.node), point };
         write(&last.encode_length_delimited_to_vec())?;
         output.write_all(&hash.finalize())?;
         let file = output.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.sync_all()?;
-        Ok(Written { generation: end.generation, bytes: file.metadata()?.len() })
+        Ok((end.generation, file.metadata()?.len()))
     }
 
     /// Replaces the file by the temporary file.

@@ -1,7 +1,7 @@
 //! The format of the state file, and how the file is read and checked.
 //!
 //! ```text
-//! MAGIC   { length, varint   Part }*   checksum
+//! MAGIC   { length, varint   StatePart }*   checksum
 //! ```
 //!
 //! The checksum is SHA-256 over everything before it. A reader uses the whole file or nothing.
@@ -23,7 +23,7 @@ const CHECKSUM_BYTES: usize = 32;
 
 /// A part of the file. Each part has resources, or all other fields: the last part.
 #[derive(Clone, PartialEq, prost::Message)]
-pub struct Part {
+pub struct StatePart {
     /// Resources.
     #[prost(message, optional, tag = "1")]
     pub changes: Option<v1::Changes>,
@@ -78,7 +78,7 @@ pub(super) fn read_from(bytes: &[u8], node_name: &str) -> Result<Restored, LoadE
     };
     let (mut state, mut decoder) = (State::default(), Decoder::default());
     while !rest.is_empty() {
-        let part = Part::decode_length_delimited(&mut rest).map_err(|error| content(&error))?;
+        let part = StatePart::decode_length_delimited(&mut rest).map_err(|error| content(&error))?;
         let (changes, rejections) =
             decoder.changes(part.changes.unwrap_or_default()).map_err(|error| content(&error))?;
         // Every resource in the file was usable when it was written. If this version of the program
@@ -94,7 +94,7 @@ pub(super) fn read_from(bytes: &[u8], node_name: &str) -> Result<Restored, LoadE
             let own = part.node.unwrap_or_default();
             let node = own.node.map(|node| node_from_wire(&node)).transpose().map_err(|error| unusable(&error))?;
             let mut held = Held::restored(state, &point);
-            held.set_node_position(own.position);
+            held.node_position = own.position;
             return Ok(Restored { held, node, may_be_behind: false });
         }
     }

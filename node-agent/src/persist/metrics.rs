@@ -16,8 +16,9 @@ pub struct SaveMetrics {
     pub restored: Gauge,
     /// Number of failed attempts to save the state.
     pub errors: Counter,
-    saves: Counter,
-    bytes: Gauge<u64, AtomicU64>,
+    pub(super) saves: Counter,
+    /// Size of the file.
+    pub(super) bytes: Gauge<u64, AtomicU64>,
 }
 
 impl SaveMetrics {
@@ -30,11 +31,5 @@ impl SaveMetrics {
         let help = "Attempts to save the state to disk that failed";
         add.counter("state_save_errors", "", help, self.errors.clone());
         add.gauge_in(Unit::Bytes, "state", "", "Size of the saved state", self.bytes.clone());
-    }
-
-    /// Counts a save, and records the size of the file.
-    pub fn saved(&self, bytes: u64) {
-        self.saves.inc();
-        self.bytes.set(bytes);
     }
 }

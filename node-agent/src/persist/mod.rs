@@ -24,7 +24,7 @@ use sha2::{Digest as _, Sha256};
 use tracing::{info, warn};
 
 #[doc(hidden)]
-pub use load::{MAGIC, Part};
+pub use load::{MAGIC, StatePart};
 pub use metrics::SaveMetrics;
 pub(crate) use saver::Saver;
 
@@ -76,7 +76,7 @@ pub fn remove(folder: &Path) -> io::Result<()> {
 #[must_use]
 pub fn state_of(content: &[u8], node_name: &str) -> Option<headgate_core::State> {
     let bytes = [content, &Sha256::digest(content)[..]].concat();
-    load::read_from(&bytes, node_name).ok().map(|restored| restored.held.into_state())
+    load::read_from(&bytes, node_name).ok().map(|restored| restored.held.state)
 }
 
 #[cfg(test)]

@@ -10,10 +10,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{
-    SaveMetrics,
-    file::{StateFile, Written},
-};
+use super::{SaveMetrics, file::StateFile};
 use crate::{progress::Progress, state::AgentState};
 
 /// How often the run is recorded, at most. The first state of a run is written after this time, so
@@ -40,18 +37,16 @@ pub(crate) struct Saver {
 }
 
 impl Saver {
-    /// Creates a saver for `file`. If `is_restored` is true, the file holds generation 0 of
-    /// `state`. Otherwise the file holds no usable state. The saver writes at most once per
-    /// `interval`.
+    /// Creates a saver for `file`. If the file holds a usable state, this is generation 0 of
+    /// `state`. The saver writes at most once per `interval`.
     pub(crate) fn new(
         file: StateFile,
-        is_restored: bool,
         interval: Duration,
         state: Arc<AgentState>,
         metrics: SaveMetrics,
         progress: watch::Receiver<Progress>,
     ) -> Self {
-        let (saved, save_at) = (is_restored.then_some(0), Instant::now() + pause(interval));
+        let (saved, save_at) = (file.holds_state.then_some(0), Instant::now() + pause(interval));
         Self { file, interval, state, metrics, progress, saved, recorded: None, save_at, has_failed: false }
     }
 
@@ -100,14 +95,15 @@ impl Saver {
     /// Writes the state, and replaces the file if `may_replace` returns true for the state's
     /// generation. Returns true if the file was replaced.
     fn save(&mut self, may_replace: impl FnOnce(u64) -> bool) -> bool {
-        let saved = self.file.write(&self.state).and_then(|written| {
-            let is_replaced = may_replace(written.generation);
-            if is_replaced { self.file.commit().map(|()| Some(written)) } else { Ok(None) }
+        let saved = self.file.write(&self.state).and_then(|(generation, bytes)| {
+            let is_replaced = may_replace(generation);
+            if is_replaced { self.file.commit().map(|()| Some((generation, bytes))) } else { Ok(None) }
         });
         match saved {
-            Ok(Some(Written { generation, bytes })) => {
+            Ok(Some((generation, bytes))) => {
                 info!(bytes, "the state is saved");
-                self.metrics.saved(bytes);
+                self.metrics.saves.inc();
+                self.metrics.bytes.set(bytes);
                 self.saved = Some(generation);
                 self.has_failed = false;
                 true

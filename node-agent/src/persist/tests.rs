@@ -16,14 +16,14 @@ use tokio_util::sync::CancellationToken;
 use super::{
     SaveMetrics, Saver,
     file::StateFile,
-    load::{self, MAGIC, Part},
+    load::{self, MAGIC, StatePart},
     open, remove,
 };
 use crate::{
     progress::{Failure, Programmed, Progress, Target},
     state::{
         AgentState,
-        held::{Buckets, OwnNode, Restored, Snapshot, StateUpdate},
+        held::{OwnNode, Restored, Snapshot, StateUpdate, all_buckets},
     },
     testing::{endpoint, key, no_endpoint, service, service_cidr},
 };
@@ -57,7 +57,7 @@ impl Agent {
     }
 
     fn snapshot(&mut self, changes: Vec<Change>) {
-        let snapshot = Some(Snapshot { buckets: Buckets::All, rejected: Default::default() });
+        let snapshot = Some(Snapshot { buckets: all_buckets(), rejected: Default::default() });
         self.step(changes, snapshot);
     }
 
@@ -145,7 +145,7 @@ fn a_large_state_is_written_in_several_parts() {
     let (content, _) = bytes.split_last_chunk::<32>().unwrap();
     let (mut rest, mut parts) = (content.strip_prefix(MAGIC).unwrap(), 0);
     while !rest.is_empty() {
-        Part::decode_length_delimited(&mut rest).unwrap();
+        StatePart::decode_length_delimited(&mut rest).unwrap();
         parts += 1;
     }
     assert!(parts > 3, "{parts} parts in {} bytes", bytes.len());
@@ -207,7 +207,7 @@ fn a_state_with_rejections_is_saved_without_its_epoch() {
 fn a_state_of_another_program_version_has_no_epoch() {
     for other in ["0.0.1", ""] {
         let point = v1::Resume { epoch: 7, version: 1, agent_version: other.into(), ..v1::Resume::default() };
-        let part = Part { node_name: "node-1".into(), point: Some(point), ..Part::default() };
+        let part = StatePart { node_name: "node-1".into(), point: Some(point), ..StatePart::default() };
         let bytes = with_checksum(&[MAGIC.to_vec(), part.encode_length_delimited_to_vec()].concat());
         let position = load::read_from(&bytes, "node-1").unwrap().held.position();
         assert_eq!(position, Some((0, 1)), "the other version may have left out resources");
@@ -395,11 +395,10 @@ impl Saving {
         let Agent { folder, file, version, has_rejections, .. } = agent;
         drop(file);
         let (restored, opened) = open(folder.path(), "node-1".into());
-        let is_restored = restored.is_some();
         let shared = Arc::new(AgentState::restored("node-1", restored.unwrap_or_default()));
         let file = StateFile::new(folder.path(), "node-1".into());
         let (kernel, progress) = watch::channel(Progress::default());
-        let saver = Saver::new(opened, is_restored, interval, Arc::clone(&shared), SaveMetrics::default(), progress);
+        let saver = Saver::new(opened, interval, Arc::clone(&shared), SaveMetrics::default(), progress);
         let agent = Agent { folder, file, shared, version, has_rejections };
         Self { agent, saver: Some(saver), kernel }
     }

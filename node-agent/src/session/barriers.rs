@@ -48,30 +48,21 @@ impl DrainMetrics {
     }
 }
 
-/// The pod that a request concerns.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Pod {
-    /// The pod with this address.
-    At(IpAddr),
-    /// A pod by namespace and name.
-    Named(String, String),
-}
-
 /// The requests of all streams.
 #[derive(Debug, Default)]
 pub(crate) struct Barriers {
-    state: Mutex<State>,
+    state: Mutex<Requests>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct Requests {
     last_id: u64,
     waiting: BTreeMap<u64, Waiting>,
     /// The last stream, which may have ended.
     stream: Option<mpsc::Sender<v1::BarrierRequest>>,
 }
 
-impl State {
+impl Requests {
     /// Sends a request. Without a stream, the next stream repeats it.
     fn send(&self, request: v1::BarrierRequest) {
         if let Some(stream) = &self.stream {
@@ -82,29 +73,16 @@ impl State {
 
 #[derive(Debug)]
 struct Waiting {
-    pod: Pod,
-    uid: String,
+    request: v1::BarrierRequest,
     deadline: Instant,
-    silent: Duration,
     answer: oneshot::Sender<v1::BarrierAnswer>,
 }
 
 impl Waiting {
-    fn request(&self, id: u64) -> v1::BarrierRequest {
-        let milliseconds = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
-        let request = v1::BarrierRequest {
-            id,
-            pod_uid: self.uid.clone(),
-            timeout_ms: milliseconds(self.deadline.saturating_duration_since(Instant::now())),
-            silent_ms: milliseconds(self.silent),
-            ..v1::BarrierRequest::default()
-        };
-        match &self.pod {
-            Pod::At(address) => v1::BarrierRequest { address: address_to_wire(*address), ..request },
-            Pod::Named(namespace, name) => {
-                v1::BarrierRequest { pod_namespace: namespace.clone(), pod_name: name.clone(), ..request }
-            }
-        }
+    /// The request, with the time that is left.
+    fn request(&self) -> v1::BarrierRequest {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        v1::BarrierRequest { timeout_ms: left.as_millis() as u64, ..self.request.clone() }
     }
 }
 
@@ -124,10 +102,9 @@ impl Drop for Asked<'_> {
 }
 
 impl Barriers {
-    /// Asks the control plane about a pod, and waits for the answer, at most until `deadline` and a
-    /// second more. `uid` is the UID of the pod, or empty. `silent` is how long nodes are waited
-    /// for that confirm nothing.
-    pub(crate) async fn ask(&self, pod: Pod, uid: String, deadline: Instant, silent: Duration) -> v1::BarrierAnswer {
+    /// Asks the control plane about the pod that `request` names, and waits for the answer, at most
+    /// until `deadline` and a second more. Sets the id and the timeout of the request.
+    pub(crate) async fn ask(&self, mut request: v1::BarrierRequest, deadline: Instant) -> v1::BarrierAnswer {
         let (answer, receiver) = oneshot::channel();
         let asked = {
             let mut state = self.state();
@@ -136,8 +113,10 @@ impl Barriers {
                 return v1::BarrierAnswer { reason, ..v1::BarrierAnswer::default() };
             }
             state.last_id += 1;
-            let (id, waiting) = (state.last_id, Waiting { pod, uid, deadline, silent, answer });
-            state.send(waiting.request(id));
+            let id = state.last_id;
+            request.id = id;
+            let waiting = Waiting { request, deadline, answer };
+            state.send(waiting.request());
             state.waiting.insert(id, waiting);
             Asked { barriers: self, id }
         };
@@ -153,7 +132,8 @@ impl Barriers {
 
     /// The number of requests that wait for the pod with this address.
     pub(crate) fn waiting_of(&self, address: IpAddr) -> usize {
-        self.state().waiting.values().filter(|waiting| waiting.pod == Pod::At(address)).count()
+        let address = address_to_wire(address);
+        self.state().waiting.values().filter(|waiting| waiting.request.address == address).count()
     }
 
     /// Begins a stream. Returns its requests: first all that are not answered.
@@ -161,7 +141,7 @@ impl Barriers {
         let (sender, requests) = mpsc::channel(MAX_UNSENT);
         let mut state = self.state();
         state.stream = Some(sender);
-        state.waiting.iter().for_each(|(id, waiting)| state.send(waiting.request(*id)));
+        state.waiting.values().for_each(|waiting| state.send(waiting.request()));
         requests
     }
 
@@ -173,7 +153,7 @@ impl Barriers {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, Requests> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -189,19 +169,21 @@ mod tests {
         Instant::now() + Duration::from_secs(30)
     }
 
+    fn at_address() -> v1::BarrierRequest {
+        v1::BarrierRequest { address: vec![10, 0, 0, 1].into(), pod_uid: "uid-1".into(), ..Default::default() }
+    }
+
     #[tokio::test]
     async fn a_request_is_repeated_on_each_stream_until_it_is_answered() {
         let barriers = Arc::new(Barriers::default());
         let asker = Arc::clone(&barriers);
-        let pod = Pod::At([10, 0, 0, 1].into());
-        let asked = tokio::spawn(async move { asker.ask(pod, "uid-1".into(), later(), Duration::from_secs(20)).await });
+        let asked = tokio::spawn(async move { asker.ask(at_address(), later()).await });
         while barriers.state().waiting.is_empty() {
             tokio::task::yield_now().await;
         }
         for _ in 0..2 {
             let sent = barriers.begin_stream().recv().await.unwrap();
-            assert_eq!((sent.id, &sent.address[..], sent.silent_ms), (1, &[10, 0, 0, 1][..], 20_000));
-            assert_eq!(sent.pod_uid, "uid-1");
+            assert_eq!((sent.id, &sent.address[..], &*sent.pod_uid), (1, &[10, 0, 0, 1][..], "uid-1"));
             assert!(sent.timeout_ms <= 30_000);
         }
         let answer = v1::BarrierAnswer { id: 1, result: Outcome::Drained.into(), ..v1::BarrierAnswer::default() };
@@ -213,17 +195,16 @@ mod tests {
     async fn a_client_that_goes_cancels_its_request() {
         let barriers = Barriers::default();
         let mut requests = barriers.begin_stream();
-        let gone = barriers.ask(Pod::Named("prod".into(), "web-1".into()), String::new(), later(), Duration::ZERO);
+        let gone = barriers.ask(at_address(), later());
         assert!(tokio::time::timeout(Duration::from_millis(10), gone).await.is_err());
-        assert_eq!(requests.recv().await.unwrap().pod_name, "web-1");
+        assert_eq!(requests.recv().await.unwrap().address, at_address().address);
         assert!(requests.recv().await.unwrap().is_cancelled);
     }
 
     #[tokio::test]
     async fn without_a_stream_the_answer_is_incomplete_at_the_deadline() {
         let barriers = Barriers::default();
-        let pod = Pod::At([10, 0, 0, 1].into());
-        let answer = barriers.ask(pod, String::new(), Instant::now(), Duration::ZERO).await;
+        let answer = barriers.ask(at_address(), Instant::now()).await;
         assert_eq!(answer.result(), Outcome::Incomplete);
     }
 }

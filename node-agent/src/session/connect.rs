@@ -62,7 +62,7 @@ impl ControlPlane {
         &self,
         address: Option<SocketAddr>,
         tls: Option<&Arc<AgentTls>>,
-    ) -> Result<Connection, ConnectError> {
+    ) -> Result<Connected, ConnectError> {
         let endpoint = |uri| {
             Endpoint::from(uri)
                 .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
@@ -84,7 +84,7 @@ impl ControlPlane {
             timeout(2 * CONNECT_TIMEOUT, endpoint(self.at(address)).connect_with_connector(tcp())).await
         };
         match connected {
-            Ok(Ok(channel)) => Ok(Connection { channel, not_after, refused }),
+            Ok(Ok(channel)) => Ok(Connected { channel, not_after, refused }),
             Ok(Err(error)) => Err(refused.get().cloned().map_or(ConnectError::Connect(error), ConnectError::Refused)),
             Err(_) => Err(ConnectError::TimedOut),
         }
@@ -123,7 +123,7 @@ fn tcp() -> HttpConnector {
 
 /// A connection to a control plane.
 #[derive(Debug)]
-pub struct Connection {
+pub struct Connected {
     /// The channel for requests.
     pub channel: Channel,
     /// When the agent's certificate on this connection expires; `None` without TLS.
@@ -131,7 +131,7 @@ pub struct Connection {
     refused: Arc<OnceLock<Refusal>>,
 }
 
-impl Connection {
+impl Connected {
     /// Why TLS ended the connection. `None` if TLS did not end the connection.
     #[must_use]
     pub fn refusal(&self) -> Option<Refusal> {

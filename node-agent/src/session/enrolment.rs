@@ -26,7 +26,10 @@ use tokio_rustls::TlsConnector;
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use tracing::{info, warn};
 
-use super::{metrics::SessionMetrics, tls::AgentTls};
+use super::{
+    metrics::SessionMetrics,
+    tls::{AgentTls, blocking},
+};
 use crate::backoff::{Backoff, Jitter, jitter};
 
 /// The longest time for one attempt.
@@ -190,14 +193,6 @@ impl Enrolment {
         })
         .await
     }
-}
-
-/// Runs `work`, which reads or writes files, on a thread for blocking work.
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, EnrolmentError> + Send + 'static,
-) -> Result<T, EnrolmentError> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic()))
 }
 
 /// Reads the token, the authorities and the key. Creates the key if its file does not exist.

@@ -6,12 +6,11 @@
 //! breaks earlier, the machine drops the staged parts. After a [`Violation`], the caller must drop
 //! the stream, and resume on a new stream with the state that the agent holds.
 
-use std::{collections::HashSet, iter, mem, sync::Arc, time::Duration};
+use std::{collections::HashSet, iter, mem, sync::Arc};
 
 use headgate_core::{
     Change, Family, Node,
     digest::{self, BUCKETS},
-    node_state::SourceState,
     reference::Referable,
 };
 use headgate_proto::{
@@ -22,11 +21,8 @@ use headgate_proto::{
 use super::rejections::Rejections;
 use crate::state::{
     backlog::Trigger,
-    held::{Buckets, OwnNode, Snapshot, StateUpdate},
+    held::{OwnNode, Snapshot, StateUpdate, all_buckets},
 };
-
-/// The heartbeat interval if the replica does not state an interval.
-const DEFAULT_HEARTBEAT: Duration = Duration::from_secs(10);
 
 /// A message that breaks the contract.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -95,7 +91,7 @@ pub enum Violation {
 #[derive(Debug)]
 pub enum Effect {
     /// The replica has accepted the stream.
-    Welcomed(Welcomed),
+    Welcomed(v1::Welcome),
     /// Apply the update to [`crate::state::held::Held`], then program the kernel.
     Apply(StateUpdate),
     /// Store the agent's own Node.
@@ -106,45 +102,15 @@ pub enum Effect {
     /// Received resources cannot be used. [`Machine::rejections`] reports them to the replica.
     Reject(Vec<v1::Rejection>),
     /// Record the contents of a heartbeat.
-    Heartbeat {
-        /// The newest version that the replica has.
-        head_version: u64,
-        /// Time since the replica last heard from its source, when the heartbeat was sent.
-        source_age: Duration,
-        /// The state of the source.
-        source: SourceState,
-        /// Number of snapshots that the replica has completed, for any agent.
-        snapshots_sent: u64,
-    },
+    Heartbeat(v1::Heartbeat),
     /// Answer a query of the replica.
     Query(v1::Query),
     /// Pass the replica's answer on to the pod that asked.
     Barrier(v1::BarrierAnswer),
-    /// Connect again within this time, preferably to another replica.
-    Drain {
-        /// The maximum time until the agent connects again.
-        within: Duration,
-        /// The reason, for the log.
-        reason: String,
-        /// True if the replica continues to serve. In this case, move only to a replica that
-        /// follows its source.
-        for_balance: bool,
-    },
-}
-
-/// The contents of `Welcome`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Welcomed {
-    /// The replica's name.
-    pub replica: String,
-    /// The replica's epoch.
-    pub epoch: u64,
-    /// How the replica brings the agent up to date.
-    pub mode: ResumeMode,
-    /// Longest time between two messages of the replica.
-    pub heartbeat_interval: Duration,
-    /// The state of the source.
-    pub source: SourceState,
+    /// Connect again within the time that the replica names, preferably to another replica. If the
+    /// replica asks for balance, it continues to serve: move only to a replica that follows its
+    /// source.
+    Drain(v1::Drain),
 }
 
 /// The progress of a stream.
@@ -263,21 +229,12 @@ impl Machine {
             Body::SnapshotChunk(chunk) => self.on_chunk(chunk),
             Body::SnapshotEnd(end) => self.on_end(end),
             Body::OwnNode(own_node) => Ok(vec![self.on_node(own_node)]),
-            Body::Heartbeat(heartbeat) => Ok(vec![Effect::Heartbeat {
-                head_version: heartbeat.head_version,
-                source_age: Duration::from_millis(heartbeat.source_age_ms),
-                source: heartbeat.source_state().into(),
-                snapshots_sent: heartbeat.snapshots_sent,
-            }]),
+            Body::Heartbeat(heartbeat) => Ok(vec![Effect::Heartbeat(heartbeat)]),
             Body::Query(query) => Ok(vec![Effect::Query(query)]),
             Body::Barrier(answer) => Ok(vec![Effect::Barrier(answer)]),
             // Only a stream of its own has this answer.
             Body::Standing(_) => Ok(Vec::new()),
-            Body::Drain(drain) => Ok(vec![Effect::Drain {
-                within: Duration::from_millis(drain.reconnect_within_ms.into()),
-                reason: drain.reason,
-                for_balance: drain.for_balance,
-            }]),
+            Body::Drain(drain) => Ok(vec![Effect::Drain(drain)]),
         }
     }
 
@@ -303,15 +260,9 @@ impl Machine {
         if mode == ResumeMode::Log && self.resumed_at.is_none() {
             return fail("resume LOG without the version at the head of the log");
         }
-        let heartbeat_interval = match welcome.heartbeat_interval_ms {
-            0 => DEFAULT_HEARTBEAT,
-            interval_ms => Duration::from_millis(interval_ms.into()),
-        };
-        let source = welcome.source_state().into();
         let version = self.position.map_or(0, |(_, version)| version);
         self.rejections.begin(mode, version);
-        let welcomed = Welcomed { replica: welcome.replica, epoch, mode, heartbeat_interval, source };
-        Ok(iter::once(Effect::Welcomed(welcomed)).chain(self.resumed(version)).collect())
+        Ok(iter::once(Effect::Welcomed(welcome)).chain(self.resumed(version)).collect())
     }
 
     /// Returns [`Effect::Resumed`], once, when `version` completes the resume.
@@ -380,9 +331,9 @@ impl Machine {
         // difference, an empty list means no bucket (discovery.proto, section 4). In this case, the
         // agent must not remove all resources.
         let buckets = if end.buckets.is_empty() && !(by_digests && end.resource_count == 0) {
-            Buckets::All
+            all_buckets()
         } else {
-            Buckets::Some(checked_buckets(&end.buckets)?)
+            checked_buckets(&end.buckets)?
         };
         check_membership(&buckets, &self.staged.changes)?;
         let mut staged = mem::take(&mut self.staged);
@@ -465,8 +416,8 @@ fn checked_buckets(wire: &[u32]) -> Result<HashSet<u16>, Violation> {
 
 /// Checks that all resources of a snapshot are in the named buckets. Otherwise the agent could hold
 /// a resource that no later message of the stream removes.
-fn check_membership(buckets: &Buckets, changes: &[Change]) -> Result<(), Violation> {
-    if *buckets == Buckets::All {
+fn check_membership(buckets: &HashSet<u16>, changes: &[Change]) -> Result<(), Violation> {
+    if buckets.len() == BUCKETS {
         return Ok(());
     }
     for change in changes {
@@ -479,7 +430,7 @@ fn check_membership(buckets: &Buckets, changes: &[Change]) -> Result<(), Violati
             // `on_chunk` has rejected chunks with removals.
             Change::RemoveService(_) | Change::RemoveEndpoint(..) | Change::RemoveServiceCidr(_) => continue,
         };
-        if !buckets.contains(bucket) {
+        if !buckets.contains(&bucket) {
             return Err(Violation::ForeignBucket { resource, bucket });
         }
     }

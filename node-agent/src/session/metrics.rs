@@ -1,10 +1,7 @@
 //! Metrics of the session: its streams, what the replica reports, and TLS.
 
 use std::{
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicI64, AtomicU64},
-    },
+    sync::atomic::{AtomicI64, AtomicU64},
     time::{Duration, Instant},
 };
 
@@ -38,7 +35,7 @@ pub struct SessionMetrics {
     stream_errors: Family<Labels<1>, Counter>,
     resumes: Family<Labels<1>, Counter>,
     source_age_seconds: Gauge<f64, AtomicU64>,
-    source: Arc<Mutex<Source>>,
+    source: watch::Sender<Source>,
 }
 
 /// What the replica reports about its source.
@@ -99,35 +96,31 @@ impl SessionMetrics {
 
     /// Records the source age of a heartbeat.
     pub fn set_source_age(&self, source_age: Duration) {
-        self.source().last_heartbeat = Some((Instant::now(), source_age));
+        self.source.send_modify(|source| source.last_heartbeat = Some((Instant::now(), source_age)));
     }
 
     /// Records the state of the source.
     pub fn set_source_state(&self, state: SourceState) {
-        self.source().state = Some(state);
+        self.source.send_modify(|source| source.state = Some(state));
     }
 
     /// The state of the source that was reported last; `None` if no state was reported.
     #[must_use]
     pub fn source_state(&self) -> Option<SourceState> {
-        self.source().state
+        self.source.borrow().state
     }
 
     /// Time since the replica last heard from its source: the age in the last heartbeat plus the
     /// time since that heartbeat. `None` before the first heartbeat.
     #[must_use]
     pub fn source_age(&self) -> Option<Duration> {
-        self.source().last_heartbeat.map(|(at, age)| age.saturating_add(at.elapsed()))
+        self.source.borrow().last_heartbeat.map(|(at, age)| age.saturating_add(at.elapsed()))
     }
 
     /// Updates the gauges that depend on the time. Call this function before the registry is
     /// encoded.
     pub(crate) fn refresh(&self) {
         self.source_age_seconds.set(self.source_age().map_or(0.0, |age| age.as_secs_f64()));
-    }
-
-    fn source(&self) -> MutexGuard<'_, Source> {
-        self.source.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -137,7 +130,9 @@ pub struct TlsMetrics {
     handshakes: Family<Labels<1>, Counter>,
     reloads: Family<Labels<1>, Counter>,
     not_after: Family<Labels<1>, Gauge<i64, AtomicI64>>,
-    problem: watch::Sender<Option<String>>,
+    /// What is wrong with the current TLS files. `None` if the files can be used, and no control
+    /// plane rejects the certificate.
+    pub(crate) problem: watch::Sender<Option<String>>,
 }
 
 impl TlsMetrics {
@@ -170,31 +165,9 @@ impl TlsMetrics {
         self.problem.send_replace(Some(problem));
     }
 
-    /// Records that a control plane rejects the certificate.
-    pub(crate) fn rejected(&self, problem: String) {
-        self.problem.send_replace(Some(problem));
-    }
-
-    /// Records that a control plane accepted the certificate.
-    pub(crate) fn accepted(&self) {
-        self.problem.send_replace(None);
-    }
-
     /// Counts a completed handshake.
     pub(crate) fn handshake(&self, is_resumed: bool) {
         let kind = if is_resumed { "resumed" } else { "full" };
         self.handshakes.get_or_create(&[("kind", kind)]).inc();
-    }
-
-    /// What is wrong with the current TLS files. `None` if the files can be used, and no control
-    /// plane rejects the certificate.
-    #[must_use]
-    pub fn problem(&self) -> Option<String> {
-        self.problem.borrow().clone()
-    }
-
-    /// Returns a receiver that follows [`Self::problem`].
-    pub(crate) fn watch_problem(&self) -> watch::Receiver<Option<String>> {
-        self.problem.subscribe()
     }
 }

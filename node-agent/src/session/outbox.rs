@@ -5,10 +5,7 @@
 use std::{collections::VecDeque, ops::RangeInclusive, time::Duration};
 
 use headgate_proto::v1::{self, agent_message::Body};
-use tokio::{
-    sync::mpsc,
-    time::{Instant, sleep_until},
-};
+use tokio::{sync::mpsc, time::Instant};
 
 use super::{
     answers::Answers,
@@ -16,7 +13,10 @@ use super::{
     rejections::{MAX_TEXT_BYTES, Rejections, shorten},
     verified::Reported,
 };
-use crate::progress::{Programmed, Progress};
+use crate::{
+    backoff::passed,
+    progress::{Programmed, Progress},
+};
 
 /// Maximum number of sentences in a status.
 const MAX_SENTENCES: usize = 64;
@@ -254,14 +254,6 @@ impl Outbox {
     }
 }
 
-/// Waits until this time. Waits for ever if there is none.
-pub(super) async fn passed(at: Option<Instant>) {
-    match at {
-        Some(at) => sleep_until(at).await,
-        None => std::future::pending().await,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -273,7 +265,7 @@ mod tests {
     use super::*;
     use crate::{
         progress::{Failure, Target},
-        session::barriers::{Barriers, Pod},
+        session::barriers::Barriers,
         testing::Replica,
     };
 
@@ -369,7 +361,7 @@ mod tests {
         outbox.answers.ready().await;
         let barriers = Barriers::default();
         outbox.requests = barriers.begin_stream();
-        let mut asked = pin!(barriers.ask(Pod::At([10, 0, 0, 1].into()), String::new(), now, Duration::ZERO));
+        let mut asked = pin!(barriers.ask(v1::BarrierRequest::default(), now));
         assert!(asked.as_mut().now_or_never().is_none());
         outbox.ack(v1::Ack::default(), now);
         rejections.step(1, &[v1::Rejection::default()], &[], None);

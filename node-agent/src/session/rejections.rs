@@ -138,7 +138,7 @@ impl Rejections {
             // A snapshot contains everything in its buckets. A resource that is not in the snapshot
             // no longer exists.
             let is_replaced = |resource: &&String| match bucket(resource) {
-                Some(bucket) => buckets.contains(bucket),
+                Some(bucket) => buckets.contains(&bucket),
                 None => buckets.len() == digest::BUCKETS,
             };
             ended.extend(self.received.keys().filter(is_replaced).cloned());
@@ -274,7 +274,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        state::held::Buckets,
+        state::held::all_buckets,
         testing::{endpoint, key, no_endpoint, service, service_cidr},
     };
 
@@ -346,10 +346,10 @@ mod tests {
     fn a_snapshot_ends_the_rejections_in_the_buckets_that_it_replaces() {
         let (web, db) = (format!("Service {}", key("web")), format!("Endpoint {} 10.1.0.1", key("db")));
         let snapshot = |buckets| Snapshot { buckets, rejected: HashSet::new() };
-        let only_web = snapshot(Buckets::Some([digest::service_bucket(&key("web"))].into()));
+        let only_web = snapshot([digest::service_bucket(&key("web"))].into());
         let mut rejected = rejected(&[&web, &db, "removed Service"]);
         assert_eq!(withdrawn(&mut rejected, &[], Some(&only_web)), [web.as_str()]);
-        let left = withdrawn(&mut rejected, &[], Some(&snapshot(Buckets::All)));
+        let left = withdrawn(&mut rejected, &[], Some(&snapshot(all_buckets())));
         assert_eq!(left, [db.as_str(), "removed Service"]);
     }
 

@@ -73,13 +73,6 @@ impl Replicas {
     pub(super) fn forget(&mut self) {
         self.waiting.clear();
     }
-
-    /// Makes the next call of [`Replicas::next`] return the same replica as the last call.
-    pub(super) fn repeat(&mut self) {
-        if let Some(last) = self.last.clone() {
-            self.waiting.push_front(last);
-        }
-    }
 }
 
 /// Returns a random order that ends with `last`.
@@ -161,8 +154,6 @@ mod tests {
         let mut replicas = replicas(&["http://127.0.0.1:1"]);
         let first = replicas.next().await;
         assert!(first.is_some());
-        assert_eq!(replicas.next().await, first);
-        replicas.repeat();
         assert_eq!(replicas.next().await, first);
         assert_eq!(Replicas::new(Vec::new()).next().await, None);
     }

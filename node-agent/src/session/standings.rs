@@ -14,42 +14,35 @@ use super::{failover::Standing, replicas::Target, tls::AgentTls};
 /// Maximum time for an answer, including the time to connect.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A request for the standing, from the agent of `node` to `replicas`.
-pub(super) struct StandingsQuery {
-    pub(super) node: Arc<str>,
-    pub(super) tls: Option<Arc<AgentTls>>,
-    pub(super) replicas: Vec<Target>,
-    /// The epoch of the replica that the agent follows. A replica that answers with this epoch is
-    /// the same replica at another address, and is left out.
-    pub(super) epoch: Option<u64>,
-}
-
 /// The replicas that answered, with their standings.
 pub(super) type Standings = Vec<(Target, Standing)>;
 
-impl StandingsQuery {
-    /// Asks all replicas at the same time, and returns the answers. Replicas that do not answer in
-    /// time are left out.
-    pub(super) async fn ask(self) -> Standings {
-        let Self { node, tls, replicas, epoch } = self;
-        let mut asked = JoinSet::new();
-        for target in replicas {
-            let (node, tls) = (Arc::clone(&node), tls.clone());
-            asked.spawn(async move {
-                let answer = timeout(ANSWER_TIMEOUT, ask_one(&target, &node, tls.as_ref())).await;
-                (target, answer.unwrap_or_else(|_| Err(format!("no answer in {} s", ANSWER_TIMEOUT.as_secs()))))
-            });
-        }
-        let mut answers = Vec::new();
-        for (target, answer) in asked.join_all().await {
-            match answer {
-                Ok((theirs, _)) if Some(theirs) == epoch => {}
-                Ok((_, standing)) => answers.push((target, standing)),
-                Err(error) => debug!(replica = %target, error, "another replica did not report its standing"),
-            }
-        }
-        answers
+/// Asks all replicas at the same time, for the agent of `node`, and returns the answers. Replicas
+/// that do not answer in time are left out. So is a replica that answers with `epoch`, the epoch of
+/// the replica that the agent follows: it is the same replica at another address.
+pub(super) async fn ask(
+    node: Arc<str>,
+    tls: Option<Arc<AgentTls>>,
+    replicas: Vec<Target>,
+    epoch: Option<u64>,
+) -> Standings {
+    let mut asked = JoinSet::new();
+    for target in replicas {
+        let (node, tls) = (Arc::clone(&node), tls.clone());
+        asked.spawn(async move {
+            let answer = timeout(ANSWER_TIMEOUT, ask_one(&target, &node, tls.as_ref())).await;
+            (target, answer.unwrap_or_else(|_| Err(format!("no answer in {} s", ANSWER_TIMEOUT.as_secs()))))
+        });
     }
+    let mut answers = Vec::new();
+    for (target, answer) in asked.join_all().await {
+        match answer {
+            Ok((theirs, _)) if Some(theirs) == epoch => {}
+            Ok((_, standing)) => answers.push((target, standing)),
+            Err(error) => debug!(replica = %target, error, "another replica did not report its standing"),
+        }
+    }
+    answers
 }
 
 /// Asks one replica for its epoch and standing.

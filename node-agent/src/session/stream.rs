@@ -17,22 +17,28 @@ use tonic::Status;
 use tracing::{debug, info, warn};
 
 use super::{
-    context::{Context, SessionConfig},
+    context::{Session, SessionConfig},
     failover::{Failover, HeldState, Trouble, choose},
-    machine::{Effect, Violation, Welcomed},
+    machine::{Effect, Violation},
     metrics::SessionMetrics,
-    outbox::{Outbox, passed},
+    outbox::Outbox,
     renewal::Renewal,
     replicas::{Replicas, Target},
-    standings::{Standings, StandingsQuery},
+    standings::{self, Standings},
     stream_end::StreamEnd,
     verified,
 };
-use crate::{backoff::jitter, progress::Progress, state::AgentState};
+use crate::{
+    backoff::{jitter, passed},
+    progress::Progress,
+    state::AgentState,
+};
 
 /// Number of heartbeat intervals without a message after which the agent reconnects
 /// (`discovery.proto`, rule 9).
 const MISSED_HEARTBEATS: u32 = 3;
+/// The heartbeat interval if the replica does not state an interval.
+const DEFAULT_HEARTBEAT: Duration = Duration::from_secs(10);
 
 /// An open stream, with the messages `I` of the replica.
 pub(super) struct Stream<I> {
@@ -54,14 +60,13 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
     /// Follows the stream until it ends, and returns the reason.
     pub(super) async fn run(
         mut self,
-        context: &mut Context,
+        session: &mut Session,
         replica: &Target,
         replicas: &Replicas,
-        welcomed_at: &mut Option<Instant>,
     ) -> Result<StreamEnd, StreamEnd> {
         // The pending request to the other replicas, and its reason.
         let mut asking: Option<Asking> = None;
-        let mut progress = context.progress.clone();
+        let mut progress = session.progress.clone();
         let outgoing = self.outgoing.clone();
         let mut silence = pin!(sleep(self.silent_after));
         loop {
@@ -83,35 +88,31 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
                         return Ok(StreamEnd::Moved { to: Box::new(to), trouble });
                     }
                 }
-                Ok(permit) = self.outbox.ready(&context.machine.rejections).then(|()| outgoing.reserve()) => {
-                    if let Some(message) = self.outbox.pop(Instant::now(), &mut context.machine.rejections) {
+                Ok(permit) = self.outbox.ready(&session.machine.rejections).then(|()| outgoing.reserve()) => {
+                    if let Some(message) = self.outbox.pop(Instant::now(), &mut session.machine.rejections) {
                         permit.send(message);
                     }
                 }
                 Ok(()) = progress.changed() => {
                     let seen = progress.borrow_and_update().clone();
-                    self.report(&seen, context);
+                    self.report(&seen, session);
                 }
                 message = self.incoming.next() => {
                     let Some(message) = message.transpose()? else { return Ok(StreamEnd::Closed) };
                     let now = Instant::now();
-                    let effects = self.on_message(context, replica, message, now)?;
-                    if self.outbox.epoch.is_some() {
-                        welcomed_at.get_or_insert(now);
+                    for effect in self.on_message(session, replica, message, now)? {
+                        change_state(&session.state, &session.metrics, effect).await?;
                     }
-                    for effect in effects {
-                        change_state(&context.state, &context.metrics, effect).await?;
-                    }
-                    if context.machine.needs_referable() {
-                        let referable = blocking(&context.state, |state| state.with_state(Referable::of)).await?;
-                        context.machine.refer_to(referable);
-                        context.distrusts_version = false;
+                    if session.machine.needs_referable() {
+                        let referable = blocking(&session.state, |state| state.with_state(Referable::of)).await?;
+                        session.machine.refer_to(referable);
+                        session.distrusts_version = false;
                     }
                     silence.as_mut().reset(Instant::now() + self.silent_after);
                 }
                 () = passed(ask_at) => {
                     let trouble = self.failover.due(Instant::now());
-                    asking = trouble.map(|trouble| (trouble, self.ask_others(context, replicas)));
+                    asking = trouble.map(|trouble| (trouble, self.ask_others(session, replicas)));
                 }
                 () = passed(renew_at) => {
                     if let Some(renewal) = &mut self.renewal && renewal.is_renewed().await {
@@ -120,7 +121,7 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
                 }
                 Ok(()) = self.tls_problem.changed() => {
                     let seen = progress.borrow().clone();
-                    self.report(&seen, context);
+                    self.report(&seen, session);
                 }
                 () = &mut silence => {
                     let is_welcomed = self.outbox.epoch.is_some();
@@ -133,7 +134,7 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
     /// Processes a message that arrived at `now`. Returns the effects on the state, in order.
     fn on_message(
         &mut self,
-        context: &mut Context,
+        session: &mut Session,
         replica: &Target,
         message: v1::ServerMessage,
         now: Instant,
@@ -143,80 +144,84 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
         }
         let brings_state = message.body.as_ref().is_some_and(brings_state);
         let mut of_state = Vec::new();
-        for effect in context.machine.on_message(message)? {
+        for effect in session.machine.on_message(message)? {
             match effect {
                 Effect::Apply(_) | Effect::Node(_) | Effect::Resumed => of_state.push(effect),
-                Effect::Welcomed(welcomed) => self.on_welcome(context, welcomed, replica, now),
+                Effect::Welcomed(welcome) => self.on_welcome(session, &welcome, replica, now),
                 Effect::Reject(rejections) => {
-                    context.metrics.rejected_resources.inc_by(rejections.len() as u64);
+                    session.metrics.rejected_resources.inc_by(rejections.len() as u64);
                     for v1::Rejection { resource, field, reason } in &rejections {
                         warn!(
                             resource,
                             field, reason, "a resource cannot be used; its last good value stays, if there is one"
                         );
                     }
-                    if context.machine.has_forgotten_rejections() {
+                    if session.machine.has_forgotten_rejections() {
                         warn!("too many resources are rejected; the replica learns only the number of further ones");
                     }
                 }
                 Effect::Query(query) => self.outbox.answers.ask(query),
-                Effect::Barrier(answer) => context.barriers.answered(answer),
-                Effect::Heartbeat { source_age, head_version, source, snapshots_sent } => {
-                    context.metrics.set_source_age(source_age);
-                    context.metrics.head_version.set(head_version);
-                    context.metrics.set_source_state(source);
+                Effect::Barrier(answer) => session.barriers.answered(answer),
+                Effect::Heartbeat(heartbeat) => {
+                    let source = heartbeat.source_state().into();
+                    session.metrics.set_source_age(Duration::from_millis(heartbeat.source_age_ms));
+                    session.metrics.head_version.set(heartbeat.head_version);
+                    session.metrics.set_source_state(source);
                     self.failover.on_source(source, now);
-                    self.failover.on_snapshots_sent(snapshots_sent, now);
+                    self.failover.on_snapshots_sent(heartbeat.snapshots_sent, now);
                 }
-                Effect::Drain { within, for_balance: true, .. } => {
-                    self.failover.on_balance_request(now + jitter(within));
-                }
-                Effect::Drain { within, reason, for_balance: false } => {
-                    let at = now + jitter(within);
-                    if self.drain.as_ref().is_none_or(|(earlier, _)| at < *earlier) {
+                Effect::Drain(v1::Drain { reconnect_within_ms, reason, for_balance }) => {
+                    let at = now + jitter(Duration::from_millis(reconnect_within_ms.into()));
+                    if for_balance {
+                        self.failover.on_balance_request(at);
+                    } else if self.drain.as_ref().is_none_or(|(earlier, _)| at < *earlier) {
                         self.drain = Some((at, reason));
                     }
                 }
             }
         }
         if brings_state {
-            self.failover.on_progress(context.machine.is_following(), now);
+            self.failover.on_progress(session.machine.is_following(), now);
         }
         Ok(of_state)
     }
 
-    fn on_welcome(&mut self, context: &mut Context, welcomed: Welcomed, replica: &Target, now: Instant) {
-        let Welcomed { replica: name, epoch, mode, heartbeat_interval, source } = welcomed;
-        self.outbox.requests = context.barriers.begin_stream();
-        context.metrics.set_source_state(source);
-        if let Some(tls) = &context.config.tls {
+    fn on_welcome(&mut self, session: &mut Session, welcome: &v1::Welcome, replica: &Target, now: Instant) {
+        let source = welcome.source_state().into();
+        session.welcomed_at = Some(now);
+        self.outbox.requests = session.barriers.begin_stream();
+        session.metrics.set_source_state(source);
+        if let Some(tls) = &session.config.tls {
             tls.on_accepted();
         }
         self.failover.on_source(source, now);
-        let mode = context.metrics.resumed(mode);
-        info!(%replica, name, mode, "connected");
-        context.metrics.connected.set(1);
-        self.outbox.epoch = Some(epoch);
+        let mode = session.metrics.resumed(welcome.resume());
+        info!(%replica, name = welcome.replica, mode, "connected");
+        session.metrics.connected.set(1);
+        self.outbox.epoch = Some(welcome.epoch);
+        let heartbeat_interval = match welcome.heartbeat_interval_ms {
+            0 => DEFAULT_HEARTBEAT,
+            interval_ms => Duration::from_millis(interval_ms.into()),
+        };
         self.silent_after = heartbeat_interval.saturating_mul(MISSED_HEARTBEATS);
         // The replica needs a failure before the first ACK, and after a resume by log an ACK even
         // if no change follows (`discovery.proto`, rule 7).
-        let seen = context.progress.borrow().clone();
-        self.report(&seen, context);
+        let seen = session.progress.borrow().clone();
+        self.report(&seen, session);
     }
 
     /// Notes the positions that the agent holds, and then asks the other replicas for their
     /// standing. The order is important, because the agent receives changes while it waits for
     /// answers. If the agent noted its positions after the answers, every other replica would seem
     /// to be behind.
-    fn ask_others(&self, context: &Context, replicas: &Replicas) -> BoxFuture<'static, Answered> {
-        let SessionConfig { node_name, tls, .. } = &context.config;
+    fn ask_others(&self, session: &Session, replicas: &Replicas) -> BoxFuture<'static, Answered> {
+        let SessionConfig { node_name, tls, .. } = &session.config;
         let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.outbox.epoch);
         let others = replicas.others();
-        let point = blocking(&context.state, AgentState::point);
+        let point = blocking(&session.state, AgentState::point);
         let ask = async move {
             let held = point.await?.as_ref().map(HeldState::of);
-            let answers = StandingsQuery { node, tls, replicas: others.await, epoch }.ask().await;
-            Ok((held, answers))
+            Ok((held, standings::ask(node, tls, others.await, epoch).await))
         };
         ask.boxed()
     }
@@ -237,9 +242,9 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
         chosen
     }
 
-    fn report(&mut self, progress: &Progress, context: &mut Context) {
+    fn report(&mut self, progress: &Progress, session: &mut Session) {
         let status = status(progress, &self.tls_problem);
-        self.outbox.report(progress, status, &mut context.machine, Instant::now());
+        self.outbox.report(progress, status, &mut session.machine, Instant::now());
     }
 }
 

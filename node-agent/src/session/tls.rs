@@ -40,12 +40,12 @@ const SESSIONS: usize = 64;
 pub struct AgentTls {
     files: Files,
     metrics: TlsMetrics,
-    state: Mutex<State>,
+    state: Mutex<TlsState>,
     rejected: Notify,
 }
 
 #[derive(Debug)]
-struct State {
+struct TlsState {
     reloader: Reloader<ClientConfig>,
     last: Option<Arc<Loaded<ClientConfig>>>,
     problem: Option<String>,
@@ -60,11 +60,11 @@ impl AgentTls {
     pub fn new(files: Files, metrics: TlsMetrics) -> Arc<Self> {
         debug_assert_eq!(files.side, Side::Client);
         let reloader = Reloader::new(files.clone(), client_config);
-        let state = State { reloader, last: None, problem: None, is_rejected: false };
+        let state = TlsState { reloader, last: None, problem: None, is_rejected: false };
         Arc::new(Self { files, metrics, state: Mutex::new(state), rejected: Notify::new() })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, TlsState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -76,9 +76,7 @@ impl AgentTls {
     /// operator may have removed a certificate on purpose. Retry after the files have changed.
     pub async fn load(self: &Arc<Self>) -> Result<Arc<Loaded<ClientConfig>>, FileError> {
         let tls = Arc::clone(self);
-        // A task that reads files can only be cancelled together with the runtime.
-        let loaded = tokio::task::spawn_blocking(move || tls.load_blocking()).await;
-        loaded.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic()))
+        blocking(move || tls.load_blocking()).await
     }
 
     fn load_blocking(&self) -> Result<Arc<Loaded<ClientConfig>>, FileError> {
@@ -91,7 +89,7 @@ impl AgentTls {
         loaded
     }
 
-    fn on_loaded(&self, state: &mut State, loaded: &Arc<Loaded<ClientConfig>>) {
+    fn on_loaded(&self, state: &mut TlsState, loaded: &Arc<Loaded<ClientConfig>>) {
         let was_bad = state.problem.take().is_some();
         let is_new = state.last.as_ref().is_none_or(|last| !Arc::ptr_eq(last, loaded));
         if !is_new && !was_bad {
@@ -104,7 +102,7 @@ impl AgentTls {
         info!(cert = %self.files.cert.display(), not_after = date(loaded.validity.not_after), "TLS files are in use");
     }
 
-    fn on_bad_files(&self, state: &mut State, problem: String) {
+    fn on_bad_files(&self, state: &mut TlsState, problem: String) {
         if state.problem.as_ref() == Some(&problem) {
             return;
         }
@@ -122,7 +120,7 @@ impl AgentTls {
         let mut state = self.state();
         state.is_rejected = true;
         if state.problem.is_none() {
-            self.metrics.rejected(refusal.sentence.clone());
+            self.metrics.problem.send_replace(Some(refusal.sentence.clone()));
         }
         self.rejected.notify_waiters();
     }
@@ -131,7 +129,7 @@ impl AgentTls {
     pub(super) fn on_accepted(&self) {
         let mut state = self.state();
         if std::mem::take(&mut state.is_rejected) && state.problem.is_none() {
-            self.metrics.accepted();
+            self.metrics.problem.send_replace(None);
         }
     }
 
@@ -169,6 +167,13 @@ impl AgentTls {
         self.metrics.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
         Ok(Explained { stream, explain: explained })
     }
+}
+
+/// Runs `work`, which reads or writes files, on a thread for blocking work.
+pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    // Such a task can only be cancelled together with the runtime.
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic()))
 }
 
 fn client_config(material: &Material) -> Result<ClientConfig, rustls::Error> {

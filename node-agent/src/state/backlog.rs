@@ -28,11 +28,11 @@ pub struct Trigger {
 /// The changes that are not in the kernel yet.
 #[derive(Debug, Default)]
 pub struct Backlog {
-    inner: Mutex<Inner>,
+    inner: Mutex<Queue>,
 }
 
 #[derive(Debug, Default)]
-struct Inner {
+struct Queue {
     /// Changes that no sync has taken yet.
     waiting: Batch,
     /// When the oldest change in `waiting` arrived.
@@ -42,16 +42,14 @@ struct Inner {
     /// When the oldest change in `taken` arrived, by family, IPv4 first. `None` when the family is
     /// in sync.
     taken_since: [Option<Instant>; 2],
-    /// The time of the last successful sync, by family.
-    synced_at: [Option<SystemTime>; 2],
+    /// What is counted since the start, and the last successful syncs. The changes that wait are not
+    /// included.
+    counts: ChangeCounts,
     /// Families that the last attempt did not program, because the node does not have them.
     is_absent: [bool; 2],
     /// True after this run programmed a complete state. Also true after this run found the rules of
     /// an earlier run, and read the state on disk that belongs to these rules.
     has_programmed: bool,
-    queued_at: Option<SystemTime>,
-    endpoint_changes_total: u64,
-    service_changes_total: u64,
     /// True if the Node has a deletionTimestamp or the autoscaler's taint, or is deleted.
     is_node_going_away: bool,
 }
@@ -75,10 +73,8 @@ pub struct FamilyHealth {
 /// The health of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Health {
-    /// IPv4.
-    pub v4: FamilyHealth,
-    /// IPv6.
-    pub v6: FamilyHealth,
+    /// Both families, IPv4 first.
+    pub families: [FamilyHealth; 2],
     /// True if load balancers may send new connections to the node, because the node is not going
     /// away.
     pub is_node_eligible: bool,
@@ -99,13 +95,13 @@ impl Health {
     /// True when both families are healthy.
     #[must_use]
     pub fn is_alive(&self) -> bool {
-        self.v4.is_healthy && self.v6.is_healthy
+        self.families.iter().all(|family| family.is_healthy)
     }
 }
 
 /// Numbers for metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Counts {
+pub struct ChangeCounts {
     /// Changes of endpoints since the start of the agent.
     pub endpoint_changes_total: u64,
     /// Changes of services since the start of the agent.
@@ -120,18 +116,15 @@ pub struct Counts {
     pub synced_at: [Option<SystemTime>; 2],
 }
 
-impl Inner {
-    /// Records which families a sync programs. An empty list means both families.
-    fn attempted(&mut self, programmed: &[Family]) {
-        self.is_absent = Family::BOTH.map(|family| !includes(programmed, family));
-    }
-
-    /// Records a successful sync of the families for which `is_in_sync` returns true.
-    fn synced(&mut self, is_in_sync: impl Fn(Family) -> bool) {
+impl Queue {
+    /// Records which families a sync programs, and that it succeeded in those for which `is_in_sync`
+    /// returns true. An empty list means both families.
+    fn attempted(&mut self, programmed: &[Family], is_in_sync: impl Fn(Family) -> bool) {
         for (i, family) in Family::BOTH.into_iter().enumerate() {
-            if is_in_sync(family) {
+            self.is_absent[i] = !includes(programmed, family);
+            if !self.is_absent[i] && is_in_sync(family) {
                 self.taken_since[i] = None;
-                self.synced_at[i] = Some(SystemTime::now());
+                self.counts.synced_at[i] = Some(SystemTime::now());
             }
         }
     }
@@ -150,11 +143,11 @@ impl Backlog {
             match change {
                 Change::Service(_) | Change::RemoveService(_) => {
                     inner.waiting.service_changes += 1;
-                    inner.service_changes_total += 1;
+                    inner.counts.service_changes_total += 1;
                 }
                 Change::Endpoint(..) | Change::RemoveEndpoint(..) => {
                     inner.waiting.endpoint_changes += 1;
-                    inner.endpoint_changes_total += 1;
+                    inner.counts.endpoint_changes_total += 1;
                 }
                 Change::ServiceCidr(_) | Change::RemoveServiceCidr(_) => {}
             }
@@ -162,7 +155,7 @@ impl Backlog {
         let room = MAX_TRIGGERS.saturating_sub(inner.waiting.triggers.len());
         inner.waiting.triggers.extend(triggers.iter().take(room));
         inner.waiting_since.get_or_insert_with(Instant::now);
-        inner.queued_at = Some(SystemTime::now());
+        inner.counts.queued_at = Some(SystemTime::now());
     }
 
     /// Records that something other than a change of the state must be programmed.
@@ -187,9 +180,8 @@ impl Backlog {
     pub(crate) fn succeeded(&self, programmed: &[Family]) -> Vec<Trigger> {
         let mut inner = self.lock();
         inner.taken_since = [None; 2];
-        inner.attempted(programmed);
+        inner.attempted(programmed, |_| true);
         inner.has_programmed = true;
-        inner.synced(|family| includes(programmed, family));
         std::mem::take(&mut inner.taken).triggers
     }
 
@@ -197,9 +189,7 @@ impl Backlog {
     /// in the other families of `programmed`. For both arguments, an empty list means both
     /// families.
     pub(crate) fn failed(&self, failed: &[Family], programmed: &[Family]) {
-        let mut inner = self.lock();
-        inner.attempted(programmed);
-        inner.synced(|family| !includes(failed, family) && includes(programmed, family));
+        self.lock().attempted(programmed, |family| !includes(failed, family));
     }
 
     /// Records that the rules of an earlier run are in place, and that the agent has read and
@@ -224,12 +214,11 @@ impl Backlog {
             let oldest = inner.taken_since[i].or(inner.waiting_since);
             FamilyHealth {
                 is_healthy: inner.is_absent[i] || oldest.is_none_or(|oldest| oldest.elapsed() < patience),
-                synced_at: inner.synced_at[i],
+                synced_at: inner.counts.synced_at[i],
             }
         };
         Health {
-            v4: family(0),
-            v6: family(1),
+            families: [0, 1].map(family),
             is_node_eligible: !inner.is_node_going_away,
             has_programmed: inner.has_programmed,
         }
@@ -237,19 +226,16 @@ impl Backlog {
 
     /// Numbers for metrics.
     #[must_use]
-    pub fn counts(&self) -> Counts {
+    pub fn counts(&self) -> ChangeCounts {
         let inner = self.lock();
-        Counts {
-            endpoint_changes_total: inner.endpoint_changes_total,
-            service_changes_total: inner.service_changes_total,
+        ChangeCounts {
             endpoint_changes_pending: inner.waiting.endpoint_changes + inner.taken.endpoint_changes,
             service_changes_pending: inner.waiting.service_changes + inner.taken.service_changes,
-            queued_at: inner.queued_at,
-            synced_at: inner.synced_at,
+            ..inner.counts
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -276,8 +262,11 @@ mod tests {
         backlog.failed(&[Family::V6], &[]);
         assert!(backlog.health(LONG).is_alive());
         let health = backlog.health(Duration::ZERO);
-        assert!(health.v4.is_healthy && health.v4.synced_at.is_some(), "IPv4 is programmed");
-        assert!(!health.v6.is_healthy && health.v6.synced_at.is_none(), "IPv6 was broken from the start");
+        assert!(health.families[0].is_healthy && health.families[0].synced_at.is_some(), "IPv4 is programmed");
+        assert!(
+            !health.families[1].is_healthy && health.families[1].synced_at.is_none(),
+            "IPv6 was broken from the start"
+        );
         assert!(!health.has_programmed);
         backlog.take();
         backlog.succeeded(&[]);
@@ -287,7 +276,7 @@ mod tests {
         backlog.take();
         backlog.failed(&[Family::V6], &[]);
         let health = backlog.health(Duration::ZERO);
-        assert!(health.v4.is_healthy && !health.v6.is_healthy);
+        assert!(health.families[0].is_healthy && !health.families[1].is_healthy);
         backlog.take();
         backlog.succeeded(&[]);
         assert!(backlog.health(Duration::ZERO).is_alive());
@@ -305,8 +294,8 @@ mod tests {
         }
         backlog.queue([], &[]);
         let health = backlog.health(Duration::ZERO);
-        assert!(health.v4.synced_at.is_some() && !health.v4.is_healthy);
-        assert!(health.v6.synced_at.is_none() && health.v6.is_healthy);
+        assert!(health.families[0].synced_at.is_some() && !health.families[0].is_healthy);
+        assert!(health.families[1].synced_at.is_none() && health.families[1].is_healthy);
     }
 
     #[test]

@@ -61,45 +61,15 @@ pub struct Restored {
 #[derive(Debug)]
 pub struct Snapshot {
     /// The buckets that are replaced.
-    pub buckets: Buckets,
+    pub buckets: HashSet<u16>,
     /// Resources that the snapshot carried and that the agent rejected, named as in
     /// [`v1::Rejection`]. The agent keeps their last good values instead of removing them.
     pub rejected: HashSet<String>,
 }
 
-/// A set of buckets.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Buckets {
-    /// Every bucket.
-    All,
-    /// Only these buckets.
-    Some(HashSet<u16>),
-}
-
-impl Buckets {
-    /// True when the bucket is in the set.
-    #[must_use]
-    pub fn contains(&self, bucket: u16) -> bool {
-        match self {
-            Self::All => true,
-            Self::Some(buckets) => buckets.contains(&bucket),
-        }
-    }
-
-    /// Number of buckets.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        match self {
-            Self::All => BUCKETS,
-            Self::Some(buckets) => buckets.len(),
-        }
-    }
-
-    /// True when the set has no bucket.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
+/// The numbers of all buckets.
+pub(crate) fn all_buckets() -> HashSet<u16> {
+    (0..=u16::MAX).take(BUCKETS).collect()
 }
 
 /// The shared state, with its version and positions.
@@ -109,13 +79,14 @@ impl Buckets {
 /// the resource again. Therefore this state does not mark rejected resources.
 #[derive(Debug, Default)]
 pub struct Held {
-    state: State,
+    pub(crate) state: State,
     /// Epoch and version; `None` before the first complete snapshot.
     position: Option<(u64, u64)>,
     /// The position of the source for each kind of resource.
     sources: BTreeMap<i32, u64>,
-    /// The source's position at the last change of the agent's own Node.
-    node_position: Option<v1::SourcePosition>,
+    /// The source's position at the last change of the agent's own Node. A replica whose Nodes are
+    /// behind this position does not send an older Node.
+    pub node_position: Option<v1::SourcePosition>,
     has_rejections: bool,
 }
 
@@ -151,16 +122,6 @@ impl Held {
     #[must_use]
     pub fn state(&self) -> &State {
         &self.state
-    }
-
-    /// See [`State::renew_digests`].
-    pub(crate) fn renew_digests(&mut self) -> bool {
-        self.state.renew_digests()
-    }
-
-    /// Returns the held resources without version and positions.
-    pub(crate) fn into_state(self) -> State {
-        self.state
     }
 
     /// Epoch and version; `None` before the first complete snapshot.
@@ -213,17 +174,6 @@ impl Held {
         })
     }
 
-    /// Stores the source's position at the last change of the agent's own Node. A replica whose
-    /// Nodes are behind this position does not send an older Node.
-    pub fn set_node_position(&mut self, position: Option<v1::SourcePosition>) {
-        self.node_position = position;
-    }
-
-    /// The position that [`Self::set_node_position`] stored last.
-    pub(crate) fn node_position(&self) -> Option<v1::SourcePosition> {
-        self.node_position
-    }
-
     /// Applies a step, and adds the affected services to `dirty`.
     pub fn apply(&mut self, step: StateUpdate, dirty: &mut Dirty) {
         // Removals are applied last, so that a new resource exists before the resource that it
@@ -253,7 +203,7 @@ impl Held {
         let rejected = &snapshot.rejected;
         let is_rejected = |name: &dyn Fn() -> String| !rejected.is_empty() && rejected.contains(&name());
         for (key, entry) in self.state.entries() {
-            if !snapshot.buckets.contains(digest::service_bucket(key)) {
+            if !snapshot.buckets.contains(&digest::service_bucket(key)) {
                 continue;
             }
             let is_gone = entry.service().is_some() && !carried.services.contains(&**key);
@@ -270,7 +220,7 @@ impl Held {
             }
         }
         for held in self.state.service_cidrs() {
-            let in_bucket = snapshot.buckets.contains(digest::service_cidr_bucket(&held.name));
+            let in_bucket = snapshot.buckets.contains(&digest::service_cidr_bucket(&held.name));
             let is_gone = in_bucket && !carried.service_cidrs.contains(held.name.as_str());
             if is_gone && !is_rejected(&|| format!("ServiceCIDR {}", held.name)) {
                 removals.push(Change::RemoveServiceCidr(held.name.clone()));

@@ -46,7 +46,7 @@ pub struct NodePolicy {
 #[derive(Debug)]
 pub struct AgentState {
     backlog: Arc<Backlog>,
-    inner: Mutex<Inner>,
+    inner: Mutex<Shared>,
     changed: Condvar,
 }
 
@@ -61,7 +61,7 @@ enum Lack {
 }
 
 #[derive(Debug)]
-struct Inner {
+struct Shared {
     held: Held,
     lack: Lack,
     /// The agent's own Node.
@@ -86,7 +86,7 @@ struct Inner {
     generation: u64,
 }
 
-impl Inner {
+impl Shared {
     fn point(&self) -> Option<v1::Resume> {
         let point = self.held.point()?;
         Some(if self.lack == Lack::Nothing { point } else { v1::Resume { epoch: 0, ..point } })
@@ -108,7 +108,7 @@ impl Inner {
 
     fn own_node(&self) -> v1::OwnNode {
         let node = self.node.as_ref().map(node_to_wire);
-        v1::OwnNode { revision: 0, node, position: self.held.node_position() }
+        v1::OwnNode { revision: 0, node, position: self.held.node_position }
     }
 
     /// Returns what the reconcile loop does next, and when. Takes out a signal that it returns.
@@ -238,7 +238,7 @@ impl AgentState {
         let Restored { held, node, may_be_behind } = restored;
         let backlog = Arc::<Backlog>::default();
         node.iter().for_each(|node| backlog.set_node(node));
-        let inner = Inner {
+        let inner = Shared {
             held,
             lack: if may_be_behind { Lack::ChangesOfRules } else { Lack::Nothing },
             facts: NodeFacts::of(node_name, node.as_ref()),
@@ -306,9 +306,9 @@ impl AgentState {
         None
     }
 
-    fn apply_locked(&self, inner: &mut Inner, step: StateUpdate) {
+    fn apply_locked(&self, inner: &mut Shared, step: StateUpdate) {
         self.backlog.queue(&step.changes, &step.triggers);
-        let Inner { held, dirty, .. } = inner;
+        let Shared { held, dirty, .. } = inner;
         held.apply(step, dirty);
         inner.generation += 1;
         self.changed.notify_all();
@@ -346,9 +346,9 @@ impl AgentState {
             inner.needs_full = true;
             self.backlog.queue_other();
         }
-        if inner.node != node || inner.held.node_position() != *position {
+        if inner.node != node || inner.held.node_position != *position {
             inner.node = node;
-            inner.held.set_node_position(*position);
+            inner.held.node_position = *position;
         }
         inner.node_revision = *revision;
         inner.generation += 1;
@@ -444,7 +444,7 @@ impl AgentState {
     /// changed after this version may have any digest. Logs an error if the digests of the state
     /// were wrong, and corrects them. The cost grows with the number of resources.
     pub(crate) fn renewed_digests(&self) -> ((u64, u64), Digests) {
-        let moment = |inner: &Inner| (inner.held.position(), inner.generation);
+        let moment = |inner: &Shared| (inner.held.position(), inner.generation);
         let before = moment(&self.lock());
         let keys = self.keys();
         let mut digests = Digests::default();
@@ -453,7 +453,7 @@ impl AgentState {
         }
         let mut inner = self.lock();
         inner.held.state().digest_service_cidrs(&mut digests);
-        if moment(&inner) == before && *inner.held.state().digests() != digests && !inner.held.renew_digests() {
+        if moment(&inner) == before && *inner.held.state().digests() != digests && !inner.held.state.renew_digests() {
             error!(
                 "the digests of the agent's resources were wrong, and are computed anew: memory was damaged, or the agent has a defect"
             );
@@ -494,7 +494,7 @@ impl AgentState {
         let dirty = std::mem::take(&mut inner.dirty);
         let needs_full = std::mem::take(&mut inner.needs_full);
         self.backlog.take();
-        let Inner { held, facts, generation, .. } = &*inner;
+        let Shared { held, facts, generation, .. } = &*inner;
         Some(plan(Work { state: held.state(), facts, dirty, needs_full, target, generation: *generation }))
     }
 
@@ -522,13 +522,13 @@ impl AgentState {
         Some(SavePoint { stream: inner.stream, generation: inner.generation, node: inner.own_node(), point })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, Shared> {
         // A panic while planning ends the agent (see `run`). A panic does not damage the state,
         // because planning only reads the state.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn try_lock(&self) -> Option<MutexGuard<'_, Inner>> {
+    fn try_lock(&self) -> Option<MutexGuard<'_, Shared>> {
         match self.inner.try_lock() {
             Ok(inner) => Some(inner),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),

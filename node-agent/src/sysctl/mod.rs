@@ -41,122 +41,78 @@ pub struct SysctlError {
     pub remedy: &'static str,
 }
 
-/// Writes parameters below a folder, and collects warnings about read-only parameters.
-#[derive(Debug)]
-pub struct Sysctls {
-    root: PathBuf,
-    warnings: Vec<String>,
+/// Sets the parameters of the configuration below `root`, which is `/` except in tests. A parameter
+/// whose setting is 0 keeps its value. Returns a warning for each read-only parameter.
+///
+/// # Errors
+/// A parameter could not be set and is not read-only.
+pub fn set_conntrack(root: &Path, config: &Conntrack) -> Result<Vec<String>, SysctlError> {
+    let (parameters, mut warnings) = (root.join(PARAMETERS), Vec::new());
+    let cores = thread::available_parallelism().map_or(1, NonZero::get);
+    if let Some(max) = conntrack_max(config, cores as u64) {
+        let warning = raise(&parameters.join("nf_conntrack_max"), max, NO_CONNTRACK)?;
+        if warning.is_none() {
+            // With a quarter as many hash buckets, hash chains stay short.
+            let remedy =
+                "set it with the option hashsize of the module nf_conntrack, or pass --conntrack-max-per-core=0";
+            warnings.extend(raise(&root.join(HASH_SIZE), max / 4, remedy)?);
+        }
+        warnings.extend(warning);
+    }
+    let seconds = |timeout| whole_seconds(timeout).map(|seconds| seconds.to_string());
+    let wanted = [
+        ("nf_conntrack_tcp_be_liberal", config.tcp_be_liberal.then(|| "1".to_owned())),
+        ("nf_conntrack_tcp_timeout_established", seconds(config.tcp_established_timeout)),
+        ("nf_conntrack_tcp_timeout_close_wait", seconds(config.tcp_close_wait_timeout)),
+        ("nf_conntrack_udp_timeout", seconds(config.udp_timeout)),
+        ("nf_conntrack_udp_timeout_stream", seconds(config.udp_stream_timeout)),
+    ];
+    for (name, value) in wanted {
+        if let Some(value) = value {
+            warnings.extend(write(&parameters.join(name), &value, NO_CONNTRACK)?);
+        }
+    }
+    for warning in &warnings {
+        warn!("{warning}");
+    }
+    Ok(warnings)
 }
 
-/// The result of writing a parameter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Outcome {
-    AsWanted,
-    ReadOnly,
+/// True if conntrack accepts TCP packets outside the window instead of marking them as INVALID.
+pub(crate) fn is_tcp_liberal() -> bool {
+    is_on("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 }
 
-impl Default for Sysctls {
-    fn default() -> Self {
-        Self::at(Path::new("/"))
+/// Raises a parameter, and returns a warning if it is read-only. As in kube-proxy 1.37, a larger
+/// value stays: the operator or other software chose it, and the kernel would refuse connections
+/// that it now tracks. 0 is no limit.
+fn raise(path: &Path, wanted: u64, remedy: &'static str) -> Result<Option<String>, SysctlError> {
+    let found = fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
+    let Some(found) = found.filter(|found| *found == 0 || *found >= wanted) else {
+        return write(path, &wanted.to_string(), remedy);
+    };
+    if found != wanted {
+        info!(parameter = %path.display(), value = found, wanted, "kernel parameter stays: it is only raised");
     }
+    Ok(None)
 }
 
-impl Sysctls {
-    /// Uses the parameters below `root`, which is `/` except in tests.
-    #[must_use]
-    pub fn at(root: &Path) -> Self {
-        Self { root: root.to_owned(), warnings: Vec::new() }
+/// Writes a parameter, and returns a warning if it is read-only.
+fn write(path: &Path, value: &str, remedy: &'static str) -> Result<Option<String>, SysctlError> {
+    let found = fs::read_to_string(path).unwrap_or_default();
+    let (shown, found) = (path.display(), found.trim());
+    if found == value {
+        return Ok(None);
     }
-
-    /// Sets the parameters of the configuration. A parameter whose setting is 0 keeps its value.
-    /// Returns a warning for each read-only parameter.
-    ///
-    /// # Errors
-    /// A parameter could not be set and is not read-only.
-    pub fn set_conntrack(mut self, config: &Conntrack) -> Result<Vec<String>, SysctlError> {
-        let cores = thread::available_parallelism().map_or(1, NonZero::get);
-        if let Some(max) = conntrack_max(config, cores as u64) {
-            self.set_max(max)?;
+    match fs::write(path, value) {
+        Ok(()) => {
+            info!(parameter = %shown, from = found, to = value, "kernel parameter set");
+            Ok(None)
         }
-        let timeouts = [
-            ("nf_conntrack_tcp_timeout_established", config.tcp_established_timeout),
-            ("nf_conntrack_tcp_timeout_close_wait", config.tcp_close_wait_timeout),
-            ("nf_conntrack_udp_timeout", config.udp_timeout),
-            ("nf_conntrack_udp_timeout_stream", config.udp_stream_timeout),
-        ];
-        if config.tcp_be_liberal {
-            self.set_parameter("nf_conntrack_tcp_be_liberal", "1")?;
+        Err(error) if is_read_only(path, &error) => {
+            Ok(Some(format!("{shown} stays at {found}: it is read-only here ({error}), and cannot be set to {value}")))
         }
-        for (name, timeout) in timeouts {
-            if let Some(seconds) = whole_seconds(timeout) {
-                self.set_parameter(name, &seconds.to_string())?;
-            }
-        }
-        for warning in &self.warnings {
-            warn!("{warning}");
-        }
-        Ok(self.warnings)
-    }
-
-    /// True if conntrack accepts TCP packets outside the window instead of marking them as INVALID.
-    #[must_use]
-    pub fn is_tcp_liberal(&self) -> bool {
-        let path = self.root.join(PARAMETERS).join("nf_conntrack_tcp_be_liberal");
-        fs::read_to_string(path).is_ok_and(|value| value.trim() != "0")
-    }
-
-    /// Raises the size of the connection tracking table, and the number of hash buckets to at least
-    /// a quarter of this size, so that hash chains stay short.
-    fn set_max(&mut self, max: u64) -> Result<(), SysctlError> {
-        let path = self.root.join(PARAMETERS).join("nf_conntrack_max");
-        if self.raise(&path, max, NO_CONNTRACK)? == Outcome::ReadOnly {
-            return Ok(());
-        }
-        let remedy = "set it with the option hashsize of the module nf_conntrack, or pass --conntrack-max-per-core=0";
-        self.raise(&self.root.join(HASH_SIZE), max / 4, remedy).map(drop)
-    }
-
-    /// Raises a parameter. As in kube-proxy 1.37, a larger value stays: the operator or other
-    /// software chose it, and the kernel would refuse connections that it now tracks. 0 is no
-    /// limit.
-    fn raise(&mut self, path: &Path, wanted: u64, remedy: &'static str) -> Result<Outcome, SysctlError> {
-        let found = fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
-        match found.filter(|found| *found == 0 || *found >= wanted) {
-            Some(found) => {
-                if found != wanted {
-                    info!(parameter = %path.display(), value = found, wanted, "kernel parameter stays: it is only raised");
-                }
-                Ok(Outcome::AsWanted)
-            }
-            None => self.write(path, &wanted.to_string(), remedy),
-        }
-    }
-
-    fn set_parameter(&mut self, name: &str, value: &str) -> Result<Outcome, SysctlError> {
-        let path = self.root.join(PARAMETERS).join(name);
-        self.write(&path, value, NO_CONNTRACK)
-    }
-
-    fn write(&mut self, path: &Path, value: &str, remedy: &'static str) -> Result<Outcome, SysctlError> {
-        let found = fs::read_to_string(path).unwrap_or_default();
-        if found.trim() == value {
-            return Ok(Outcome::AsWanted);
-        }
-        match fs::write(path, value) {
-            Ok(()) => {
-                info!(parameter = %path.display(), from = found.trim(), to = value, "kernel parameter set");
-                Ok(Outcome::AsWanted)
-            }
-            Err(error) if is_read_only(path, &error) => {
-                let shown = path.display();
-                self.warnings.push(format!(
-                    "{shown} stays at {}: it is read-only here ({error}), and cannot be set to {value}",
-                    found.trim()
-                ));
-                Ok(Outcome::ReadOnly)
-            }
-            Err(error) => Err(SysctlError { path: path.to_owned(), value: value.to_owned(), error, remedy }),
-        }
+        Err(error) => Err(SysctlError { path: path.to_owned(), value: value.to_owned(), error, remedy }),
     }
 }
 
@@ -176,7 +132,11 @@ pub(crate) fn route_localnet() -> Result<(), String> {
 
 /// True while the kernel routes packets to 127.0.0.0/8.
 pub(crate) fn is_localnet_routed() -> bool {
-    fs::read_to_string(ROUTE_LOCALNET).is_ok_and(|value| value.trim() != "0")
+    is_on(ROUTE_LOCALNET)
+}
+
+fn is_on(path: &str) -> bool {
+    fs::read_to_string(path).is_ok_and(|value| value.trim() != "0")
 }
 
 /// Sets a parameter, unless it already has this value.
@@ -264,17 +224,15 @@ mod tests {
         let close_wait = Duration::from_millis(1);
         let config = Conntrack { max_per_core: 1, min: 8192, udp_timeout: Duration::from_secs(7), ..defaults() };
         let config = Conntrack { tcp_close_wait_timeout: close_wait, ..config };
-        let warnings = Sysctls::at(root.path()).set_conntrack(&config).unwrap();
+        let warnings = set_conntrack(root.path(), &config).unwrap();
         assert_eq!(warnings, Vec::<String>::new());
         let read = |name: &str| fs::read_to_string(root.path().join(PARAMETERS).join(name)).unwrap().trim().to_owned();
         let found: Vec<String> = ALL.iter().map(|(name, _)| read(name)).collect();
         assert_eq!(found, ["8192", "86400", "1", "0", "7", "120"]);
         assert_eq!(fs::read_to_string(root.path().join(HASH_SIZE)).unwrap(), "2048");
-        assert!(!Sysctls::at(root.path()).is_tcp_liberal());
         let liberal = Conntrack { tcp_be_liberal: true, max_per_core: 0, ..defaults() };
-        Sysctls::at(root.path()).set_conntrack(&liberal).unwrap();
-        assert!(Sysctls::at(root.path()).is_tcp_liberal());
-        assert_eq!(read("nf_conntrack_max"), "8192");
+        set_conntrack(root.path(), &liberal).unwrap();
+        assert_eq!([read("nf_conntrack_tcp_be_liberal"), read("nf_conntrack_max")], ["1", "8192"]);
     }
 
     // rows: 88
@@ -283,7 +241,7 @@ mod tests {
         for larger in ["2000000", "0"] {
             let root = machine(&[&[("nf_conntrack_max", larger)], &ALL[1..]].concat());
             let config = Conntrack { max_per_core: 1, min: 8192, ..defaults() };
-            assert_eq!(Sysctls::at(root.path()).set_conntrack(&config).unwrap(), Vec::<String>::new());
+            assert_eq!(set_conntrack(root.path(), &config).unwrap(), Vec::<String>::new());
             let max = fs::read_to_string(root.path().join(PARAMETERS).join("nf_conntrack_max")).unwrap();
             assert_eq!(max.trim(), larger);
             // The number of hash buckets still follows the wanted size.
@@ -295,7 +253,7 @@ mod tests {
     fn a_parameter_that_is_missing_is_an_error_with_a_remedy() {
         let root = machine(&ALL[..1]);
         fs::remove_dir_all(root.path().join("proc")).unwrap();
-        let error = Sysctls::at(root.path()).set_conntrack(&defaults()).unwrap_err().to_string();
+        let error = set_conntrack(root.path(), &defaults()).unwrap_err().to_string();
         assert!(error.contains("nf_conntrack_max to ") && error.contains("load the module nf_conntrack"), "{error}");
     }
 }

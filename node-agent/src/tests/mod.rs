@@ -196,36 +196,6 @@ async fn a_broken_stream_is_resumed_from_the_held_state() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_gap_between_versions_ends_the_stream() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
-    let store = store();
-    let (mut connection, _) = serve(&mut replica, &store).await;
-    assert_eq!(connection.ack().await.version, 1);
-    connection.send(batch(5, 6, &[endpoint("web", 9, 1)])).await;
-    let (_connection, hello) = serve(&mut replica, &store).await;
-    assert_eq!(hello.resume.unwrap().version, 1);
-    agent.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_rejected_resource_is_named_in_a_nack() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
-    let (mut connection, _) = serve(&mut replica, &store()).await;
-    assert_eq!(connection.ack().await.version, 1);
-    let mut bad = batch(1, 2, &[endpoint("web", 3, 8080), service("bad", 1)]);
-    let Some(server_message::Body::Batch(wire)) = &mut bad.body else { unreachable!() };
-    wire.changes.as_mut().unwrap().services[0].ports.clear();
-    connection.send(bad).await;
-    let Body::Nack(nack) = connection.next().await else { panic!("no NACK") };
-    assert_eq!(nack.version, 2);
-    assert_eq!(nack.rejections[0].resource, "Service prod/bad");
-    assert_eq!(connection.ack().await.version, 2, "the rest of the batch is programmed");
-    agent.stop().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_failed_apply_is_reported_and_tried_again() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);

@@ -13,7 +13,7 @@ use headgate_proto::{
     v1::{self, server_message::Body, welcome::ResumeMode},
 };
 
-use crate::state::held::{Buckets, Snapshot, StateUpdate};
+use crate::state::held::{Snapshot, StateUpdate, all_buckets};
 
 /// An update of epoch 1 that changes these resources.
 pub(crate) fn update(version: u64, changes: Vec<Change>) -> StateUpdate {
@@ -22,7 +22,7 @@ pub(crate) fn update(version: u64, changes: Vec<Change>) -> StateUpdate {
 
 /// An update of epoch 1 that replaces everything that the agent holds.
 pub(crate) fn snapshot(version: u64, changes: Vec<Change>) -> StateUpdate {
-    let snapshot = Some(Snapshot { buckets: Buckets::All, rejected: HashSet::new() });
+    let snapshot = Some(Snapshot { buckets: all_buckets(), rejected: HashSet::new() });
     StateUpdate { snapshot, ..update(version, changes) }
 }
 

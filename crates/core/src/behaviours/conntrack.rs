@@ -10,7 +10,7 @@
 //!
 //! - also finds stale flows after a service is deleted or scaled to zero, and after a service loses
 //!   an address or a port, because it remembers the endpoints that the service used, also those of
-//!   an earlier run ([`Tracker::remember`]);
+//!   an earlier run ([`Tracker::remember_rules`]);
 //! - forgets these endpoints only when the caller takes over the cleanup ([`Tracker::commit`]), so
 //!   a failed sync loses nothing;
 //! - selects flows to a NodePort only if they were sent to an address of this node;
@@ -37,7 +37,7 @@ use crate::{
 /// service port share one list.
 pub type Sources = Arc<[SocketAddr]>;
 
-/// The flows to a destination that may be stale. Without any, no search is needed; the [`Rule`]
+/// The flows to a destination that may be stale. Without any, no search is needed; the [`FlowRule`]
 /// decides whether a flow is stale.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Suspects {
@@ -49,7 +49,7 @@ pub enum Suspects {
 
 /// Which flows to one destination are kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rule {
+pub struct FlowRule {
     /// Endpoints whose flows are kept.
     pub keep: Sources,
     /// Also keep flows whose addresses were not translated. Set if no service owns the destination
@@ -62,18 +62,18 @@ pub struct Rule {
 /// Stale flows to be found and deleted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cleanup {
-    rules: BTreeMap<Frontend, Rule>,
+    rules: BTreeMap<Frontend, FlowRule>,
 }
 
 impl Cleanup {
     /// True if no flow can be stale.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.rules.values().all(Rule::is_idle)
+        self.rules.values().all(FlowRule::is_idle)
     }
 
     /// Returns the rules by destination.
-    pub fn rules(&self) -> impl Iterator<Item = (Frontend, &Rule)> {
+    pub fn rules(&self) -> impl Iterator<Item = (Frontend, &FlowRule)> {
         self.rules.iter().map(|(destination, rule)| (*destination, rule))
     }
 
@@ -124,7 +124,7 @@ impl Cleanup {
 
     /// Adds a rule. The new rule replaces an older rule for the destination and inherits the
     /// suspects of the older rule, except endpoints that the new rule keeps.
-    fn add(&mut self, destination: Frontend, mut rule: Rule) {
+    fn add(&mut self, destination: Frontend, mut rule: FlowRule) {
         let older = self.rules.remove(&destination).map(|rule| rule.suspects);
         match (&mut rule.suspects, older) {
             (Suspects::Sources(sources), Some(Suspects::Sources(older))) => sources.extend(older),
@@ -138,7 +138,7 @@ impl Cleanup {
     }
 }
 
-impl Rule {
+impl FlowRule {
     /// True if no flow to the destination can be stale.
     fn is_idle(&self) -> bool {
         matches!(&self.suspects, Suspects::Sources(sources) if sources.is_empty())
@@ -193,14 +193,9 @@ impl Tracker {
         plan
     }
 
-    /// Remembers destinations of an earlier run and their endpoints: those of its state. Call this
-    /// function before the first plan.
-    pub fn remember(&mut self, earlier: &State) {
-        let plan = self.plan_all(earlier);
-        self.commit(plan);
-    }
-
-    /// Like [`Self::remember`], for destinations that rules of an earlier run have.
+    /// Remembers the destinations that rules of an earlier run have, with their endpoints. Call this
+    /// function before the first plan. It is not needed if the first plan is for the state of the
+    /// earlier run.
     pub fn remember_rules(&mut self, earlier: impl IntoIterator<Item = (Frontend, Sources)>) {
         // No Service has this name, so the next plan for all services counts it as deleted.
         self.used.entry(Arc::new(ServiceKey::new("", ""))).or_default().extend(earlier);
@@ -218,12 +213,6 @@ impl Tracker {
         }
         self.is_after_all = plan.is_for_all;
         plan.cleanup
-    }
-
-    /// Number of services that the tracker remembers.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.used.len()
     }
 
     /// True if the tracker remembers no service.
@@ -247,7 +236,7 @@ impl Tracker {
                 }
                 _ => Suspects::Any,
             };
-            plan.cleanup.add(*destination, Rule { keep: Arc::clone(keep), keep_untranslated: false, suspects });
+            plan.cleanup.add(*destination, FlowRule { keep: Arc::clone(keep), keep_untranslated: false, suspects });
         }
         for (destination, sources) in used.iter().filter(|(destination, _)| !owned.contains_key(destination)) {
             plan.cleanup.add(*destination, rule_after_loss(state, *destination, sources));
@@ -265,10 +254,10 @@ impl Tracker {
 
 /// Returns the rule for a destination that a service used and no longer owns. Another service may
 /// own the destination now.
-fn rule_after_loss(state: &State, destination: Frontend, sources: &Sources) -> Rule {
+fn rule_after_loss(state: &State, destination: Frontend, sources: &Sources) -> FlowRule {
     let keep =
         state.frontends().owner(&destination).and_then(|owner| owned_destinations(state, owner).remove(&destination));
-    Rule {
+    FlowRule {
         keep_untranslated: keep.is_none(),
         keep: keep.unwrap_or_default(),
         suspects: Suspects::Sources(sources.iter().copied().collect()),

@@ -128,9 +128,9 @@ pub fn candidates<'a>(
 }
 
 /// Decides the topology mode of a service port.
-pub fn topology_mode<'a>(candidates: impl Iterator<Item = PortState<'a>>, node: &NodeFacts) -> TopologyMode {
+pub fn topology_mode<'a>(candidates: impl Iterator<Item = PortState<'a>> + Clone, node: &NodeFacts) -> TopologyMode {
     let counts = |candidate: &PortState<'a>| candidate.conditions.ready && !candidate.placement.weight.is_zero();
-    TopologyMode::decide(candidates.filter(counts), node)
+    TopologyMode::decide(&candidates.filter(counts), node)
 }
 
 /// Chooses the endpoints of a service for one of its ports.
@@ -156,15 +156,16 @@ pub fn choose<'a>(
             may_be_local: is_local || candidate.placement.node.is_none(),
             weight,
         };
-        match verdict.cluster {
-            Ok(Turn::First) => choice.cluster.push(destination),
-            Ok(Turn::Last) => last.cluster.push(destination),
-            Err(_) => {}
-        }
-        match verdict.local {
-            Ok(Turn::First) => choice.local.push(destination),
-            Ok(Turn::Last) => last.local.push(destination),
-            Err(_) => {}
+        let sets = [
+            (verdict.cluster, &mut choice.cluster, &mut last.cluster),
+            (verdict.local, &mut choice.local, &mut last.local),
+        ];
+        for (turn, first, last) in sets {
+            match turn {
+                Ok(Turn::First) => first.push(destination),
+                Ok(Turn::Last) => last.push(destination),
+                Err(_) => {}
+            }
         }
     }
     if choice.cluster.is_empty() {

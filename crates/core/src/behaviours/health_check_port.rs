@@ -18,22 +18,9 @@ use crate::{
 pub struct HealthCheckPort {
     /// TCP port on the node.
     pub port: u16,
-    /// Number of local ready IPv4 endpoints; `None` if the service has no IPv4 ClusterIP.
-    pub local_endpoints_v4: Option<u32>,
-    /// Number of local ready IPv6 endpoints; `None` if the service has no IPv6 ClusterIP.
-    pub local_endpoints_v6: Option<u32>,
-}
-
-impl HealthCheckPort {
-    /// Returns the number of local ready endpoints of a family, or `None` if the service has no
-    /// ClusterIP of that family.
-    #[must_use]
-    pub fn local_endpoints(&self, family: Family) -> Option<u32> {
-        match family {
-            Family::V4 => self.local_endpoints_v4,
-            Family::V6 => self.local_endpoints_v6,
-        }
-    }
+    /// Number of local ready endpoints of each family, IPv4 first; `None` if the service has no
+    /// ClusterIP of the family.
+    pub local_endpoints: [Option<u32>; 2],
 }
 
 /// Returns the health-check node port of a service on this node, or `None` if the service has no
@@ -57,11 +44,7 @@ pub fn health_check_port(state: &State, key: &ServiceKey, node: &NodeFacts) -> O
         });
         u32::try_from(local.count()).ok()
     };
-    Some(HealthCheckPort {
-        port: service.health_check_node_port,
-        local_endpoints_v4: count(Family::V4),
-        local_endpoints_v6: count(Family::V6),
-    })
+    Some(HealthCheckPort { port: service.health_check_node_port, local_endpoints: Family::BOTH.map(count) })
 }
 
 #[cfg(test)]
@@ -116,7 +99,7 @@ mod tests {
             endpoint("fd00:244::1", "node-1", ready),
         ];
         let found = found(service(), endpoints).unwrap();
-        assert_eq!((found.port, found.local_endpoints_v4, found.local_endpoints_v6), (32000, Some(2), Some(1)));
+        assert_eq!((found.port, found.local_endpoints), (32000, [Some(2), Some(1)]));
     }
 
     #[test]
@@ -127,7 +110,7 @@ mod tests {
             endpoint("10.244.0.2", "node-1", of(false, false, false)),
             endpoint("10.244.0.3", "node-1", of(true, false, false)),
         ];
-        assert_eq!(found(service(), endpoints).unwrap().local_endpoints(Family::V4), Some(1));
+        assert_eq!(found(service(), endpoints).unwrap().local_endpoints[0], Some(1));
     }
 
     #[test]
@@ -141,7 +124,7 @@ mod tests {
             ports[1].placement = Some(Placement::on(nodes[1]).into());
             ports.truncate(2);
             endpoint.ports = ports.into();
-            found(service(), vec![endpoint]).unwrap().local_endpoints_v4
+            found(service(), vec![endpoint]).unwrap().local_endpoints[0]
         };
         assert_eq!(two_ports(not_ready, ready, ["node-1", "node-1"]), Some(1));
         assert_eq!(two_ports(ready, ready, ["node-1", "node-1"]), Some(1));
@@ -158,6 +141,6 @@ mod tests {
         let mut single = service();
         single.cluster_ips.truncate(1);
         let found = found(single, vec![endpoint("fd00:244::1", "node-1", Conditions::READY)]).unwrap();
-        assert_eq!((found.local_endpoints_v4, found.local_endpoints_v6), (Some(0), None));
+        assert_eq!(found.local_endpoints, [Some(0), None]);
     }
 }

@@ -7,6 +7,8 @@
 //! both kinds apply, the node uses the hints by node. If neither kind applies, the node uses all
 //! ready endpoints. Hints therefore never leave a node without endpoints.
 
+use std::sync::Arc;
+
 use crate::{model::PortState, node_facts::NodeFacts};
 
 /// Which ready endpoints this node uses.
@@ -22,38 +24,31 @@ pub enum TopologyMode {
 
 impl TopologyMode {
     /// Decides the mode from the ready endpoints of a service port.
-    pub fn decide<'a>(ready: impl Iterator<Item = PortState<'a>>, node: &NodeFacts) -> Self {
-        let zone = node.zone.as_deref().filter(|zone| !zone.is_empty());
-        let (mut any, mut all_node, mut some_node, mut all_zone, mut some_zone) = (false, true, false, true, false);
-        for endpoint in ready {
-            any = true;
-            let (nodes, zones) =
-                endpoint.placement.hints.as_deref().map_or((&[][..], &[][..]), |h| (&h.nodes[..], &h.zones[..]));
-            all_node &= !nodes.is_empty();
-            some_node |= nodes.iter().any(|hint| **hint == *node.name);
-            all_zone &= !zones.is_empty();
-            some_zone |= zone.is_some_and(|zone| zones.iter().any(|hint| **hint == *zone));
-        }
-        if any && all_node && some_node {
-            Self::SameNode
-        } else if any && all_zone && some_zone {
-            Self::SameZone
-        } else {
-            Self::Any
-        }
+    pub fn decide<'a>(ready: &(impl Iterator<Item = PortState<'a>> + Clone), node: &NodeFacts) -> Self {
+        let applies = |mode: &Self| {
+            ready.clone().all(|endpoint| !mode.hints(&endpoint).is_empty())
+                && ready.clone().any(|endpoint| mode.admits(&endpoint, node))
+        };
+        [Self::SameNode, Self::SameZone].into_iter().find(applies).unwrap_or(Self::Any)
     }
 
     /// True if this node uses the ready endpoint in this mode.
     #[must_use]
     pub fn admits(self, endpoint: &PortState<'_>, node: &NodeFacts) -> bool {
-        let hints = endpoint.placement.hints.as_deref();
-        match self {
-            Self::Any => true,
-            Self::SameNode => hints.is_some_and(|hints| hints.nodes.iter().any(|hint| **hint == *node.name)),
-            Self::SameZone => {
-                let zone = node.zone.as_deref().unwrap_or_default();
-                hints.is_some_and(|hints| hints.zones.iter().any(|hint| **hint == *zone))
-            }
+        let name = match self {
+            Self::Any => return true,
+            Self::SameNode => &*node.name,
+            Self::SameZone => node.zone.as_deref().unwrap_or_default(),
+        };
+        !name.is_empty() && self.hints(endpoint).iter().any(|hint| **hint == *name)
+    }
+
+    /// The hints of an endpoint that count in this mode.
+    fn hints<'a>(self, endpoint: &PortState<'a>) -> &'a [Arc<str>] {
+        match (self, endpoint.placement.hints.as_deref()) {
+            (Self::SameNode, Some(hints)) => &hints.nodes,
+            (Self::SameZone, Some(hints)) => &hints.zones,
+            _ => &[],
         }
     }
 }

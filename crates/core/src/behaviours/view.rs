@@ -11,7 +11,7 @@ use crate::{
     model::{Family, LoadBalancing, Protocol, ProxyProtocol, Service, ServiceKey, ServicePort, TrafficPolicy},
     node_facts::NodeFacts,
     state::frontends::Frontend,
-    state::{Endpoints, ServiceEntry, State},
+    state::{ServiceEntry, State},
 };
 
 /// Numbers of service ports whose traffic is dropped because this node has no endpoint for a Local
@@ -200,53 +200,32 @@ pub fn views_of_all_endpoints(
         return Vec::new();
     };
     let source_ranges = SourceRanges::of(service, family, &node.addresses);
-    let context =
-        Context { state, key, service, endpoints: entry.endpoints(), cluster_ip, family, node, source_ranges };
-    service.ports.iter().map(|port| context.port_view(port)).collect()
-}
-
-struct Context<'a> {
-    state: &'a State,
-    key: &'a Arc<ServiceKey>,
-    service: &'a Service,
-    endpoints: &'a Endpoints,
-    cluster_ip: IpAddr,
-    family: Family,
-    node: &'a NodeFacts,
-    source_ranges: SourceRanges,
-}
-
-impl Context<'_> {
-    fn port_view(&self, port: &ServicePort) -> ServicePortView {
-        let choice = endpoint_choice::choose(self.endpoints.values(), port, self.family, self.node);
-        let owns_port_at = |address: &IpAddr| {
-            self.state.frontends().owns(self.key, &Frontend::Address(*address, port.protocol, port.port))
+    let view_of = |port: &ServicePort| {
+        let choice = endpoint_choice::choose(entry.endpoints().values(), port, family, node);
+        let owns = |frontend| state.frontends().owns(key, &frontend);
+        let owns_port_at = |address: &IpAddr| owns(Frontend::Address(*address, port.protocol, port.port));
+        let owned = |addresses: &[IpAddr]| -> Vec<IpAddr> {
+            let of_family = addresses.iter().filter(|address| Family::of(**address) == family);
+            let owned: BTreeSet<IpAddr> = of_family.filter(|address| owns_port_at(address)).copied().collect();
+            owned.into_iter().collect()
         };
-        let owned = |addresses: &[IpAddr]| {
-            let of_family = addresses.iter().filter(|address| Family::of(**address) == self.family);
-            let mut owned: Vec<IpAddr> = of_family.filter(|address| owns_port_at(address)).copied().collect();
-            owned.sort_unstable();
-            owned.dedup();
-            owned
-        };
-        let node_port = Frontend::NodePort(self.family, port.protocol, port.node_port);
         let mut view = ServicePortView {
-            key: Arc::clone(self.key),
+            key: Arc::clone(key),
             port_name: port.name.clone(),
             protocol: port.protocol,
-            family: self.family,
+            family,
             port: port.port,
-            cluster_ip: Some(self.cluster_ip).filter(owns_port_at),
-            external_ips: if self.node.ignores_external_ips { Vec::new() } else { owned(&self.service.external_ips) },
-            load_balancer_ips: owned(&self.service.load_balancer_ips),
-            node_port: if self.state.frontends().owns(self.key, &node_port) { port.node_port } else { 0 },
-            source_ranges: self.source_ranges.clone(),
-            internal_traffic_policy: self.service.internal_traffic_policy,
-            external_traffic_policy: self.service.external_traffic_policy,
-            affinity_timeout_seconds: self.service.session_affinity.map(|affinity| affinity.timeout_seconds),
-            load_balancing: LoadBalancing::parse(&self.service.load_balancing),
-            proxy_protocol: self.service.proxy_protocol.filter(|_| port.protocol == Protocol::Tcp),
-            max_connections: Some(self.service.max_connections).filter(|limit| *limit != 0),
+            cluster_ip: Some(cluster_ip).filter(owns_port_at),
+            external_ips: if node.ignores_external_ips { Vec::new() } else { owned(&service.external_ips) },
+            load_balancer_ips: owned(&service.load_balancer_ips),
+            node_port: if owns(Frontend::NodePort(family, port.protocol, port.node_port)) { port.node_port } else { 0 },
+            source_ranges: source_ranges.clone(),
+            internal_traffic_policy: service.internal_traffic_policy,
+            external_traffic_policy: service.external_traffic_policy,
+            affinity_timeout_seconds: service.session_affinity.map(|affinity| affinity.timeout_seconds),
+            load_balancing: LoadBalancing::parse(&service.load_balancing),
+            proxy_protocol: service.proxy_protocol.filter(|_| port.protocol == Protocol::Tcp),
+            max_connections: Some(service.max_connections).filter(|limit| *limit != 0),
             cluster_endpoints: choice.cluster,
             local_endpoints: choice.local,
             has_any_endpoint: choice.has_any,
@@ -255,7 +234,8 @@ impl Context<'_> {
             view.has_any_endpoint = !view.cluster_endpoints.is_empty();
         }
         view
-    }
+    };
+    service.ports.iter().map(view_of).collect()
 }
 
 #[cfg(test)]

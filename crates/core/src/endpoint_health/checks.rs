@@ -133,11 +133,6 @@ impl Checks {
         self.services.get(key).into_iter().flatten().filter(is_failing).copied().collect()
     }
 
-    /// Returns the services that have targets.
-    pub fn services(&self) -> impl Iterator<Item = &Arc<ServiceKey>> {
-        self.services.keys()
-    }
-
     /// Replaces the checks that a service requests; `None` removes them. The first check of a new
     /// target is due at a random time within one interval, so that not all nodes connect to a new
     /// endpoint at the same time.

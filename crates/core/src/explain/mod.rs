@@ -23,7 +23,7 @@ use crate::{
     model::{Family, Protocol, Service, ServiceKey, ServicePort},
     node_facts::NodeFacts,
     state::{
-        State,
+        Endpoints, State,
         frontends::{Claim, Frontend, addresses_of, frontends_of_port},
     },
 };
@@ -125,7 +125,7 @@ pub struct To {
 
 /// What happens to the packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
+pub enum PacketFate {
     /// It goes to one of the chosen endpoints.
     Forwarded,
     /// The client gets an error at once.
@@ -137,7 +137,7 @@ pub enum Fate {
     NotServed,
 }
 
-impl Fate {
+impl PacketFate {
     /// The name in the protocol.
     #[must_use]
     pub fn as_str(self) -> &'static str {
@@ -158,7 +158,7 @@ pub struct Explanation {
     /// What the node does, in order, one sentence or two for each step.
     pub steps: Vec<String>,
     /// What happens to the packet.
-    pub fate: Fate,
+    pub fate: PacketFate,
     /// The endpoints of the destination's family, in order of address and port. Empty if the fate
     /// does not depend on endpoints.
     pub endpoints: Vec<ExplainedEndpoint>,
@@ -181,8 +181,9 @@ pub fn explain(
     to: Option<To>,
 ) -> Option<(Vec<Explanation>, usize)> {
     let key = state.key(key)?;
-    let service = state.entry(key)?.service()?;
-    let explainer = Explainer { state, key, service, facts, settings, source };
+    let entry = state.entry(key)?;
+    let (service, endpoints) = (entry.service()?, entry.endpoints());
+    let explainer = Explainer { state, key, service, endpoints, facts, settings, source };
     Some(match to {
         Some(to) => (explainer.to(to), 0),
         None => explainer.all(),
@@ -194,6 +195,7 @@ struct Explainer<'a> {
     state: &'a State,
     key: &'a Arc<ServiceKey>,
     service: &'a Service,
+    endpoints: &'a Endpoints,
     facts: &'a NodeFacts,
     settings: &'a NodeSettings,
     source: Source,
@@ -282,27 +284,27 @@ impl<'a> Explainer<'a> {
         let (step, fate) = match (owner, kind) {
             (Some((frontend, owner)), _) => {
                 let text = format!("{frontend} belongs to Service {owner}: explain {owner} instead.");
-                (text, Fate::NotServed)
+                (text, PacketFate::NotServed)
             }
             (None, Some(_)) if is_refused => (
                 format!(
                     "{} is the {what} of the Service, but the Service has no such port. The node refuses the connection.",
                     at.ip()
                 ),
-                Fate::Rejected,
+                PacketFate::Rejected,
             ),
             (None, Some(_)) => (
                 format!(
                     "{} is the {what} of the Service, but the Service has no such port. No rule matches, and the packet follows the routes of the node.",
                     at.ip()
                 ),
-                Fate::NotServed,
+                PacketFate::NotServed,
             ),
             (None, None) => (
                 format!(
                     "{destination} is neither an address of the Service nor one of its NodePorts. No rule of the Service matches."
                 ),
-                Fate::NotServed,
+                PacketFate::NotServed,
             ),
         };
         Explanation { destination, steps: vec![step], fate, endpoints: Vec::new() }

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use super::{ExplainedEndpoint, Explainer, Fate, Mode, Source, endpoints};
+use super::{ExplainedEndpoint, Explainer, Mode, PacketFate, Source, endpoints};
 use crate::{
     behaviours::{
         endpoint_choice::{self, Destination},
@@ -12,10 +12,7 @@ use crate::{
     },
     dataplane::iptables::NodePortAddresses,
     model::{Family, Protocol, ServicePort, TrafficPolicy},
-    state::{
-        Endpoints, ServiceEntry,
-        frontends::{Claim, Frontend},
-    },
+    state::frontends::{Claim, Frontend},
 };
 
 /// How the rules treat a source.
@@ -38,9 +35,9 @@ pub(super) struct Path<'a> {
     pub(super) steps: Vec<String>,
 }
 
-impl<'a> Path<'a> {
+impl Path<'_> {
     /// Writes the steps. Returns the fate of the packet, and the endpoints.
-    pub(super) fn walk(&mut self) -> (Fate, Vec<ExplainedEndpoint>) {
+    pub(super) fn walk(&mut self) -> (PacketFate, Vec<ExplainedEndpoint>) {
         let class = self.source();
         if let Some(fate) = self.destination() {
             return (fate, Vec::new());
@@ -53,28 +50,26 @@ impl<'a> Path<'a> {
         let outcome = view.outcome(policy);
         let chosen = if let Outcome::Forwarded(chosen) = outcome { chosen } else { &[] };
         let (facts, family) = (self.explainer.facts, self.view.family);
-        let explained = match self.endpoints() {
-            Some(all) => endpoints::explain(all.values(), self.port, family, facts, policy, chosen),
-            None => Vec::new(),
-        };
+        let all = self.explainer.endpoints.values();
+        let explained = endpoints::explain(all, self.port, family, facts, policy, chosen);
         self.hints(policy);
         let fate = match outcome {
             Outcome::Rejected => {
                 self.step("No endpoint on any node is ready, or serves while it terminates. The node refuses the connection: the client gets an ICMP error at once.");
-                Fate::Rejected
+                PacketFate::Rejected
             }
             Outcome::Dropped => {
                 self.step("No endpoint on this node is ready, or serves while it terminates, and the policy is Local. The node drops the packet, so the client waits until its timeout.");
-                Fate::Dropped
+                PacketFate::Dropped
             }
             Outcome::Forwarded(_) if self.is_refused_sctp() => {
                 self.step("The proxy of mode userspace cannot carry SCTP. The node refuses the connection.");
-                Fate::Rejected
+                PacketFate::Rejected
             }
             Outcome::Forwarded(chosen) => {
                 self.choice(chosen, &explained);
                 self.source_address(class, chosen);
-                Fate::Forwarded
+                PacketFate::Forwarded
             }
         };
         (fate, explained)
@@ -82,10 +77,6 @@ impl<'a> Path<'a> {
 
     fn step(&mut self, text: impl Into<String>) {
         self.steps.push(text.into());
-    }
-
-    fn endpoints(&self) -> Option<&'a Endpoints> {
-        self.explainer.state.entry(self.explainer.key).map(ServiceEntry::endpoints)
     }
 
     fn is_refused_sctp(&self) -> bool {
@@ -130,23 +121,23 @@ impl<'a> Path<'a> {
     }
 
     /// Explains the frontend. Returns a fate if the Service does not serve the frontend.
-    fn destination(&mut self) -> Option<Fate> {
+    fn destination(&mut self) -> Option<PacketFate> {
         let (frontend, kind, key) = (self.frontend, self.kind.as_str(), self.explainer.key);
         let name = if self.port.name.is_empty() { String::new() } else { format!(", port {}", self.port.name) };
         self.step(format!("{frontend} is the {kind} of Service {key}{name}."));
         if self.kind == Claim::ExternalIp && self.explainer.facts.ignores_external_ips {
             self.step("This node ignores externalIPs: its feature gate AllowServiceExternalIPs is off.");
-            return Some(Fate::NotServed);
+            return Some(PacketFate::NotServed);
         }
         if let Some(conflict) = self.explainer.state.frontends().conflict(key, frontend, self.kind) {
             self.step(format!("{conflict}. No packet reaches {key} there."));
-            return Some(Fate::NotServed);
+            return Some(PacketFate::NotServed);
         }
         if self.kind == Claim::NodePort { self.node_port() } else { None }
     }
 
     /// Explains at which addresses of the node a NodePort answers.
-    fn node_port(&mut self) -> Option<Fate> {
+    fn node_port(&mut self) -> Option<PacketFate> {
         let settings = self.explainer.settings;
         let (family, has_localhost) = (self.view.family, settings.localhost_node_ports && settings.mode != Mode::Ipvs);
         let (addresses, is_wanted) = (settings.node_ports(family), has_localhost && family == Family::V4);
@@ -155,7 +146,7 @@ impl<'a> Path<'a> {
                 NodePortAddresses::All => "NodePorts answer on all addresses of the node.".to_owned(),
                 NodePortAddresses::Only(addresses) if addresses.is_empty() => {
                     self.step("No address of the node is selected for NodePorts (nodePortAddresses).");
-                    return Some(Fate::NotServed);
+                    return Some(PacketFate::NotServed);
                 }
                 NodePortAddresses::Only(addresses) => {
                     let list: Vec<String> = addresses.iter().map(IpAddr::to_string).collect();
@@ -172,13 +163,13 @@ impl<'a> Path<'a> {
             } else {
                 "NodePorts do not answer on loopback addresses of this node."
             });
-            return (!is_served).then_some(Fate::NotServed);
+            return (!is_served).then_some(PacketFate::NotServed);
         }
         let is_known = self.explainer.facts.addresses.contains(&address);
         match addresses {
             NodePortAddresses::Only(selected) if !selected.contains(&address) => {
                 self.step(format!("NodePorts do not answer on {address} (nodePortAddresses)."));
-                Some(Fate::NotServed)
+                Some(PacketFate::NotServed)
             }
             NodePortAddresses::All if !is_known => {
                 self.step(format!(
@@ -195,7 +186,7 @@ impl<'a> Path<'a> {
 
     /// Explains the source ranges of load balancer IPs. Returns a fate if they do not admit the
     /// client.
-    fn source_ranges(&mut self) -> Option<Fate> {
+    fn source_ranges(&mut self) -> Option<PacketFate> {
         let ranges = &self.view.source_ranges;
         let Frontend::Address(destination, ..) = self.frontend else { return None };
         let is_checked = self.view.has_any_endpoint || self.explainer.settings.mode.guards_without_endpoints();
@@ -216,7 +207,7 @@ impl<'a> Path<'a> {
             list.join(", ")
         );
         self.step(text);
-        Some(Fate::Dropped)
+        Some(PacketFate::Dropped)
     }
 
     /// Explains which policy applies.
@@ -246,8 +237,10 @@ impl<'a> Path<'a> {
     /// Explains topology hints, if an endpoint has some and the policy is Cluster.
     fn hints(&mut self, policy: TrafficPolicy) {
         let facts = self.explainer.facts;
-        let Some(endpoints) = self.endpoints().filter(|_| !policy.is_local()) else { return };
-        let candidates = endpoint_choice::candidates(endpoints.values(), self.port, self.view.family);
+        if policy.is_local() {
+            return;
+        }
+        let candidates = endpoint_choice::candidates(self.explainer.endpoints.values(), self.port, self.view.family);
         let has_hints =
             candidates.clone().any(|candidate| candidate.conditions.ready && candidate.placement.hints.is_some());
         let zone = facts.zone.as_deref().filter(|zone| !zone.is_empty());

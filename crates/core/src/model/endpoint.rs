@@ -199,11 +199,6 @@ impl Endpoint {
         })
     }
 
-    /// Returns the placement of the endpoint, then the placements that ports carry.
-    pub fn placements(&self) -> impl Iterator<Item = &Arc<Placement>> {
-        std::iter::once(&self.placement).chain(self.ports.iter().filter_map(|port| port.placement.as_ref()))
-    }
-
     /// Splits the endpoint by the state of its ports. Returns one endpoint for each group of ports
     /// with equal conditions and placement, in the order of the first port of each group.
     #[must_use]

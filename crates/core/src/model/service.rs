@@ -8,7 +8,7 @@ use ipnet::IpNet;
 use super::{Family, Protocol, ProxyProtocol};
 
 /// Namespace and name of a Service. Keys are ordered by namespace, then by name.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct ServiceKey {
     /// `metadata.namespace`.
     pub namespace: CompactString,
@@ -81,7 +81,7 @@ pub struct ServicePort {
 }
 
 /// A Service that the proxy programs. It has at least one ClusterIP and one port.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Service {
     /// Namespace and name.
     pub key: ServiceKey,
@@ -130,25 +130,7 @@ impl Service {
     /// Creates a plain ClusterIP service. Callers set other fields as needed.
     #[must_use]
     pub fn new(key: ServiceKey, cluster_ips: Vec<IpAddr>, ports: Vec<ServicePort>) -> Self {
-        Self {
-            key,
-            cluster_ips,
-            external_ips: Vec::new(),
-            load_balancer_ips: Vec::new(),
-            ports,
-            internal_traffic_policy: TrafficPolicy::Cluster,
-            external_traffic_policy: TrafficPolicy::Cluster,
-            session_affinity: None,
-            load_balancer_source_ranges: Vec::new(),
-            health_check_node_port: 0,
-            created_unix_seconds: 0,
-            load_balancing: CompactString::default(),
-            scheduler: CompactString::default(),
-            health_check: CompactString::default(),
-            health_check_interval_ms: 0,
-            proxy_protocol: None,
-            max_connections: 0,
-        }
+        Self { key, cluster_ips, ports, ..Self::default() }
     }
 
     /// True if agents check the endpoints by opening TCP connections to them.

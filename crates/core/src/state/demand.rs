@@ -36,19 +36,13 @@ fn index(algorithm: Option<LoadBalancing>) -> usize {
 
 /// The numbers for both families. The cost of counting a Service is linear in its ports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Demand {
-    v4: FamilyDemand,
-    v6: FamilyDemand,
-}
+pub struct Demand([FamilyDemand; 2]);
 
 impl Demand {
     /// Returns the numbers for a family.
     #[must_use]
     pub fn of(&self, family: Family) -> FamilyDemand {
-        match family {
-            Family::V4 => self.v4,
-            Family::V6 => self.v6,
-        }
+        self.0[family as usize]
     }
 
     pub(crate) fn add(&mut self, service: &Service) {
@@ -63,23 +57,15 @@ impl Demand {
         let has_node_ports = service.ports.iter().any(|port| port.node_port != 0);
         let has_sctp = service.ports.iter().any(|port| port.protocol == Protocol::Sctp);
         for address in &service.cluster_ips {
-            let demand = match Family::of(*address) {
-                Family::V4 => &mut self.v4,
-                Family::V6 => &mut self.v6,
-            };
-            count(&mut demand.services);
-            if has_node_ports {
-                count(&mut demand.with_node_ports);
-            }
-            if has_sctp {
-                count(&mut demand.with_sctp);
-            }
-            if service.proxy_protocol.is_some() {
-                count(&mut demand.with_proxy_protocol);
-            }
-            if service.max_connections != 0 {
-                count(&mut demand.with_max_connections);
-            }
+            let demand = &mut self.0[Family::of(*address) as usize];
+            let features = [
+                (true, &mut demand.services),
+                (has_node_ports, &mut demand.with_node_ports),
+                (has_sctp, &mut demand.with_sctp),
+                (service.proxy_protocol.is_some(), &mut demand.with_proxy_protocol),
+                (service.max_connections != 0, &mut demand.with_max_connections),
+            ];
+            features.into_iter().filter(|(is_used, _)| *is_used).for_each(|(_, number)| count(number));
             if !service.load_balancing.is_empty() {
                 count(&mut demand.load_balancing[index(LoadBalancing::parse(&service.load_balancing))]);
             }

@@ -109,12 +109,12 @@ impl State {
     /// state does not have the resource to remove.
     pub fn apply(&mut self, change: Change, dirty: &mut Dirty) -> bool {
         match change {
-            Change::Service(service) => self.put_service(service, dirty),
-            Change::RemoveService(key) => self.remove_service(&key, dirty),
-            Change::Endpoint(key, endpoint) => self.put_endpoint(key, endpoint, dirty),
-            Change::RemoveEndpoint(key, address) => self.remove_endpoint(&key, address, dirty),
-            Change::ServiceCidr(service_cidr) => self.put_service_cidr(service_cidr, dirty),
-            Change::RemoveServiceCidr(name) => self.remove_service_cidr(&name, dirty),
+            Change::Service(service) => self.set_service(service.key.clone(), Some(service), dirty),
+            Change::RemoveService(key) => self.set_service(key, None, dirty),
+            Change::Endpoint(key, endpoint) => self.set_endpoint(key, endpoint.address, Some(endpoint), dirty),
+            Change::RemoveEndpoint(key, address) => self.set_endpoint(key, address, None, dirty),
+            Change::ServiceCidr(new) => self.set_service_cidr(new.name.clone(), Some(new), dirty),
+            Change::RemoveServiceCidr(name) => self.set_service_cidr(name, None, dirty),
         }
     }
 
@@ -209,88 +209,75 @@ impl State {
         self.entries.get_key_value(&key).map_or_else(|| Arc::new(key), |(shared, _)| Arc::clone(shared))
     }
 
-    fn put_service(&mut self, service: Box<Service>, dirty: &mut Dirty) -> bool {
-        let key = self.shared_key(service.key.clone());
-        let entry = self.entries.entry(Arc::clone(&key)).or_default();
-        if entry.service.as_ref() == Some(&service) {
-            return false;
-        }
-        let bucket = digest::service_bucket(&key);
-        if let Some(old) = &entry.service {
-            self.digests.subtract(bucket, digest::service_hash(old));
-            self.demand.subtract(old);
-        } else {
-            self.services += 1;
-        }
-        self.digests.add(bucket, digest::service_hash(&service));
-        self.demand.add(&service);
-        dirty.services.extend(self.frontends.replace(&key, entry.service.as_deref(), Some(&service)));
-        entry.service = Some(service);
-        dirty.services.insert(key);
-        true
-    }
-
-    fn remove_service(&mut self, key: &ServiceKey, dirty: &mut Dirty) -> bool {
-        let key = self.shared_key(key.clone());
-        let Some(old) = self.entries.get_mut(&key).and_then(|entry| entry.service.take()) else { return false };
-        self.services -= 1;
-        self.digests.subtract(digest::service_bucket(&key), digest::service_hash(&old));
-        self.demand.subtract(&old);
-        dirty.services.extend(self.frontends.replace(&key, Some(&old), None));
-        self.drop_empty(&key);
-        dirty.services.insert(key);
-        true
-    }
-
-    fn put_endpoint(&mut self, key: ServiceKey, endpoint: Endpoint, dirty: &mut Dirty) -> bool {
+    fn set_service(&mut self, key: ServiceKey, new: Option<Box<Service>>, dirty: &mut Dirty) -> bool {
         let key = self.shared_key(key);
         let entry = self.entries.entry(Arc::clone(&key)).or_default();
-        let bucket = digest::service_bucket(&key);
-        match entry.endpoints.get(&endpoint.address) {
-            Some(old) if *old == endpoint => return false,
-            Some(old) => self.digests.subtract(bucket, digest::endpoint_hash(&key, old)),
-            None => self.endpoints += 1,
+        let old = std::mem::replace(&mut entry.service, new);
+        let has_changed = old != entry.service;
+        if has_changed {
+            let (new, bucket) = (entry.service.as_deref(), digest::service_bucket(&key));
+            if let Some(old) = &old {
+                self.digests.subtract(bucket, digest::service_hash(old));
+                self.demand.subtract(old);
+                self.services -= 1;
+            }
+            if let Some(new) = new {
+                self.digests.add(bucket, digest::service_hash(new));
+                self.demand.add(new);
+                self.services += 1;
+            }
+            dirty.services.extend(self.frontends.replace(&key, old.as_deref(), new));
+            dirty.services.insert(Arc::clone(&key));
         }
-        self.digests.add(bucket, digest::endpoint_hash(&key, &endpoint));
-        entry.endpoints.insert(endpoint);
-        dirty.services.insert(key);
-        true
-    }
-
-    fn remove_endpoint(&mut self, key: &ServiceKey, address: IpAddr, dirty: &mut Dirty) -> bool {
-        let key = self.shared_key(key.clone());
-        let Some(old) = self.entries.get_mut(&key).and_then(|entry| entry.endpoints.remove(&address)) else {
-            return false;
-        };
-        self.endpoints -= 1;
-        self.digests.subtract(digest::service_bucket(&key), digest::endpoint_hash(&key, &old));
         self.drop_empty(&key);
-        dirty.services.insert(key);
-        true
+        has_changed
     }
 
+    fn set_endpoint(&mut self, key: ServiceKey, address: IpAddr, new: Option<Endpoint>, dirty: &mut Dirty) -> bool {
+        let key = self.shared_key(key);
+        let endpoints = &mut self.entries.entry(Arc::clone(&key)).or_default().endpoints;
+        let old = endpoints.get(&address);
+        let has_changed = old != new.as_ref();
+        if has_changed {
+            let bucket = digest::service_bucket(&key);
+            if let Some(old) = old {
+                self.digests.subtract(bucket, digest::endpoint_hash(&key, old));
+                self.endpoints -= 1;
+            }
+            if let Some(new) = new {
+                self.digests.add(bucket, digest::endpoint_hash(&key, &new));
+                self.endpoints += 1;
+                endpoints.insert(new);
+            } else {
+                endpoints.remove(&address);
+            }
+            dirty.services.insert(Arc::clone(&key));
+        }
+        self.drop_empty(&key);
+        has_changed
+    }
+
+    /// Removes an entry that holds nothing.
     fn drop_empty(&mut self, key: &ServiceKey) {
         if self.entries.get(key).is_some_and(ServiceEntry::is_empty) {
             self.entries.remove(key);
         }
     }
 
-    fn put_service_cidr(&mut self, service_cidr: ServiceCidr, dirty: &mut Dirty) -> bool {
-        let bucket = digest::service_cidr_bucket(&service_cidr.name);
-        match self.service_cidrs.get(&service_cidr.name) {
-            Some(old) if *old == service_cidr => return false,
-            Some(old) => self.digests.subtract(bucket, digest::service_cidr_hash(old)),
-            None => {}
+    fn set_service_cidr(&mut self, name: CompactString, new: Option<ServiceCidr>, dirty: &mut Dirty) -> bool {
+        let (old, bucket) = (self.service_cidrs.get(&name), digest::service_cidr_bucket(&name));
+        if old == new.as_ref() {
+            return false;
         }
-        self.digests.add(bucket, digest::service_cidr_hash(&service_cidr));
-        self.service_cidrs.insert(service_cidr.name.clone(), service_cidr);
-        dirty.service_cidrs = true;
-        true
-    }
-
-    fn remove_service_cidr(&mut self, name: &str, dirty: &mut Dirty) -> bool {
-        let Some(old) = self.service_cidrs.remove(name) else { return false };
-        self.digests.subtract(digest::service_cidr_bucket(name), digest::service_cidr_hash(&old));
+        if let Some(old) = old {
+            self.digests.subtract(bucket, digest::service_cidr_hash(old));
+        }
+        if let Some(new) = new {
+            self.digests.add(bucket, digest::service_cidr_hash(&new));
+            self.service_cidrs.insert(name, new);
+        } else {
+            self.service_cidrs.remove(&name);
+        }
         dirty.service_cidrs = true;
         true
     }

@@ -65,12 +65,6 @@ impl ConntrackMetrics {
         let help = "Passes over the connection tracking table that failed and are tried again";
         registry.adder(AGENT).counter("conntrack_passes_failed", labels, help, self.failed.clone());
     }
-
-    /// Number of entries deleted since the start of the process, in both families.
-    #[must_use]
-    pub fn deleted(&self) -> u64 {
-        Family::BOTH.into_iter().map(|family| self.deleted.get_or_create(&family_label(family)).get()).sum()
-    }
 }
 
 /// The observer that passes cleanup rules to the thread that deletes stale flows.
@@ -84,7 +78,6 @@ pub struct ConntrackCleaner {
 impl ConntrackCleaner {
     /// Starts the thread, which works in the network namespace of the caller. `inputs` provides the
     /// addresses that answer NodePorts, and `interfaces` provides all addresses of the node.
-    /// `earlier` is the state of the last run, so that flows to what was removed since end, too.
     ///
     /// # Errors
     /// The operating system cannot start a thread.
@@ -92,12 +85,9 @@ impl ConntrackCleaner {
         metrics: ConntrackMetrics,
         inputs: watch::Receiver<NodeInputs>,
         interfaces: Interfaces,
-        earlier: &State,
     ) -> io::Result<Self> {
         let passes = Passes { metrics, inputs, interfaces };
-        let mut cleaner = Self::with(Worker::start(move |cleanup| passes.pass(cleanup))?);
-        cleaner.tracker.remember(earlier);
-        Ok(cleaner)
+        Ok(Self::with(Worker::start(move |cleanup| passes.pass(cleanup))?))
     }
 
     fn with(worker: Worker) -> Self {

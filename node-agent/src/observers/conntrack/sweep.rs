@@ -9,7 +9,7 @@ use std::{
 use headgate_core::{Family, conntrack::Cleanup, iptables::NodePortAddresses};
 use headgate_netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Refusal, Request};
 
-use super::wire::{self, Entry};
+use super::wire::{self, UdpEntry};
 use crate::node_inputs::NodeInputs;
 
 /// Maximum number of attempts to get one list that the kernel does not interrupt. After the last
@@ -113,7 +113,9 @@ pub fn sweep(
         swept.lists += 1;
         let dumped = Connection::open(libc::NETLINK_NETFILTER).and_then(|mut connection| {
             connection.dump(wire::list(family), |kind, payload| {
-                let Some(entry) = (kind == wire::MESSAGE_NEW).then(|| Entry::parse(payload)).flatten() else { return };
+                let Some(entry) = (kind == wire::MESSAGE_NEW).then(|| UdpEntry::parse(payload)).flatten() else {
+                    return;
+                };
                 swept.listed += 1;
                 let (original, answered_by) = (entry.original_destination, entry.reply_source);
                 if result.is_ok() && cleanup.is_stale(original, answered_by, |address| addresses.contains(address)) {
@@ -131,7 +133,7 @@ pub fn sweep(
         }
     }
     deletions.flush(swept)?;
-    deletions.finish()
+    deletions.kept.map_or(Ok(()), |(count, last)| Err(SweepError::Kept { count, last }))
 }
 
 /// Collects deletions and sends them in batches.
@@ -165,12 +167,5 @@ impl Deletions {
             }
         });
         result.map_err(SweepError::Delete)
-    }
-
-    fn finish(self) -> Result<(), SweepError> {
-        match self.kept {
-            None => Ok(()),
-            Some((count, last)) => Err(SweepError::Kept { count, last }),
-        }
     }
 }

@@ -1,7 +1,7 @@
 //! Connection tracking entries as netlink attributes (`linux/netfilter/nfnetlink_conntrack.h`).
 //! Numbers in attributes are big-endian, except the flags of filters, which are in host byte order.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
 use headgate_core::{Family, address_from_bytes};
 use headgate_netlink::{Request, attributes};
@@ -50,27 +50,6 @@ pub fn header(family: Family) -> [u8; 4] {
     [u8::try_from(family).unwrap_or_default(), 0, 0, 0]
 }
 
-/// Returns `CTA_IP_V4_SRC` or `CTA_IP_V6_SRC`.
-#[must_use]
-pub fn source_address(family: Family) -> u16 {
-    if family == Family::V4 { 1 } else { 3 }
-}
-
-/// Returns `CTA_IP_V4_DST` or `CTA_IP_V6_DST`.
-#[must_use]
-pub fn destination_address(family: Family) -> u16 {
-    if family == Family::V4 { 2 } else { 4 }
-}
-
-/// Adds an address to a request, in an attribute of type `kind`.
-#[must_use]
-pub fn put_address(request: Request, kind: u16, address: IpAddr) -> Request {
-    match address {
-        IpAddr::V4(address) => request.attribute(kind, &address.octets()),
-        IpAddr::V6(address) => request.attribute(kind, &address.octets()),
-    }
-}
-
 /// Returns the request to list the UDP entries of a family. Kernels before 5.8 list all entries.
 #[must_use]
 pub fn list(family: Family) -> Request {
@@ -84,7 +63,7 @@ pub fn list(family: Family) -> Request {
 /// A UDP entry of a list. The entry borrows from the received message, because most entries are not
 /// stale and are dropped at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Entry<'a> {
+pub struct UdpEntry<'a> {
     /// The destination to which the client sends, before translation.
     pub original_destination: SocketAddr,
     /// The source of the replies: the endpoint, if the flow is translated.
@@ -95,7 +74,7 @@ pub struct Entry<'a> {
     family: Family,
 }
 
-impl<'a> Entry<'a> {
+impl<'a> UdpEntry<'a> {
     /// Parses the payload of a message. Returns `None` if the entry is not UDP, or if a required
     /// attribute is missing or malformed.
     #[must_use]
@@ -149,6 +128,7 @@ fn udp_tuple(tuple: &[u8]) -> Option<(SocketAddr, SocketAddr)> {
     for (part, nested) in attributes(tuple) {
         for (kind, value) in attributes(nested) {
             match (part, kind) {
+                // `CTA_IP_V4_SRC`, `CTA_IP_V6_SRC`, `CTA_IP_V4_DST`, `CTA_IP_V6_DST`.
                 (TUPLE_IP, 1 | 3) => source = address_from_bytes(value),
                 (TUPLE_IP, 2 | 4) => destination = address_from_bytes(value),
                 (TUPLE_PROTOCOL, PROTOCOL_NUMBER) => is_udp = value == [PROTOCOL_UDP],
@@ -207,7 +187,7 @@ mod tests {
     #[test]
     fn an_entry_is_parsed_and_deleted_by_its_tuple_and_id() {
         let bytes = entry(true, 17);
-        let entry = Entry::parse(&bytes).unwrap();
+        let entry = UdpEntry::parse(&bytes).unwrap();
         assert_eq!(entry.original_destination, "10.96.0.10:53".parse().unwrap());
         assert_eq!(entry.reply_source, "10.244.0.1:5353".parse().unwrap());
         let delete = entry.delete();
@@ -218,8 +198,8 @@ mod tests {
 
     #[test]
     fn tcp_entries_and_malformed_payloads_are_ignored() {
-        assert_eq!(Entry::parse(&entry(false, 6)), None);
-        assert_eq!(Entry::parse(&[]), None);
-        assert_eq!(Entry::parse(&entry(false, 17)[..60]), None);
+        assert_eq!(UdpEntry::parse(&entry(false, 6)), None);
+        assert_eq!(UdpEntry::parse(&[]), None);
+        assert_eq!(UdpEntry::parse(&entry(false, 17)[..60]), None);
     }
 }

@@ -4,23 +4,13 @@ use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge}
 
 use crate::metric_registry::{AGENT, Labels, MetricRegistry};
 
-/// The result of one check.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CheckResult {
-    /// The endpoint accepted a connection.
-    Passed,
-    /// The endpoint refused the connection, or did not answer in time.
-    Failed,
-    /// This machine could not make the check. For example, no file descriptors were free.
-    NotMade,
-}
-
 /// Metrics of endpoint checks.
 #[derive(Debug, Clone, Default)]
 pub struct EndpointCheckMetrics {
     checks: Family<Labels<1>, Counter>,
     checked: Gauge,
-    failing: Gauge,
+    /// Number of endpoints that fail.
+    pub(super) failing: Gauge,
 }
 
 impl EndpointCheckMetrics {
@@ -35,13 +25,9 @@ impl EndpointCheckMetrics {
         add.gauge("endpoints_failing", "", help, self.failing.clone());
     }
 
-    /// Counts a check that has ended.
-    pub(crate) fn checked(&self, result: CheckResult) {
-        let result = match result {
-            CheckResult::Passed => "passed",
-            CheckResult::Failed => "failed",
-            CheckResult::NotMade => "not_made",
-        };
+    /// Counts a check that has ended: the endpoint accepted a connection (`passed`), refused it or
+    /// did not answer in time (`failed`), or this machine could not make the check (`not_made`).
+    pub(crate) fn checked(&self, result: &'static str) {
         self.checks.get_or_create(&[("result", result)]).inc();
     }
 
@@ -49,11 +35,5 @@ impl EndpointCheckMetrics {
     pub(crate) fn counted(&self, checked: usize, failing: usize) {
         self.checked.set(i64::try_from(checked).unwrap_or(i64::MAX));
         self.failing.set(i64::try_from(failing).unwrap_or(i64::MAX));
-    }
-
-    /// Number of endpoints that fail.
-    #[must_use]
-    pub fn failing(&self) -> i64 {
-        self.failing.get()
     }
 }

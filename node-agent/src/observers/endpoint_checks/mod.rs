@@ -10,25 +10,19 @@ mod targets;
 #[cfg(test)]
 mod tests;
 
-use std::{
-    io,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{io, sync::Arc, time::Duration};
 
 use headgate_core::{
     NodeFacts, ServiceKey,
     endpoint_health::{Check, CheckTiming, Checks, FailingEndpoints, ServiceTargets},
 };
-use tokio::{net::TcpStream, task::JoinSet};
+use tokio::{net::TcpStream, task::JoinSet, time::Instant};
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use crate::{
-    observers::{
-        Changes, Follower, Mailbox,
-        endpoint_checks::metrics::{CheckResult, EndpointCheckMetrics},
-    },
+    backoff::passed,
+    observers::{Changes, Follower, Mailbox, endpoint_checks::metrics::EndpointCheckMetrics},
     state::AgentState,
 };
 
@@ -71,7 +65,8 @@ impl Checker {
             for check in self.checks.start(self.now_ms(), MAX_RUNNING - running.len()) {
                 running.spawn(async move { (check, connect(check).await) });
             }
-            let pause = self.checks.next_due_ms().filter(|_| running.len() < MAX_RUNNING).map(|at| self.pause(at));
+            let due_ms = self.checks.next_due_ms().filter(|_| running.len() < MAX_RUNNING);
+            let due_at = due_ms.map(|at_ms| self.started + Duration::from_millis(at_ms));
             let changed = tokio::select! {
                 () = shutdown.cancelled() => return,
                 changes = self.mailbox.take() => self.take(changes),
@@ -80,7 +75,7 @@ impl Checker {
                     // The tasks do not panic, and nothing aborts them.
                     Err(_) => Vec::new(),
                 },
-                () = sleep(pause) => Vec::new(),
+                () = passed(due_at) => Vec::new(),
             };
             self.report(changed).await;
         }
@@ -88,10 +83,6 @@ impl Checker {
 
     fn now_ms(&self) -> u64 {
         u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
-    }
-
-    fn pause(&self, at_ms: u64) -> Duration {
-        Duration::from_millis(at_ms.saturating_sub(self.now_ms()))
     }
 
     fn take(&mut self, changes: Changes<ServiceTargets>) -> Vec<Arc<ServiceKey>> {
@@ -106,22 +97,25 @@ impl Checker {
     fn finish(&mut self, check: &Check, result: &io::Result<()>) -> Vec<Arc<ServiceKey>> {
         let now_ms = self.now_ms();
         let (result, changed) = match result {
-            Ok(()) => (CheckResult::Passed, self.checks.finish(check, true, now_ms)),
+            Ok(()) => {
+                let changed = self.checks.finish(check, true, now_ms);
+                if !changed.is_empty() {
+                    info!(endpoint = %check.address, "an endpoint passes its health checks again");
+                }
+                ("passed", changed)
+            }
             Err(error) if is_local_error(error) => {
                 self.checks.skip(check, now_ms);
-                (CheckResult::NotMade, Vec::new())
+                ("not_made", Vec::new())
             }
             Err(error) => {
                 let changed = self.checks.finish(check, false, now_ms);
                 if !changed.is_empty() {
                     info!(endpoint = %check.address, %error, "an endpoint fails its health checks; it gets no new connections while other endpoints of its service pass");
                 }
-                (CheckResult::Failed, changed)
+                ("failed", changed)
             }
         };
-        if result == CheckResult::Passed && !changed.is_empty() {
-            info!(endpoint = %check.address, "an endpoint passes its health checks again");
-        }
         self.metrics.checked(result);
         changed
     }
@@ -145,13 +139,6 @@ impl Checker {
             // Locking the state may block for a while. The task fails only when the runtime ends.
             let _ = tokio::task::spawn_blocking(move || shared.change_facts(change)).await;
         }
-    }
-}
-
-async fn sleep(pause: Option<Duration>) {
-    match pause {
-        Some(pause) => tokio::time::sleep(pause).await,
-        None => std::future::pending().await,
     }
 }
 

@@ -100,7 +100,7 @@ async fn endpoints_that_refuse_connections_fail_until_they_accept_again() {
     drop(second.0);
     world.step([service("tcp")].into_iter().chain(addresses.map(endpoint)));
     world.expect(&[second.1]).await;
-    assert_eq!(world.metrics.failing(), 1);
+    assert_eq!(world.metrics.failing.get(), 1);
     let generation = world.version;
     assert!(world.shared.has_moved_since(Some(generation)), "the failing endpoint has to be programmed");
 
@@ -110,13 +110,13 @@ async fn endpoints_that_refuse_connections_fail_until_they_accept_again() {
     // endpoints are used in this case.
     drop((first, second, third));
     world.expect(&addresses).await;
-    assert_eq!(world.metrics.failing(), 3);
+    assert_eq!(world.metrics.failing.get(), 3);
 
     world.step([Change::RemoveEndpoint(key(), addresses[0].ip())]);
     world.expect(&addresses[1..]).await;
     world.step([service("")]);
     world.expect(&[]).await;
-    world.wait(|world| world.metrics.failing() == 0, "no endpoint fails").await;
+    world.wait(|world| world.metrics.failing.get() == 0, "no endpoint fails").await;
 }
 
 #[tokio::test]
@@ -132,7 +132,7 @@ async fn checks_continue_after_an_endpoint_is_replaced() {
     world.step([Change::RemoveEndpoint(key(), bad.ip()), endpoint(other)]);
     world.expect(&[other]).await;
     world.step([Change::RemoveService(key())]);
-    world.wait(|world| world.metrics.failing() == 0, "no endpoint fails").await;
+    world.wait(|world| world.metrics.failing.get() == 0, "no endpoint fails").await;
 }
 
 #[tokio::test]
@@ -155,7 +155,7 @@ async fn failing_endpoints_are_kept_when_a_service_is_recreated_at_once_and_drop
     world.step(none());
     world.wait(|world| world.shared.with_facts(|_, node| node.failing.is_empty()), "no failing endpoint is left").await;
     assert_eq!(world.shared.with_state(|state| state.entries().count()), 0);
-    assert_eq!(world.metrics.failing(), 0);
+    assert_eq!(world.metrics.failing.get(), 0);
 }
 
 #[test]

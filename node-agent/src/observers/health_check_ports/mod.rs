@@ -1,4 +1,4 @@
-//! Health-check node ports (`spec.healthCheckNodePort`): an external load balancer asks each node
+//! ProxyHealth-check node ports (`spec.healthCheckNodePort`): an external load balancer asks each node
 //! at this port whether the node has local endpoints for a Service.
 //!
 //! [`headgate_core::health_check_port`] decides what a port answers. Ports open and close after the
@@ -8,7 +8,7 @@
 mod page;
 mod server;
 
-pub use server::Server;
+pub use server::PortServer;
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,7 +16,7 @@ use headgate_core::health_check_port::{HealthCheckPort, health_check_port};
 use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
 use tokio::sync::watch;
 
-use self::page::Health;
+use self::page::ProxyHealth;
 use crate::{
     metric_registry::{AGENT, MetricRegistry},
     node_inputs::NodeInputs,
@@ -57,9 +57,9 @@ pub fn new(
     inputs: watch::Receiver<NodeInputs>,
     backlog: Arc<Backlog>,
     patience: Duration,
-) -> (HealthCheckPorts, Server) {
+) -> (HealthCheckPorts, PortServer) {
     let (ports, mailbox) = Follower::new(|state, key, node| health_check_port(state, key, node));
-    (ports, Server::new(mailbox, metrics, inputs, Health { backlog, patience }))
+    (ports, PortServer::new(mailbox, metrics, inputs, ProxyHealth { backlog, patience }))
 }
 
 #[cfg(test)]

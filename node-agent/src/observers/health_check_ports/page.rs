@@ -29,7 +29,7 @@ use crate::state::backlog::Backlog;
 /// Whether the proxy as a whole works: no change in the backlog has waited for too long. `/livez`
 /// uses the same test.
 #[derive(Debug, Clone)]
-pub(super) struct Health {
+pub(super) struct ProxyHealth {
     pub(super) backlog: Arc<Backlog>,
     pub(super) patience: Duration,
 }
@@ -47,14 +47,14 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// The page at one socket. It shows the number of local endpoints of one service in one family.
 #[derive(Debug)]
-pub(super) struct Page {
+pub(super) struct PortPage {
     key: Arc<ServiceKey>,
     local_endpoints: AtomicU32,
-    health: Health,
+    health: ProxyHealth,
 }
 
-impl Page {
-    pub(super) fn new(key: Arc<ServiceKey>, local_endpoints: u32, health: Health) -> Self {
+impl PortPage {
+    pub(super) fn new(key: Arc<ServiceKey>, local_endpoints: u32, health: ProxyHealth) -> Self {
         Self { key, local_endpoints: AtomicU32::new(local_endpoints), health }
     }
 
@@ -79,7 +79,7 @@ impl Page {
 }
 
 /// Serves one socket until the future is dropped, which also closes its connections.
-pub(super) async fn serve(listener: TcpListener, page: Arc<Page>) {
+pub(super) async fn serve(listener: TcpListener, page: Arc<PortPage>) {
     let mut connections = JoinSet::new();
     loop {
         tokio::select! {
@@ -95,7 +95,7 @@ pub(super) async fn serve(listener: TcpListener, page: Arc<Page>) {
     }
 }
 
-async fn serve_connection(stream: TcpStream, page: Arc<Page>) {
+async fn serve_connection(stream: TcpStream, page: Arc<PortPage>) {
     let answer = service_fn(|_request| {
         let answer = page.answer();
         async { Ok::<_, Infallible>(answer) }
@@ -120,7 +120,7 @@ mod tests {
         let backlog = Arc::new(Backlog::default());
         backlog.queue_other();
         let patience = if is_healthy { Duration::from_secs(3_600) } else { Duration::ZERO };
-        let response = Page::new(key, local_endpoints, Health { backlog, patience }).answer();
+        let response = PortPage::new(key, local_endpoints, ProxyHealth { backlog, patience }).answer();
         let header = |name: &str| response.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
         assert_eq!(header("content-type").as_deref(), Some("application/json"));
         assert_eq!(header("x-content-type-options").as_deref(), Some("nosniff"));

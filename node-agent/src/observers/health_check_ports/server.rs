@@ -1,7 +1,7 @@
 //! The server that opens and closes the sockets as the wanted ports change.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::Arc,
     time::Duration,
@@ -14,7 +14,7 @@ use tracing::{info, warn};
 
 use super::{
     HealthCheckMetrics,
-    page::{self, Health, Page},
+    page::{self, PortPage, ProxyHealth},
 };
 use crate::{
     listen::{Families, listen},
@@ -26,42 +26,43 @@ use crate::{
 /// addresses of the node.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
 
+/// A wanted socket: a service, and the address and port.
+type Socket = (Arc<ServiceKey>, SocketAddr);
+
 /// Serves all health-check node ports of this node.
 #[derive(Debug)]
-pub struct Server {
+pub struct PortServer {
     mailbox: Mailbox<HealthCheckPort>,
     metrics: HealthCheckMetrics,
     inputs: watch::Receiver<NodeInputs>,
-    health: Health,
+    health: ProxyHealth,
     wanted: BTreeMap<Arc<ServiceKey>, HealthCheckPort>,
-    open: BTreeMap<Arc<ServiceKey>, BTreeMap<SocketAddr, Listener>>,
-    // The last error for each wanted socket that is not open.
-    failed: BTreeMap<(Arc<ServiceKey>, SocketAddr), String>,
-    addresses: [NodePortAddresses; 2],
+    open: BTreeMap<Socket, PortListener>,
+    /// The last error for each wanted socket that is not open.
+    failed: BTreeMap<Socket, String>,
 }
 
 #[derive(Debug)]
-struct Listener {
-    page: Arc<Page>,
+struct PortListener {
+    page: Arc<PortPage>,
     task: JoinHandle<()>,
 }
 
-impl Drop for Listener {
+impl Drop for PortListener {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
-impl Server {
+impl PortServer {
     pub(super) fn new(
         mailbox: Mailbox<HealthCheckPort>,
         metrics: HealthCheckMetrics,
         inputs: watch::Receiver<NodeInputs>,
-        health: Health,
+        health: ProxyHealth,
     ) -> Self {
-        let addresses = Family::BOTH.map(|family| inputs.borrow().node_ports(family).clone());
         let (wanted, open, failed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { mailbox, metrics, inputs, health, wanted, open, failed, addresses }
+        Self { mailbox, metrics, inputs, health, wanted, open, failed }
     }
 
     /// Serves until `shutdown`.
@@ -70,102 +71,88 @@ impl Server {
         loop {
             tokio::select! {
                 () = shutdown.cancelled() => break,
-                changes = self.mailbox.take() => self.take(changes).await,
-                _ = retry.tick() => self.update_sockets(BTreeSet::new()).await,
+                changes = self.mailbox.take() => self.take(changes),
+                _ = retry.tick() => {}
             }
+            self.update_sockets().await;
         }
         self.metrics.listening.set(0);
     }
 
-    async fn take(&mut self, changes: Changes<HealthCheckPort>) {
-        let keys: BTreeSet<Arc<ServiceKey>> = changes.keys().cloned().collect();
+    fn take(&mut self, changes: Changes<HealthCheckPort>) {
         for (key, port) in changes {
             match port {
                 Some(port) => drop(self.wanted.insert(key, port)),
                 None => drop(self.wanted.remove(&key)),
             }
         }
-        self.update_sockets(keys).await;
     }
 
-    /// Opens and closes the sockets of these services and of services with failed sockets. If the
-    /// node's addresses changed, updates the sockets of all services. Closes the unwanted sockets
-    /// before it opens new sockets, so that a service can get a port that another service had.
-    async fn update_sockets(&mut self, mut keys: BTreeSet<Arc<ServiceKey>>) {
-        let addresses = Family::BOTH.map(|family| self.inputs.borrow().node_ports(family).clone());
-        if addresses != self.addresses {
-            self.addresses = addresses;
-            keys.extend(self.wanted.keys().cloned());
+    /// Opens and closes sockets, and tries again to open those that failed: their ports may be free
+    /// now. Closes the unwanted sockets before it opens new sockets, so that a service can get a
+    /// port that another service had.
+    async fn update_sockets(&mut self) {
+        let wanted = self.sockets();
+        let (keep, close): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            std::mem::take(&mut self.open).into_iter().partition(|(socket, _)| wanted.contains_key(socket));
+        self.open = keep;
+        for ((key, address), mut listener) in close {
+            listener.task.abort();
+            // The socket is closed once the task has ended. The result of the task is not needed.
+            let _ = (&mut listener.task).await;
+            info!(service = %key, %address, "closed a health-check node port");
         }
-        // Try again to open the sockets that failed: their ports may be free now.
-        keys.extend(self.failed.keys().map(|(key, _)| Arc::clone(key)));
-        for key in &keys {
-            let wanted = self.sockets(key);
-            let open = self.open.remove(key).unwrap_or_default();
-            let (keep, close): (BTreeMap<_, _>, BTreeMap<_, _>) =
-                open.into_iter().partition(|(address, _)| wanted.contains_key(address));
-            for (address, mut listener) in close {
-                listener.task.abort();
-                // The socket is closed once the task has ended. The result of the task is not
-                // needed.
-                let _ = (&mut listener.task).await;
-                info!(service = %key, %address, "closed a health-check node port");
-            }
-            if !keep.is_empty() {
-                self.open.insert(Arc::clone(key), keep);
-            }
-            self.failed.retain(|(failed, address), _| failed != key || wanted.contains_key(address));
-        }
-        for key in &keys {
-            for (address, local_endpoints) in self.sockets(key) {
-                match self.open.get(key).and_then(|open| open.get(&address)) {
-                    Some(listener) => listener.page.set_local_endpoints(local_endpoints),
-                    None => self.open(key, address, local_endpoints),
-                }
+        self.failed.retain(|socket, _| wanted.contains_key(socket));
+        for (socket, local_endpoints) in wanted {
+            match self.open.get(&socket) {
+                Some(listener) => listener.page.set_local_endpoints(local_endpoints),
+                None => self.open(socket, local_endpoints),
             }
         }
-        let listening: usize = self.open.values().map(BTreeMap::len).sum();
-        self.metrics.listening.set(i64::try_from(listening).unwrap_or(i64::MAX));
+        self.metrics.listening.set(i64::try_from(self.open.len()).unwrap_or(i64::MAX));
     }
 
-    fn open(&mut self, key: &Arc<ServiceKey>, address: SocketAddr, local_endpoints: u32) {
+    fn open(&mut self, socket: Socket, local_endpoints: u32) {
+        let (key, address) = &socket;
         // As in kube-proxy, each family has its own socket.
-        match listen(address, Families::Own) {
-            Ok(socket) => {
+        match listen(*address, Families::Own) {
+            Ok(listening) => {
                 info!(service = %key, %address, "opened a health-check node port");
-                let page = Arc::new(Page::new(Arc::clone(key), local_endpoints, self.health.clone()));
-                let task = tokio::spawn(page::serve(socket, Arc::clone(&page)));
-                self.open.entry(Arc::clone(key)).or_default().insert(address, Listener { page, task });
-                self.failed.remove(&(Arc::clone(key), address));
+                let page = Arc::new(PortPage::new(Arc::clone(key), local_endpoints, self.health.clone()));
+                let task = tokio::spawn(page::serve(listening, Arc::clone(&page)));
+                self.failed.remove(&socket);
+                self.open.insert(socket, PortListener { page, task });
             }
             Err(error) => {
                 self.metrics.bind_failures.inc();
                 let error = error.to_string();
-                let before = self.failed.insert((Arc::clone(key), address), error.clone());
-                if before.as_ref() != Some(&error) {
+                if self.failed.get(&socket) != Some(&error) {
                     warn!(
                         service = %key, %address, error,
                         "cannot listen at the service's healthCheckNodePort, so load balancers consider this node unhealthy; \
                          the agent tries again. Free the port, or give the service another healthCheckNodePort"
                     );
+                    self.failed.insert(socket, error);
                 }
             }
         }
     }
 
-    /// The wanted sockets of a service, each with the number of local endpoints that the socket
-    /// reports.
-    fn sockets(&self, key: &Arc<ServiceKey>) -> BTreeMap<SocketAddr, u32> {
-        let Some(port) = self.wanted.get(key) else { return BTreeMap::new() };
-        let mut sockets = BTreeMap::new();
-        for (family, addresses) in Family::BOTH.into_iter().zip(&self.addresses) {
-            let Some(count) = port.local_endpoints(family) else { continue };
+    /// The wanted sockets, each with the number of local endpoints that the socket reports. Their
+    /// number does not grow with that of the other Services.
+    fn sockets(&self) -> BTreeMap<Socket, u32> {
+        let (mut sockets, inputs) = (BTreeMap::new(), self.inputs.borrow());
+        for family in Family::BOTH {
             let everywhere = [unspecified(family)];
-            let addresses = match addresses {
+            let addresses = match inputs.node_ports(family) {
                 NodePortAddresses::All => &everywhere[..],
                 NodePortAddresses::Only(addresses) => addresses,
             };
-            sockets.extend(addresses.iter().map(|address| (SocketAddr::new(*address, port.port), count)));
+            for (key, port) in &self.wanted {
+                let Some(count) = port.local_endpoints[family as usize] else { continue };
+                let at = |address: &IpAddr| (Arc::clone(key), SocketAddr::new(*address, port.port));
+                sockets.extend(addresses.iter().map(|address| (at(address), count)));
+            }
         }
         sockets
     }

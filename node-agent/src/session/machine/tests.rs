@@ -75,20 +75,6 @@ fn replica(epoch: u64) -> Replica {
 }
 
 #[test]
-fn after_a_full_snapshot_and_later_batches_the_agent_holds_the_replicas_state() {
-    let mut replica = replica(7);
-    let mut agent = Agent::following(&replica);
-    agent.assert_holds(&replica);
-    replica.commit(vec![no_endpoint("web", 1), endpoint("web", 4, 8080), service("web", 81)]);
-    for message in replica.batches_after(2) {
-        agent.receive(message).unwrap();
-    }
-    agent.assert_holds(&replica);
-    assert!(agent.nacks.is_empty());
-    assert_eq!(agent.held.resume().unwrap().positions[0].position, 3);
-}
-
-#[test]
 fn nothing_is_held_before_the_end_of_the_first_snapshot() {
     let replica = replica(7);
     let count = replica.stream(None).len();
@@ -113,16 +99,6 @@ fn an_interrupted_snapshot_changes_nothing() {
     // The next stream does not use the resources that were staged on the broken stream.
     agent.follow(&second, usize::MAX);
     agent.assert_holds(&second);
-}
-
-#[test]
-fn a_resume_by_log_sends_only_what_was_missed() {
-    let mut replica = replica(7);
-    let mut agent = Agent::following(&replica);
-    assert_eq!(agent.follow(&replica, usize::MAX), 1, "the stream consists of Welcome only");
-    replica.commit(vec![endpoint("db", 10, 5432)]);
-    assert_eq!(agent.follow(&replica, usize::MAX), 2);
-    agent.assert_holds(&replica);
 }
 
 #[test]
@@ -444,19 +420,19 @@ fn hello_states_the_source_position_of_the_agents_own_node() {
     let at = |kind: Kind, position| Some(v1::SourcePosition { kind: kind.into(), position });
     let mut held = Held::default();
     assert_eq!(held.resume(), None);
-    held.set_node_position(at(Kind::Nodes, 20));
+    held.node_position = at(Kind::Nodes, 20);
     let resume = held.resume().unwrap();
     assert_eq!((resume.epoch, resume.digests), (0, None), "the agent holds only the Node");
     assert_eq!(position_in_hello(&held, Kind::Nodes), Some(20));
     // If the source was restored from a backup, the replica sends a lower position after a bounded
     // wait.
-    held.set_node_position(at(Kind::Nodes, 10));
+    held.node_position = at(Kind::Nodes, 10);
     assert_eq!(position_in_hello(&held, Kind::Nodes), Some(10));
     // A folder has one position for all kinds. `Hello` states the higher of two positions: the
     // position of the Node, and the position of the other resources.
     let mut agent = Agent::following(&replica(7));
     for (node_position, expected) in [(1, 2), (5, 5)] {
-        agent.held.set_node_position(at(Kind::Files, node_position));
+        agent.held.node_position = at(Kind::Files, node_position);
         assert_eq!(position_in_hello(&agent.held, Kind::Files), Some(expected));
     }
 }

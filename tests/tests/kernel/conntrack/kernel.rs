@@ -69,7 +69,8 @@ fn the_kernel_lists_only_udp_flows_of_one_family() {
         for family in Family::BOTH {
             let mut listed = Vec::new();
             Connection::open(libc::NETLINK_NETFILTER)?.dump(wire::list(family), |_, payload| {
-                listed.push(wire::Entry::parse(payload).map(|entry| (entry.original_destination, entry.reply_source)));
+                listed
+                    .push(wire::UdpEntry::parse(payload).map(|entry| (entry.original_destination, entry.reply_source)));
             })?;
             listed.sort_unstable();
             let udp = flows(family).into_iter().filter(|flow| flow.protocol == UDP);

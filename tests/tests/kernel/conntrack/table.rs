@@ -11,7 +11,7 @@ use headgate_core::Family;
 use headgate_netlink::{BATCH_REQUESTS, Connection, Request, attributes};
 use headgate_node_agent::observers::conntrack::wire::{
     self, DESTINATION_PORT, MESSAGE_NEW, PROTOCOL_NUMBER, SOURCE_PORT, TUPLE_IP, TUPLE_ORIGINAL, TUPLE_PROTOCOL,
-    TUPLE_REPLY, put_address,
+    TUPLE_REPLY,
 };
 
 /// `NLM_F_CREATE | NLM_F_EXCL`.
@@ -42,8 +42,11 @@ impl Flow {
         let tuple = move |from: SocketAddr, to: SocketAddr| {
             move |tuple: Request| {
                 let ip = move |ip: Request| {
-                    let ip = put_address(ip, wire::source_address(family), from.ip());
-                    put_address(ip, wire::destination_address(family), to.ip())
+                    let kinds = if family == Family::V4 { [1, 2] } else { [3, 4] };
+                    kinds.into_iter().zip([from.ip(), to.ip()]).fold(ip, |ip, (kind, address)| match address {
+                        IpAddr::V4(address) => ip.attribute(kind, &address.octets()),
+                        IpAddr::V6(address) => ip.attribute(kind, &address.octets()),
+                    })
                 };
                 tuple.nested(TUPLE_IP, ip).nested(TUPLE_PROTOCOL, move |part| {
                     part.attribute(PROTOCOL_NUMBER, &[self.protocol])

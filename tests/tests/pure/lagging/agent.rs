@@ -111,7 +111,7 @@ impl Agent {
         *self = Self { rejections: self.rejections, may_go_back: self.may_go_back, ..Self::new(program, now) };
         let Some(disk) = disk else { return };
         self.held = Held::restored(state_of(disk.changes.clone()), &disk.point);
-        self.held.set_node_position(disk.node_position);
+        self.held.node_position = disk.node_position;
         self.held.raise_positions(&positions);
         self.kernel = kernel;
         (self.node, self.node_position) = (disk.node.clone(), disk.node_position);
@@ -169,8 +169,8 @@ impl Agent {
 
     fn on_effect(&mut self, source: &History, effect: Effect, now: Instant) {
         match effect {
-            Effect::Welcomed(welcomed) => self.failover.on_source(welcomed.source, now),
-            Effect::Heartbeat { source, .. } => self.failover.on_source(source, now),
+            Effect::Welcomed(welcome) => self.failover.on_source(welcome.source_state().into(), now),
+            Effect::Heartbeat(heartbeat) => self.failover.on_source(heartbeat.source_state().into(), now),
             Effect::Apply(step) => {
                 self.held.apply(step, &mut Dirty::default());
                 let places = source.places(self.held.state());
@@ -191,7 +191,7 @@ impl Agent {
                         "an older value replaced the agent's own Node: version {place} after version {before}"
                     );
                 }
-                self.held.set_node_position(own.position);
+                self.held.node_position = own.position;
                 (self.node, self.node_position, self.node_place) = (own.node, own.position, Some(place));
             }
             Effect::Resumed => {
@@ -214,7 +214,7 @@ impl Agent {
                 assert_eq!(self.program, Program::Old, "{rejections:?}");
                 self.rejections += rejections.len() as u64;
             }
-            Effect::Drain { .. } | Effect::Query(_) | Effect::Barrier(_) => {}
+            Effect::Drain(_) | Effect::Query(_) | Effect::Barrier(_) => {}
         }
     }
 

@@ -112,13 +112,13 @@ fn state_file() -> Vec<u8> {
     changes().iter().for_each(|change| builder.push(change, 0, References::default()));
     let node = Some(v1::Node { name: "node-a".into(), ..v1::Node::default() });
     let positions = vec![v1::SourcePosition { kind: 1, position: 100 }];
-    let last = persist::Part {
+    let last = persist::StatePart {
         changes: None,
         node_name: "node-a".into(),
         node: Some(v1::OwnNode { revision: 1, node, ..v1::OwnNode::default() }),
         point: Some(v1::Resume { epoch: EPOCH, version: 2, positions, ..v1::Resume::default() }),
     };
-    let first = persist::Part { changes: Some(builder.finish()), ..persist::Part::default() };
+    let first = persist::StatePart { changes: Some(builder.finish()), ..persist::StatePart::default() };
     [persist::MAGIC.to_vec(), first.encode_length_delimited_to_vec(), last.encode_length_delimited_to_vec()].concat()
 }
 

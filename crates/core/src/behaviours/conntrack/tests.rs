@@ -69,7 +69,7 @@ impl World {
     }
 }
 
-fn rule(cleanup: &Cleanup, destination: Frontend) -> &Rule {
+fn rule(cleanup: &Cleanup, destination: Frontend) -> &FlowRule {
     cleanup.rules().find(|(found, _)| *found == destination).map(|(_, rule)| rule).unwrap()
 }
 
