@@ -118,7 +118,7 @@ pub struct Options {
     /// certificates, which need the URI
     /// headgate://replica/NAME and the names in this option
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = peer)]
-    pub peers: Vec<Peer>,
+    pub peers: Vec<PeerOption>,
 
     /// The Nodes that should have an agent, as a label selector in the notation of kubectl. Other
     /// Nodes do not count in statements about all nodes, unless they have an agent. A Node without
@@ -190,21 +190,21 @@ pub struct Options {
 
 /// A value of `--peers`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Peer {
+pub enum PeerOption {
     /// There is only one replica.
     None,
     /// Host and port of replicas.
     At(String, u16),
 }
 
-fn peer(text: &str) -> Result<Peer, &'static str> {
+fn peer(text: &str) -> Result<PeerOption, &'static str> {
     if text == "none" {
-        return Ok(Peer::None);
+        return Ok(PeerOption::None);
     }
     let parsed = text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
     let (host, port) = parsed.ok_or("write HOST:PORT, or none")?;
     let host = host.trim_start_matches('[').trim_end_matches(']');
-    if host.is_empty() { Err("write HOST:PORT, or none") } else { Ok(Peer::At(host.to_owned(), port)) }
+    if host.is_empty() { Err("write HOST:PORT, or none") } else { Ok(PeerOption::At(host.to_owned(), port)) }
 }
 
 /// The format of the log.
@@ -312,8 +312,8 @@ impl Options {
     /// The other replicas; `None` if `--peers` is not given.
     fn peers(&self) -> Option<PeerSettings> {
         let names = self.peers.iter().filter_map(|peer| match peer {
-            Peer::None => None,
-            Peer::At(host, port) => Some((host.clone(), *port)),
+            PeerOption::None => None,
+            PeerOption::At(host, port) => Some((host.clone(), *port)),
         });
         let files = self.tls_cert.clone().zip(self.tls_key.clone()).zip(self.tls_client_ca.clone());
         let tls = files.map(|((cert, key), ca)| PeerTls { cert, key, ca });

@@ -13,6 +13,7 @@ use headgate_core::{
 use ipnet::IpNet;
 
 use crate::{
+    PROTOCOLS, PROXY_PROTOCOLS, from_number,
     known::{Known, UnknownReference},
     v1,
 };
@@ -175,14 +176,19 @@ impl Decoder {
     }
 
     fn shared_port_list(&mut self, wire: &v1::PortList, tables: &Tables) -> Checked<Arc<[EndpointPort]>> {
-        let mut ports = Vec::with_capacity(wire.ports.len());
-        for port in &wire.ports {
-            ports.push(endpoint_port_from_wire(port, tables)?);
-        }
+        let ports = wire.ports.iter().map(|port| endpoint_port_from_wire(port, tables));
+        let mut ports: Vec<EndpointPort> = ports.collect::<Checked<_>>()?;
         ports.sort_unstable();
         ports.dedup_by(|later, first| later.key() == first.key());
         Ok(self.port_lists.get(&ports, || ports.as_slice().into()))
     }
+}
+
+/// Returns the entry of a table to which `field` refers. `what` names the kind of entries.
+fn entry<'a, T>(table: &'a [T], index: u32, field: &str, what: &str) -> Checked<&'a T> {
+    let found = usize::try_from(index).ok().and_then(|index| table.get(index));
+    let fault = || Fault::new(field, format!("refers to {what} {index}, but there are {}", table.len()));
+    found.ok_or_else(fault)
 }
 
 impl Tables {
@@ -204,37 +210,21 @@ impl Tables {
     }
 
     fn port_list(&self, index: u32) -> Checked<Arc<[EndpointPort]>> {
-        let found = usize::try_from(index).ok().and_then(|index| self.port_lists.get(index));
-        match found {
-            Some(Ok(ports)) => Ok(Arc::clone(ports)),
-            Some(Err(reason)) => Err(Fault::new("ports", reason.clone())),
-            None => {
-                Err(Fault::new("port_list", format!("refers to list {index}, but there are {}", self.port_lists.len())))
-            }
-        }
+        let found = entry(&self.port_lists, index, "port_list", "list")?;
+        found.clone().map_err(|reason| Fault::new("ports", reason))
     }
 
     fn placement(&self, index: u32) -> Checked<Arc<Placement>> {
-        let found = usize::try_from(index).ok().and_then(|index| self.placements.get(index));
-        match found {
-            Some(Ok(placement)) => Ok(Arc::clone(placement)),
-            Some(Err(reason)) => Err(Fault::new("placement", reason.clone())),
-            None => Err(Fault::new(
-                "placement",
-                format!("refers to placement {index}, but there are {}", self.placements.len()),
-            )),
-        }
+        let found = entry(&self.placements, index, "placement", "placement")?;
+        found.clone().map_err(|reason| Fault::new("placement", reason))
     }
 
     /// The placement of an endpoint: even numbers stand for known placements.
     fn endpoint_placement(&self, number: u32) -> Checked<Arc<Placement>> {
-        let index = number / 2;
-        if number % 2 == 1 {
-            return self.placement(index);
+        match number % 2 {
+            1 => self.placement(number / 2),
+            _ => entry(&self.known_placements, number / 2, "placement", "known placement").cloned(),
         }
-        let found = usize::try_from(index).ok().and_then(|index| self.known_placements.get(index));
-        let fault = || format!("refers to known placement {index}, but there are {}", self.known_placements.len());
-        found.cloned().ok_or_else(|| Fault::new("placement", fault()))
     }
 }
 
@@ -321,7 +311,8 @@ fn service_from_wire(wire: v1::Service) -> Checked<Service> {
         ports,
         internal_traffic_policy: policy(wire.internal_traffic_policy_local),
         external_traffic_policy: policy(wire.external_traffic_policy_local),
-        session_affinity: affinity(wire.session_affinity_timeout_seconds),
+        session_affinity: Some(ClientIpAffinity { timeout_seconds: wire.session_affinity_timeout_seconds })
+            .filter(|affinity| affinity.timeout_seconds != 0),
         load_balancer_source_ranges: prefixes_from_wire(ranges, "load_balancer_source_ranges")?,
         health_check_node_port: any_port(wire.health_check_node_port, "health_check_node_port")?,
         created_unix_seconds: wire.created_unix_seconds,
@@ -346,21 +337,13 @@ fn service_from_wire(wire: v1::Service) -> Checked<Service> {
 }
 
 fn proxy_protocol_from_wire(number: i32) -> Checked<Option<ProxyProtocol>> {
-    match v1::ProxyProtocol::try_from(number) {
-        Ok(v1::ProxyProtocol::None) => Ok(None),
-        Ok(v1::ProxyProtocol::V1) => Ok(Some(ProxyProtocol::V1)),
-        Ok(v1::ProxyProtocol::V2) => Ok(Some(ProxyProtocol::V2)),
-        // Endpoints would misread connections without the header that they expect.
-        Err(_) => Err(Fault::new("proxy_protocol", format!("version {number} is unknown"))),
-    }
+    // Endpoints would misread connections without the header that they expect.
+    let unknown = || Fault::new("proxy_protocol", format!("version {number} is unknown"));
+    from_number(&PROXY_PROTOCOLS, number).ok_or_else(unknown)
 }
 
 fn policy(is_local: bool) -> TrafficPolicy {
     if is_local { TrafficPolicy::Local } else { TrafficPolicy::Cluster }
-}
-
-fn affinity(timeout_seconds: u32) -> Option<ClientIpAffinity> {
-    (timeout_seconds != 0).then_some(ClientIpAffinity { timeout_seconds })
 }
 
 fn service_cidr_from_wire(wire: &v1::ServiceCidr) -> Checked<ServiceCidr> {
@@ -455,14 +438,9 @@ fn non_zero_port(number: u32, field: &str) -> Checked<u16> {
 }
 
 fn protocol_from_wire(number: i32, field: &str) -> Checked<Protocol> {
-    match v1::Protocol::try_from(number) {
-        Ok(v1::Protocol::Tcp) => Ok(Protocol::Tcp),
-        Ok(v1::Protocol::Udp) => Ok(Protocol::Udp),
-        Ok(v1::Protocol::Sctp) => Ok(Protocol::Sctp),
-        // Contract, 12: an unknown protocol must not be read as the enum's zero value, TCP. The
-        // rule would match the wrong packets.
-        Err(_) => Err(Fault::new(field, format!("protocol {number} is unknown"))),
-    }
+    // Contract, 12: an unknown protocol must not be read as the enum's zero value, TCP. The rule
+    // would match the wrong packets.
+    from_number(&PROTOCOLS, number).ok_or_else(|| Fault::new(field, format!("protocol {number} is unknown")))
 }
 
 #[cfg(test)]

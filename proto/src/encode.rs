@@ -4,12 +4,12 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use bytes::Bytes;
 use headgate_core::{
-    Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, ProxyProtocol, Service, ServiceCidr,
-    ServiceKey, Weight, digest::Digests, reference::Reference,
+    Change, Conditions, Endpoint, EndpointPort, Node, Placement, Service, ServiceCidr, ServiceKey, Weight,
+    digest::Digests, reference::Reference,
 };
 use ipnet::IpNet;
 
-use crate::v1;
+use crate::{PROTOCOLS, PROXY_PROTOCOLS, to_number, v1};
 
 /// The parts of an endpoint's change that can be sent as references (discovery.proto, section 13).
 /// Parts with `None` are sent in full.
@@ -129,7 +129,9 @@ impl ChangesBuilder {
     fn group(&mut self, key: &ServiceKey, trigger_unix_ms: u64, references: References) -> &mut v1::ServiceEndpoints {
         if self.last_group.as_ref() != Some(key) {
             let group = match references.service {
-                Some(reference) => v1::ServiceEndpoints { service: wire_reference(&reference), ..Default::default() },
+                Some(reference) => {
+                    v1::ServiceEndpoints { service: Bytes::copy_from_slice(&reference), ..Default::default() }
+                }
                 None => v1::ServiceEndpoints {
                     namespace: self.reference(&Arc::from(key.namespace.as_str())),
                     name: key.name.to_string(),
@@ -199,7 +201,7 @@ impl ChangesBuilder {
         }
         let ports = list.iter().map(|port| v1::EndpointPort {
             name: port.name.to_string(),
-            protocol: protocol_to_wire(port.protocol),
+            protocol: to_number(&PROTOCOLS, port.protocol),
             port: u32::from(port.port),
             conditions: port.conditions.map(conditions_to_wire),
             placement: port.placement.as_ref().map_or(0, |placement| self.placement(placement).saturating_add(1)),
@@ -217,7 +219,7 @@ impl ChangesBuilder {
         let index = *self.known_placements.entry(reference).or_insert(next);
         if index == next {
             self.estimated_bytes += reference.len() + 2;
-            self.changes.known_placements.push(wire_reference(&reference));
+            self.changes.known_placements.push(Bytes::copy_from_slice(&reference));
         }
         index
     }
@@ -245,18 +247,10 @@ impl ChangesBuilder {
     }
 }
 
-fn wire_reference(reference: &Reference) -> Bytes {
-    Bytes::copy_from_slice(reference)
-}
-
-fn conditions_to_wire(conditions: Conditions) -> u32 {
-    condition(!conditions.ready, v1::endpoint::Condition::NotReady)
-        | condition(!conditions.serving, v1::endpoint::Condition::NotServing)
-        | condition(conditions.terminating, v1::endpoint::Condition::Terminating)
-}
-
-fn condition(holds: bool, condition: v1::endpoint::Condition) -> u32 {
-    if holds { condition as u32 } else { 0 }
+fn conditions_to_wire(Conditions { ready, serving, terminating }: Conditions) -> u32 {
+    use v1::endpoint::Condition;
+    let all = [(!ready, Condition::NotReady), (!serving, Condition::NotServing), (terminating, Condition::Terminating)];
+    all.into_iter().filter(|(holds, _)| *holds).map(|(_, condition)| condition as u32).sum()
 }
 
 /// Converts a node for [`v1::OwnNode`].
@@ -289,7 +283,7 @@ fn service_to_wire(service: &Service) -> v1::Service {
     let addresses = |list: &[IpAddr]| list.iter().copied().map(address_to_wire).collect();
     let port = |port: &headgate_core::ServicePort| v1::ServicePort {
         name: port.name.to_string(),
-        protocol: protocol_to_wire(port.protocol),
+        protocol: to_number(&PROTOCOLS, port.protocol),
         port: u32::from(port.port),
         node_port: u32::from(port.node_port),
     };
@@ -309,12 +303,7 @@ fn service_to_wire(service: &Service) -> v1::Service {
         health_check: service.health_check.to_string(),
         health_check_interval_ms: service.health_check_interval_ms,
         load_balancing: service.load_balancing.to_string(),
-        proxy_protocol: match service.proxy_protocol {
-            None => v1::ProxyProtocol::None,
-            Some(ProxyProtocol::V1) => v1::ProxyProtocol::V1,
-            Some(ProxyProtocol::V2) => v1::ProxyProtocol::V2,
-        }
-        .into(),
+        proxy_protocol: to_number(&PROXY_PROTOCOLS, service.proxy_protocol),
         max_connections: service.max_connections,
     }
 }
@@ -330,13 +319,4 @@ pub fn address_to_wire(address: IpAddr) -> Bytes {
 
 fn prefix_to_wire(prefix: &IpNet) -> v1::IpPrefix {
     v1::IpPrefix { address: address_to_wire(prefix.addr()), prefix_length: u32::from(prefix.prefix_len()) }
-}
-
-fn protocol_to_wire(protocol: Protocol) -> i32 {
-    match protocol {
-        Protocol::Tcp => v1::Protocol::Tcp,
-        Protocol::Udp => v1::Protocol::Udp,
-        Protocol::Sctp => v1::Protocol::Sctp,
-    }
-    .into()
 }

@@ -12,7 +12,7 @@ mod verification;
 
 pub use decode::{Decoder, digests_from_wire, node_from_wire};
 pub use encode::{ChangesBuilder, References, address_to_wire, digests_to_wire, node_to_wire};
-use headgate_core::node_state::SourceState;
+use headgate_core::{Protocol, ProxyProtocol, node_state::SourceState};
 /// Rules that all programs share, for programs that do not use the core crate.
 pub use headgate_core::{dns_name::check_subdomain, errors, plaintext};
 pub use known::UnknownReference;
@@ -28,6 +28,24 @@ pub use verification::{NodeView, ServiceDigests};
 )]
 pub mod v1 {
     tonic::include_proto!("headgate.v1");
+}
+
+/// The numbers of the values of enums on the wire.
+const PROTOCOLS: [(Protocol, v1::Protocol); 3] =
+    [(Protocol::Tcp, v1::Protocol::Tcp), (Protocol::Udp, v1::Protocol::Udp), (Protocol::Sctp, v1::Protocol::Sctp)];
+const PROXY_PROTOCOLS: [(Option<ProxyProtocol>, v1::ProxyProtocol); 3] = [
+    (None, v1::ProxyProtocol::None),
+    (Some(ProxyProtocol::V1), v1::ProxyProtocol::V1),
+    (Some(ProxyProtocol::V2), v1::ProxyProtocol::V2),
+];
+
+/// Returns the number of a value, which the table has.
+fn to_number<T: Copy + PartialEq, W: Copy + Into<i32>>(table: &[(T, W)], value: T) -> i32 {
+    table.iter().find(|(known, _)| *known == value).map_or(0, |(_, wire)| (*wire).into())
+}
+
+fn from_number<T: Copy, W: Copy + Into<i32>>(table: &[(T, W)], number: i32) -> Option<T> {
+    table.iter().find(|(_, wire)| (*wire).into() == number).map(|(value, _)| *value)
 }
 
 impl From<SourceState> for v1::SourceState {

@@ -1,43 +1,70 @@
 //! Descriptions of all metrics. Each metric is described when it is registered.
 //! `docs/control-plane-metrics.md` is generated from these descriptions.
 
-use std::hash::Hash;
+use std::{fmt, ops::Deref};
 
 use prometheus_client::{
-    encoding::EncodeLabelSet,
+    encoding::{EncodeMetric, MetricEncoder},
     metrics::{MetricType, TypedMetric, counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::{Metric, Registry},
 };
 
-/// A set of labels with the names of the labels.
-pub(super) trait Labelled {
-    /// The names of the labels in the order of the fields, separated by commas.
-    const LABELS: &str;
+/// Upper bounds of the histograms' buckets, in seconds. The smallest bounds suit a quiet fleet in
+/// one rack, and the largest bounds suit nodes that are stuck.
+const SECONDS: [f64; 14] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0];
+
+/// Metrics that differ in the values of `N` labels. Every value is part of the program.
+#[derive(Debug, Clone)]
+pub(crate) struct Labelled<M, const N: usize = 1> {
+    names: [&'static str; N],
+    metrics: Family<[(&'static str, &'static str); N], M>,
 }
 
-/// The part of a metric's description that follows from its Rust type.
-pub(super) trait Described {
-    /// `counter`, `gauge` or `histogram`.
-    const KIND: MetricType;
-    /// The names of the labels (see [`Labelled`]); empty for a metric without labels.
-    const LABELS: &str = "";
+impl<M: Clone + Default, const N: usize> Labelled<M, N> {
+    /// Returns the metric with these values of the labels.
+    pub(crate) fn of(&self, values: [&'static str; N]) -> impl Deref<Target = M> + '_ {
+        let mut value = values.into_iter();
+        self.metrics.get_or_create(&self.names.map(|name| (name, value.next().unwrap_or_default())))
+    }
 }
 
-impl<N, A> Described for Counter<N, A> {
-    const KIND: MetricType = <Self as TypedMetric>::TYPE;
+impl<M: EncodeMetric + TypedMetric, const N: usize> EncodeMetric for Labelled<M, N> {
+    fn encode(&self, encoder: MetricEncoder<'_>) -> fmt::Result {
+        self.metrics.encode(encoder)
+    }
+
+    fn metric_type(&self) -> MetricType {
+        self.metrics.metric_type()
+    }
 }
 
-impl<N, A> Described for Gauge<N, A> {
-    const KIND: MetricType = <Self as TypedMetric>::TYPE;
+/// A metric in its initial state, with labels of these names.
+pub(super) trait Initial<const N: usize> {
+    fn initial(labels: [&'static str; N]) -> Self;
 }
 
-impl Described for Histogram {
-    const KIND: MetricType = <Self as TypedMetric>::TYPE;
+impl<A: Default> Initial<0> for Counter<u64, A> {
+    fn initial(_: [&'static str; 0]) -> Self {
+        Self::default()
+    }
 }
 
-impl<L: Labelled + EncodeLabelSet + Clone + Hash + Eq, M: Described> Described for Family<L, M> {
-    const KIND: MetricType = M::KIND;
-    const LABELS: &str = L::LABELS;
+impl<N, A: Default> Initial<0> for Gauge<N, A> {
+    fn initial(_: [&'static str; 0]) -> Self {
+        Self::default()
+    }
+}
+
+impl Initial<0> for Histogram {
+    fn initial(_: [&'static str; 0]) -> Self {
+        Self::new(SECONDS)
+    }
+}
+
+impl<M: Default, const N: usize> Initial<N> for Labelled<M, N> {
+    fn initial(names: [&'static str; N]) -> Self {
+        Self { names, metrics: Family::default() }
+    }
 }
 
 /// Registers metrics, and describes each of them.
@@ -48,18 +75,19 @@ pub(super) struct Adder<'a> {
 }
 
 impl Adder<'_> {
-    /// Registers a metric and adds its row.
-    pub(super) fn register<M: Described + Metric>(&mut self, name: &str, help: &str, metric: M) {
-        let suffix = if matches!(M::KIND, MetricType::Counter) { "_total" } else { "" };
-        let (kind, labels) = (M::KIND.as_str(), M::LABELS);
-        self.rows.push(format!("| `headgate_{name}{suffix}` | {kind} | {labels} | {help} |\n"));
-        self.registry.register(name, help, metric);
-    }
-
-    /// Registers a metric with its initial value, and returns it.
-    pub(super) fn add<M: Default + Clone + Described + Metric>(&mut self, name: &str, help: &str) -> M {
-        let metric = M::default();
-        self.register(name, help, metric.clone());
+    /// Registers a metric, adds its row, and returns it.
+    pub(super) fn add<M: Initial<N> + Clone + Metric, const N: usize>(
+        &mut self,
+        name: &str,
+        labels: [&'static str; N],
+        meaning: &str,
+    ) -> M {
+        let metric = M::initial(labels);
+        let kind = metric.metric_type();
+        let suffix = if matches!(kind, MetricType::Counter) { "_total" } else { "" };
+        let (kind, labels) = (kind.as_str(), labels.join(", "));
+        self.rows.push(format!("| `headgate_{name}{suffix}` | {kind} | {labels} | {meaning} |\n"));
+        self.registry.register(name, meaning, metric.clone());
         metric
     }
 }

@@ -31,7 +31,7 @@ const ONLY_REMOVED: &str = "only removed endpoints have this pod name, and they 
 
 /// An endpoint of a pod: the version of its last change, and where it stays in use. The error says
 /// why it is in use everywhere.
-type State = (Arc<ServiceKey>, IpAddr, u64, Result<Last, &'static str>);
+type UseOfEndpoint = (Arc<ServiceKey>, IpAddr, u64, Result<Last, &'static str>);
 
 /// Answers the requests of agents.
 pub(crate) struct Barrier {
@@ -57,10 +57,10 @@ impl Barrier {
         let work = async move {
             let answer = barrier.answer(Some(&asker.node), request).await;
             asker.barriers.finish(answer);
-            asker.signal().wake();
+            asker.signal.wake();
         };
         if !agent.barriers.begin(id, || runtime.spawn(work).abort_handle()) {
-            agent.signal().wake();
+            agent.signal.wake();
         }
     }
 
@@ -128,7 +128,7 @@ impl Barrier {
     }
 
     /// The endpoints of a pod as this replica sees them.
-    fn endpoints(&self, pod: PodId) -> Vec<State> {
+    fn endpoints(&self, pod: PodId) -> Vec<UseOfEndpoint> {
         let store = &self.fleet.context.store;
         let state = |(key, address): (Arc<ServiceKey>, IpAddr)| {
             let last = store.usage(&key, address).unused().map(|(_, last)| last);
@@ -176,7 +176,7 @@ impl Barrier {
 
     /// Waits until the store shows that no endpoint of the pod is in use, and returns the
     /// endpoints. The error is the reason why this does not happen in time.
-    async fn until_unused(&self, pod: PodId, deadline: Instant) -> Result<Vec<State>, String> {
+    async fn until_unused(&self, pod: PodId, deadline: Instant) -> Result<Vec<UseOfEndpoint>, String> {
         loop {
             let mut interest = self.fleet.context.store.interest([Topic::Pod(pod)]);
             let endpoints = self.fleet.context.store.endpoints_of(pod).endpoints;

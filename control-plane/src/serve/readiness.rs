@@ -214,7 +214,9 @@ impl Readiness {
                 let patched = readiness.patch(&pod, &patch).await;
                 match patched {
                     Ok(()) => readiness.context.metrics.count_gate_set(label, since.elapsed()),
-                    Err(_) => readiness.context.metrics.count_gate_failure(),
+                    Err(_) => {
+                        readiness.context.metrics.gate_failures.inc();
+                    }
                 }
                 patched
             });

@@ -17,7 +17,7 @@ use headgate_proto::v1::{self, inspect_server::Inspect};
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
-use super::wait::Wait;
+use super::wait::CheckedWait;
 use crate::{
     identity::{Expiry, Peer},
     metrics::kind_name,
@@ -191,7 +191,7 @@ impl Inspect for Inspector {
 
     async fn wait(&self, request: Request<v1::WaitRequest>) -> Result<Response<Self::WaitStream>, Status> {
         let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
-        let wait = Wait::new(request.into_inner())?;
+        let wait = CheckedWait::new(request.into_inner())?;
         let (fleet, everywhere) = (Arc::clone(&self.fleet), Arc::clone(&self.everywhere));
         let answer = async move {
             tokio::select! {

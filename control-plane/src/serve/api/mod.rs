@@ -117,7 +117,7 @@ fn only<F: Fn(&Peer) -> Result<(), Denied> + Clone>(
         let peer = request.extensions().get::<Peer>();
         let peer = peer.ok_or_else(|| Status::internal("the connection has no peer"))?;
         may(peer).map_err(|denied| {
-            context.metrics.count_request_denied(denied.reason());
+            context.metrics.requests_denied.of([denied.reason()]).inc();
             if context.warnings.admit(Warning::RequestRefused, tokio::time::Instant::now()) {
                 tracing::warn!(address = %peer.address, reason = denied.reason(), %denied, "request refused");
             }

@@ -20,8 +20,8 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    metrics::kind_name,
-    serve::{context::Context, everywhere::Absence, stream::Streams, transport::BoundedListener},
+    metrics::{kind_name, level},
+    serve::{context::Context, everywhere::Absence, stream::Streams, transport::serve_pages},
 };
 
 /// Pause between two pages of metrics. A page takes as much time as a hundred messages to agents,
@@ -36,14 +36,7 @@ pub(crate) async fn serve(listener: TcpListener, streams: Arc<Streams>, stopped:
         .route("/metrics", get(move |request| async move { in_format(&request, scrape(&streams, &next_scrape).await) }))
         .route("/healthz", get(move || async move { health(&healthy) }))
         .route("/readyz", get(move || async move { readiness(&ready) }));
-    tokio::select! {
-        result = async { axum::serve(BoundedListener::new(listener), router).await } => {
-            if let Err(error) = result {
-                tracing::error!(%error, "the server for metrics and probes failed");
-            }
-        }
-        () = stopped.cancelled() => {}
-    }
+    stopped.run_until_cancelled(serve_pages(listener, router)).await;
 }
 
 async fn scrape(streams: &Streams, next_scrape: &Mutex<Instant>) -> String {
@@ -54,10 +47,11 @@ async fn scrape(streams: &Streams, next_scrape: &Mutex<Instant>) -> String {
     streams.fleet.progress().refresh_metrics();
     let absent = streams.everywhere.look().absent;
     for reason in Absence::REASONS {
-        context.metrics.set_absent(reason, absent.values().filter(|absence| absence.reason() == reason).count());
+        let count = absent.values().filter(|absence| absence.reason() == reason).count();
+        context.metrics.absent.of([reason]).set(level(count));
     }
     for (kind, age) in context.store.source_ages() {
-        context.metrics.set_source_age(kind, age);
+        context.metrics.source_ages.of([kind_name(kind)]).set(level(age.as_secs()));
     }
     context.metrics.render()
 }

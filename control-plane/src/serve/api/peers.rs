@@ -58,7 +58,7 @@ impl Peers for PeerService {
     }
 
     async fn ask(&self, request: Request<v1::Question>) -> Result<Response<v1::QuestionAnswer>, Status> {
-        self.fleet.context.metrics.count_peer_question();
+        self.fleet.context.metrics.peer_questions.inc();
         let request = request.into_inner();
         let until = Instant::now() + Duration::from_millis(request.wait_ms).min(MAX_WAIT);
         Ok(Response::new(answer(&self.fleet, &from_wire(&request)?, until).await))

@@ -22,13 +22,13 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(86_400);
 const MAX_NAMED: usize = 1_000;
 
 /// A checked `Wait` request.
-pub(super) struct Wait {
+pub(super) struct CheckedWait {
     question: Question,
     deadline: Instant,
     allow_absent: bool,
 }
 
-impl Wait {
+impl CheckedWait {
     /// Checks a request, and begins to count the time.
     ///
     /// # Errors

@@ -4,6 +4,7 @@ mod failures;
 mod network;
 mod settings;
 mod signal;
+mod tally;
 mod visits;
 mod warnings;
 
@@ -17,6 +18,7 @@ pub(crate) use self::{
     failures::Failures,
     network::Network,
     signal::Signal,
+    tally::{Counted, Tally},
     visits::{PositionWait, Visit, Visited, Visits, start as start_visits},
     warnings::{Warning, Warnings},
 };

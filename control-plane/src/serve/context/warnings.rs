@@ -39,46 +39,31 @@ pub(crate) enum Warning {
     Enrolment,
 }
 
-impl Warning {
-    const ALL: [Self; 8] = [
-        Self::Rejected,
-        Self::ApplyFailed,
-        Self::WentBack,
-        Self::StreamRefused,
-        Self::RequestRefused,
-        Self::ConnectionRefused,
-        Self::Handshake,
-        Self::Enrolment,
-    ];
-
-    /// The log message for the warnings that were left out. The log line also contains their
-    /// number.
-    fn summary(self) -> &'static str {
-        match self {
-            Self::Rejected => "more NACKs from agents; `headgatectl agents` shows what each agent rejects",
-            Self::ApplyFailed => {
-                "more agents failed to program their kernels; `headgatectl agents` shows the error of each agent"
-            }
-            Self::WentBack => {
-                "more agents receive this replica's older state, because the replica's source did not reach their positions"
-            }
-            Self::StreamRefused => "more streams refused; headgate_streams_rejected_total counts them by reason",
-            Self::RequestRefused => "more requests refused; headgate_requests_denied_total counts them by reason",
-            Self::ConnectionRefused => {
-                "more connections refused; headgate_connections_refused_total counts them by reason"
-            }
-            Self::Handshake => "more TLS handshakes failed; headgate_tls_handshakes_failed_total counts them by reason",
-            Self::Enrolment => "more agents got no certificate; headgate_enrolments_total counts them by result",
-        }
-    }
-}
+/// For each kind, the log message for the warnings that were left out. The log line also contains
+/// their number.
+const SUMMARIES: [(Warning, &str); 8] = [
+    (Warning::Rejected, "more NACKs from agents; `headgatectl agents` shows what each agent rejects"),
+    (
+        Warning::ApplyFailed,
+        "more agents failed to program their kernels; `headgatectl agents` shows the error of each agent",
+    ),
+    (
+        Warning::WentBack,
+        "more agents receive this replica's older state, because the replica's source did not reach their positions",
+    ),
+    (Warning::StreamRefused, "more streams refused; headgate_streams_rejected_total counts them by reason"),
+    (Warning::RequestRefused, "more requests refused; headgate_requests_denied_total counts them by reason"),
+    (Warning::ConnectionRefused, "more connections refused; headgate_connections_refused_total counts them by reason"),
+    (Warning::Handshake, "more TLS handshakes failed; headgate_tls_handshakes_failed_total counts them by reason"),
+    (Warning::Enrolment, "more agents got no certificate; headgate_enrolments_total counts them by result"),
+];
 
 /// Decides which warnings are logged.
 #[derive(Debug, Default)]
-pub(crate) struct Warnings([Mutex<Kind>; Warning::ALL.len()]);
+pub(crate) struct Warnings([Mutex<LoggedKind>; SUMMARIES.len()]);
 
 #[derive(Debug, Default)]
-struct Kind {
+struct LoggedKind {
     /// When the interval ends; `None` before the first warning of an interval.
     end: Option<Instant>,
     logged: u32,
@@ -103,7 +88,7 @@ impl Warnings {
     /// Logs how many warnings were left out in intervals that have ended. Call this method
     /// regularly.
     pub(crate) fn tick(&self, now: Instant) {
-        for warning in Warning::ALL {
+        for (warning, _) in SUMMARIES {
             self.end_interval(warning, now);
         }
     }
@@ -114,14 +99,14 @@ impl Warnings {
         if kind.end.is_none_or(|end| end > now) {
             return;
         }
-        let Kind { left_out, .. } = std::mem::take(&mut *kind);
+        let LoggedKind { left_out, .. } = std::mem::take(&mut *kind);
         drop(kind);
         if left_out > 0 {
-            tracing::warn!(count = left_out, "{}", warning.summary());
+            tracing::warn!(count = left_out, "{}", SUMMARIES[warning as usize].1);
         }
     }
 
-    fn kind(&self, warning: Warning) -> std::sync::MutexGuard<'_, Kind> {
+    fn kind(&self, warning: Warning) -> std::sync::MutexGuard<'_, LoggedKind> {
         self.0[warning as usize].lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -138,9 +123,9 @@ mod tests {
 
     /// Collects log lines.
     #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<u8>>>);
+    struct LogLines(Arc<Mutex<Vec<u8>>>);
 
-    impl Log {
+    impl LogLines {
         fn text(&self) -> MutexGuard<'_, Vec<u8>> {
             self.0.lock().unwrap()
         }
@@ -150,7 +135,7 @@ mod tests {
         }
     }
 
-    impl Write for Log {
+    impl Write for LogLines {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
             self.text().write(bytes)
         }
@@ -162,7 +147,7 @@ mod tests {
 
     #[test]
     fn thousands_of_warnings_become_a_few_lines_and_a_count() {
-        let log = Log::default();
+        let log = LogLines::default();
         let writer = log.clone();
         let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
         let _default = tracing::subscriber::set_default(subscriber);

@@ -1,12 +1,11 @@
 //! Limits of the enrolment listener, whose clients have no certificate.
 
 use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use crate::serve::context::Network;
+use crate::serve::context::{Counted, Network, Tally};
 
 /// The maximum number of open connections.
 const MAX_OPEN: usize = 256;
@@ -20,57 +19,30 @@ const MAX_PER_PERIOD: u32 = 200;
 /// The period of [`MAX_PER_PERIOD`].
 const PERIOD: Duration = Duration::from_secs(1);
 
-#[derive(Default)]
-struct State {
-    open: BTreeMap<Network, usize>,
-    total: usize,
-    period: Option<Instant>,
+/// The connections, which are counted while they are open, and in each period.
+pub(super) struct EnrolmentLimits {
+    open: Arc<Tally<Network>>,
+    period: Instant,
     in_period: u32,
 }
 
-/// Counts the connections.
-#[derive(Default)]
-pub(super) struct Limits(Mutex<State>);
-
-impl Limits {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+impl EnrolmentLimits {
+    pub(super) fn new(now: Instant) -> Self {
+        Self { open: Arc::default(), period: now, in_period: 0 }
     }
 
     /// Admits a connection until the result is dropped. `None` if a limit is reached.
-    pub(super) fn admit(self: &Arc<Self>, network: Network, now: Instant) -> Option<Admitted> {
-        let mut state = self.state();
-        if state.period.is_none_or(|begin| now.duration_since(begin) >= PERIOD) {
-            (state.period, state.in_period) = (Some(now), 0);
+    pub(super) fn admit(&mut self, network: Network, now: Instant) -> Option<Counted<Network>> {
+        if now.duration_since(self.period) >= PERIOD {
+            (self.period, self.in_period) = (now, 0);
         }
-        let of_network = state.open.get(&network).copied().unwrap_or_default();
-        if state.total >= MAX_OPEN || state.in_period >= MAX_PER_PERIOD || of_network >= MAX_OPEN_OF_NETWORK {
-            return None;
-        }
-        state.in_period += 1;
-        state.total += 1;
-        state.open.insert(network, of_network + 1);
-        drop(state);
-        Some(Admitted { limits: Arc::clone(self), network })
-    }
-}
-
-/// A connection that counts.
-pub(super) struct Admitted {
-    limits: Arc<Limits>,
-    network: Network,
-}
-
-impl Drop for Admitted {
-    fn drop(&mut self) {
-        let mut state = self.limits.state();
-        state.total -= 1;
-        let left = state.open.get(&self.network).map_or(0, |open| open - 1);
-        if left == 0 {
-            state.open.remove(&self.network);
-        } else {
-            state.open.insert(self.network, left);
-        }
+        let may = |all: usize, of_network: usize| {
+            let has_room = all < MAX_OPEN && self.in_period < MAX_PER_PERIOD && of_network < MAX_OPEN_OF_NETWORK;
+            has_room.then_some(()).ok_or(())
+        };
+        let admitted = self.open.add(network, may).ok()?;
+        self.in_period += 1;
+        Some(admitted)
     }
 }
 
@@ -86,21 +58,21 @@ mod tests {
 
     #[test]
     fn one_network_has_few_connections_and_frees_them() {
-        let (limits, now) = (Arc::new(Limits::default()), Instant::now());
+        let now = Instant::now();
+        let mut limits = EnrolmentLimits::new(now);
         let mut held: Vec<_> = (0..MAX_OPEN_OF_NETWORK).map(|_| limits.admit(network(1), now)).collect();
         assert!(held.iter().all(Option::is_some));
         assert!(limits.admit(network(1), now).is_none());
         assert!(limits.admit(network(2), now).is_some());
         held.pop();
         assert!(limits.admit(network(1), now).is_some());
-        drop(held);
-        assert!(limits.state().open.is_empty());
     }
 
     #[test]
     fn all_networks_together_have_a_limit_and_a_rate() {
-        let (limits, now) = (Arc::new(Limits::default()), Instant::now());
-        let admitted = |count: u32, at| (0..count).filter_map(|n| limits.admit(network(n), at)).collect::<Vec<_>>();
+        let now = Instant::now();
+        let mut limits = EnrolmentLimits::new(now);
+        let mut admitted = |count: u32, at| (0..count).filter_map(|n| limits.admit(network(n), at)).collect::<Vec<_>>();
         let first = admitted(300, now);
         assert_eq!(first.len(), 200);
         let second = admitted(300, now + PERIOD);

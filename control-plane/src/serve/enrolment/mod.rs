@@ -12,6 +12,7 @@ mod tokens;
 
 use std::{
     convert::Infallible,
+    io,
     net::{IpAddr, SocketAddr},
     path::Path,
     sync::Arc,
@@ -26,18 +27,18 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::Semaphore,
-    time::{sleep, timeout},
+    time::timeout,
 };
 use tokio_rustls::{TlsAcceptor, rustls::pki_types::CertificateDer};
 
 use self::{
     authority::{Authority, IssueError},
-    limits::{Admitted, Limits},
+    limits::EnrolmentLimits,
     tokens::{Holder, TokenError, Tokens},
 };
 use super::{
     context::{Context, EnrolmentSettings, Network, Warning},
-    transport::tls::ServerTls,
+    transport::{accept, tls::ServerTls},
 };
 use crate::{
     identity::{self, Identity},
@@ -63,9 +64,6 @@ const CLOCK_TOLERANCE: Duration = Duration::from_secs(3600);
 /// review is valid.
 const MAX_UNREVIEWED: Duration = Duration::from_secs(86_400);
 
-/// How long to wait after a connection could not be accepted.
-const ACCEPT_RETRY: Duration = Duration::from_millis(100);
-
 /// Why enrolment cannot start. A retry helps only after the cause is corrected.
 #[derive(Debug, thiserror::Error)]
 pub enum EnrolmentError {
@@ -77,7 +75,7 @@ pub enum EnrolmentError {
         /// The path.
         file: String,
         /// The error of the operating system.
-        error: std::io::Error,
+        error: io::Error,
     },
     /// The authority cannot sign.
     #[error(transparent)]
@@ -97,7 +95,7 @@ pub(crate) struct Enrolment {
 }
 
 /// Who asks.
-struct Client {
+struct EnrolmentClient {
     address: IpAddr,
     /// The client's certificate, which some authority of `--tls-client-ca` has issued.
     certificate: Option<CertificateDer<'static>>,
@@ -195,36 +193,31 @@ impl Enrolment {
 
     /// Serves connections. Never returns.
     pub(crate) async fn run(self: Arc<Self>, listener: TcpListener) {
-        let limits = Arc::new(Limits::default());
+        let mut limits = EnrolmentLimits::new(Instant::now());
         loop {
-            let (stream, address) = match listener.accept().await {
-                Ok(accepted) => accepted,
-                Err(error) => {
-                    self.warn(None, "accept", &error.to_string());
-                    sleep(ACCEPT_RETRY).await;
-                    continue;
-                }
-            };
+            let failed = |error: io::Error| self.warn(None, "accept", &error.to_string());
+            let (stream, address) = accept(&listener, failed).await;
             let Some(admitted) = limits.admit(Network::of(address.ip()), Instant::now()) else {
                 self.warn(Some(address), "busy", "too many clients enrol; agents try again by themselves");
                 continue;
             };
             let enrolment = Arc::clone(&self);
             tokio::spawn(async move {
-                if timeout(CONNECTION_TIMEOUT, enrolment.serve(stream, address, admitted)).await.is_err() {
+                if timeout(CONNECTION_TIMEOUT, enrolment.serve(stream, address)).await.is_err() {
                     enrolment.warn(Some(address), "timeout", "the connection took too long");
                 }
+                drop(admitted);
             });
         }
     }
 
-    async fn serve(&self, stream: TcpStream, address: SocketAddr, _admitted: Admitted) {
+    async fn serve(&self, stream: TcpStream, address: SocketAddr) {
         let stream = match TlsAcceptor::from(self.tls.enrolment_config()).accept(stream).await {
             Ok(stream) => stream,
             Err(error) => return self.warn(Some(address), "tls", &error.to_string()),
         };
         let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
-        let client = Client {
+        let client = EnrolmentClient {
             address: address.ip().to_canonical(),
             certificate: certificate.map(|certificate| certificate.clone().into_owned()),
         };
@@ -239,7 +232,7 @@ impl Enrolment {
         }
     }
 
-    async fn answer(&self, request: Request<Incoming>, client: &Client) -> Response<Body> {
+    async fn answer(&self, request: Request<Incoming>, client: &EnrolmentClient) -> Response<Body> {
         let (code, text) = match self.enrol(request, client).await {
             Ok(certificate) => (StatusCode::OK, certificate),
             Err(refusal) => {
@@ -253,7 +246,7 @@ impl Enrolment {
         response
     }
 
-    async fn enrol(&self, request: Request<Incoming>, client: &Client) -> Result<String, Refusal> {
+    async fn enrol(&self, request: Request<Incoming>, client: &EnrolmentClient) -> Result<String, Refusal> {
         if request.method() != Method::POST || request.uri().path() != "/v1/enrol" {
             return Err(Refusal::NotFound);
         }
@@ -281,7 +274,7 @@ impl Enrolment {
         // Only clients that get a certificate cause this work.
         let authority = self.authority().await?;
         let (certificate, not_after) = authority.issue(&node, &body, validity).map_err(Refusal::Request)?;
-        self.context.metrics.count_enrolment(result);
+        self.context.metrics.enrolments.of([result]).inc();
         tracing::info!(node, pod, %address, not_after = date(not_after), result, "a node has enrolled");
         Ok(certificate)
     }
@@ -314,7 +307,7 @@ impl Enrolment {
 
     /// Counts and logs an attempt without a certificate.
     fn warn(&self, address: Option<SocketAddr>, result: &'static str, why: &str) {
-        self.context.metrics.count_enrolment(result);
+        self.context.metrics.enrolments.of([result]).inc();
         if self.context.warnings.admit(Warning::Enrolment, tokio::time::Instant::now()) {
             let address = address.map(|address| tracing::field::display(address.ip()));
             tracing::warn!(address, result, "no certificate was given: {why}");

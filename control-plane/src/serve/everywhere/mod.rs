@@ -28,7 +28,7 @@ use tokio_util::sync::CancellationToken;
 pub use self::judge::{Absence, Round, Verdict};
 pub(crate) use self::{
     here::{HURRY, Question, answer, last_of},
-    replicas::{Caller, Link, Replicas},
+    replicas::{Link, PeerCaller, Replicas},
 };
 use super::{context::milliseconds, fleet::Fleet};
 
@@ -94,7 +94,7 @@ impl Everywhere {
     }
 
     /// Notes that another replica has joined this one, until the result is dropped.
-    pub(crate) fn caller(&self, epoch: u64) -> Option<Caller> {
+    pub(crate) fn caller(&self, epoch: u64) -> Option<PeerCaller> {
         let replicas = self.replicas.as_ref().filter(|_| epoch != self.fleet.context.store.epoch());
         replicas.map(|replicas| replicas.caller(epoch))
     }

@@ -52,13 +52,13 @@ const MAX_MESSAGE_BYTES: usize = 16 << 20;
 pub(crate) struct Replicas {
     fleet: Arc<Fleet>,
     settings: PeerSettings,
-    known: Mutex<Known>,
+    known: Mutex<KnownReplicas>,
     /// Grows when a replica joins or vanishes, and with each change of a roster.
     changes: watch::Sender<u64>,
 }
 
 #[derive(Default)]
-struct Known {
+struct KnownReplicas {
     links: HashMap<SocketAddr, (Arc<Link>, AbortHandle)>,
     /// Replicas that vanished, by epoch: their names, and when.
     vanished: HashMap<u64, (String, Instant)>,
@@ -101,11 +101,11 @@ pub(crate) struct Joined {
 impl Replicas {
     pub(super) fn new(fleet: Arc<Fleet>, settings: PeerSettings) -> Arc<Self> {
         let resolve_problem = (!settings.names.is_empty()).then(|| "the names are not resolved yet".to_owned());
-        let known = Mutex::new(Known { resolve_problem, ..Known::default() });
+        let known = Mutex::new(KnownReplicas { resolve_problem, ..KnownReplicas::default() });
         Arc::new(Self { fleet, settings, known, changes: watch::Sender::new(0) })
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn known(&self) -> MutexGuard<'_, KnownReplicas> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -163,10 +163,10 @@ impl Replicas {
     }
 
     /// Notes that another replica has joined this one, until the result is dropped.
-    pub(crate) fn caller(self: &Arc<Self>, epoch: u64) -> Caller {
+    pub(crate) fn caller(self: &Arc<Self>, epoch: u64) -> PeerCaller {
         *self.known().callers.entry(epoch).or_default() += 1;
         self.changed();
-        Caller(Arc::clone(self), epoch)
+        PeerCaller(Arc::clone(self), epoch)
     }
 
     /// Joins the replicas, once for a start, and then keeps looking for them. Never returns.
@@ -337,9 +337,9 @@ impl Replicas {
 }
 
 /// Another replica that has joined this one.
-pub(crate) struct Caller(Arc<Replicas>, u64);
+pub(crate) struct PeerCaller(Arc<Replicas>, u64);
 
-impl Drop for Caller {
+impl Drop for PeerCaller {
     fn drop(&mut self) {
         let is_joined =
             |link: &Arc<Link>| link.look(|replica| replica.is_ok_and(|replica| replica.identity.epoch == self.1));

@@ -18,7 +18,7 @@ use headgate_proto::v1;
 
 use super::{
     Answers, End, Queries, Record,
-    progress::{Counted, Progress},
+    progress::{CountedAgent, Progress},
     record::programmed,
     rejections::clip,
 };
@@ -60,10 +60,11 @@ pub(crate) struct Agent {
     /// Buckets to send again, because the agent's resources differ. Empty most of the time.
     send_again: Mutex<BTreeSet<u16>>,
     has_to_send_again: AtomicBool,
-    signal: Arc<Signal>,
+    /// Wakes the stream.
+    pub(crate) signal: Arc<Signal>,
     record: Mutex<Record>,
     /// How the fleet counts the agent; `None` after the stream ended or was replaced.
-    counted: Mutex<Option<(Arc<Progress>, Counted)>>,
+    counted: Mutex<Option<(Arc<Progress>, CountedAgent)>>,
 }
 
 impl Agent {
@@ -163,11 +164,6 @@ impl Agent {
             .then(|| std::mem::take(&mut *self.send_again.lock().unwrap_or_else(PoisonError::into_inner)))
     }
 
-    /// Returns the signal that wakes the stream.
-    pub(crate) fn signal(&self) -> &Arc<Signal> {
-        &self.signal
-    }
-
     pub(crate) fn sent_version(&self) -> u64 {
         self.sent_version.load(Ordering::Acquire)
     }
@@ -215,7 +211,7 @@ impl Agent {
     }
 
     /// Locks `counted`. A caller that also locks the record must lock the record first.
-    fn counted(&self) -> MutexGuard<'_, Option<(Arc<Progress>, Counted)>> {
+    fn counted(&self) -> MutexGuard<'_, Option<(Arc<Progress>, CountedAgent)>> {
         self.counted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

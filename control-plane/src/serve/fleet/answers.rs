@@ -20,46 +20,36 @@ const MAX_RUNNING: usize = 1_024;
 pub(crate) struct Answers {
     /// True if an answer waits. Each visit of the stream reads this value without a lock.
     has_unsent: AtomicBool,
-    open: Mutex<Open>,
+    open: Mutex<OpenRequests>,
 }
 
 #[derive(Debug, Default)]
-struct Open {
-    running: HashMap<u64, Option<AbortHandle>>,
+struct OpenRequests {
+    running: HashMap<u64, AbortHandle>,
     unsent: VecDeque<v1::BarrierAnswer>,
-    /// True after the stream has ended.
-    is_over: bool,
 }
 
 impl Answers {
-    /// Starts the work for a request. `start` is called without a lock. Returns false if the
-    /// request is refused, because the stream has too many requests. The refusal is then among the
-    /// answers.
+    /// Starts the work for a request. Returns false if the request is refused, because the stream
+    /// has too many requests. The refusal is then among the answers.
     pub(crate) fn begin(&self, id: u64, start: impl FnOnce() -> AbortHandle) -> bool {
-        {
-            let mut open = self.open();
-            if open.running.len() >= MAX_RUNNING {
-                let reason = format!("{MAX_RUNNING} requests of this node already wait: ask again later");
-                open.unsent.push_back(v1::BarrierAnswer { id, reason, ..v1::BarrierAnswer::default() });
-                self.has_unsent.store(true, Ordering::Release);
-                return false;
-            }
-            open.running.insert(id, None);
-        }
-        let handle = start();
         let mut open = self.open();
-        match open.running.get_mut(&id) {
-            Some(slot) if slot.is_none() => *slot = Some(handle),
-            // The answer is there already, or the stream has ended.
-            _ => handle.abort(),
+        let is_accepted = open.running.len() < MAX_RUNNING;
+        if is_accepted {
+            // The work cannot end before the lock is released.
+            open.running.insert(id, start());
+        } else {
+            let reason = format!("{MAX_RUNNING} requests of this node already wait: ask again later");
+            open.unsent.push_back(v1::BarrierAnswer { id, reason, ..v1::BarrierAnswer::default() });
+            self.has_unsent.store(true, Ordering::Release);
         }
-        true
+        is_accepted
     }
 
     /// Adds the answer to a request. The caller wakes the stream.
     pub(crate) fn finish(&self, answer: v1::BarrierAnswer) {
         let mut open = self.open();
-        if open.running.remove(&answer.id).is_some() && !open.is_over {
+        if open.running.remove(&answer.id).is_some() {
             open.unsent.push_back(answer);
             self.has_unsent.store(true, Ordering::Release);
         }
@@ -67,7 +57,7 @@ impl Answers {
 
     /// Ends a request without an answer.
     pub(crate) fn cancel(&self, id: u64) {
-        if let Some(Some(handle)) = self.open().running.remove(&id) {
+        if let Some(handle) = self.open().running.remove(&id) {
             handle.abort();
         }
     }
@@ -85,13 +75,11 @@ impl Answers {
 
     /// Ends all requests, because the stream has ended.
     pub(super) fn close(&self) {
-        let mut open = self.open();
-        open.is_over = true;
-        open.running.drain().filter_map(|(_, handle)| handle).for_each(|handle| handle.abort());
-        open.unsent.clear();
+        let OpenRequests { running, .. } = std::mem::take(&mut *self.open());
+        running.values().for_each(AbortHandle::abort);
     }
 
-    fn open(&self) -> MutexGuard<'_, Open> {
+    fn open(&self) -> MutexGuard<'_, OpenRequests> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

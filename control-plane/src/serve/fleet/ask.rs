@@ -12,7 +12,7 @@ use tonic::Status;
 
 use super::{
     Agent, Fleet,
-    queries::{Parts, stream_ended},
+    queries::{AnswerParts, stream_ended},
     rejections::clip,
 };
 
@@ -30,7 +30,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) struct Asked {
     agent: Arc<Agent>,
     id: u64,
-    parts: Parts,
+    parts: AnswerParts,
     until: Instant,
     is_complete: bool,
     _permit: OwnedSemaphorePermit,
@@ -61,7 +61,7 @@ impl Fleet {
         })?;
         let (id, parts) = agent.queries.add(node, query)?;
         let until = Instant::now() + ANSWER_TIMEOUT;
-        agent.signal().wake();
+        agent.signal.wake();
         Ok(Asked { agent, id, parts, until, is_complete: false, _permit: permit })
     }
 }

@@ -31,12 +31,12 @@ impl End {
     pub(crate) fn record(&self, context: &Context, address: SocketAddr, node: &str) {
         let (reason, status) = (self.reason, self.status.message());
         if self.is_refusal {
-            context.metrics.count_rejected(reason);
+            context.metrics.streams_rejected.of([reason]).inc();
             if context.warnings.admit(Warning::StreamRefused, tokio::time::Instant::now()) {
                 tracing::warn!(%address, node, reason, status, "stream refused");
             }
         } else {
-            context.metrics.count_ended(reason);
+            context.metrics.streams_ended.of([reason]).inc();
             tracing::info!(%address, node, reason, "stream ended");
         }
     }

@@ -209,7 +209,7 @@ impl Fleet {
 impl NodeObserver for Fleet {
     fn node_changed(&self, name: &str) {
         if let Some(agent) = self.registry().present.get(name) {
-            agent.signal().change_node();
+            agent.signal.change_node();
         }
         self.progress.node_changed();
     }

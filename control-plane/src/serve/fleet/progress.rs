@@ -24,16 +24,16 @@ use tokio::sync::watch;
 
 use super::{Record, Rejections};
 use crate::{
-    metrics::Metrics,
+    metrics::{Metrics, level},
     store::{Store, TIMED_COMMITS},
 };
 
 /// The number of measured commits that [`Recent`] summarizes.
 const RECENT: usize = 1024;
 
-/// How an agent is counted in [`Counts`].
+/// How an agent is counted in [`FleetCounts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Counted {
+pub(crate) struct CountedAgent {
     version: u64,
     is_failing: bool,
     has_state: bool,
@@ -44,7 +44,7 @@ pub(crate) struct Counted {
 }
 
 #[derive(Debug, Default)]
-struct Counts {
+struct FleetCounts {
     /// The number of agents with a stream, by their reports.
     all: BTreeMap<Reports, usize>,
     /// The number of members, by version.
@@ -67,7 +67,7 @@ struct Counts {
 pub(crate) struct Progress {
     store: Arc<Store>,
     metrics: Arc<Metrics>,
-    counts: Mutex<Counts>,
+    counts: Mutex<FleetCounts>,
     /// Changes when an agent connects, leaves or changes its rejections, and when a Node changes.
     members: watch::Sender<()>,
     /// The version that the kernels of all agents have, except those that never acknowledge.
@@ -103,8 +103,8 @@ fn count_out<K: Ord>(counts: &mut BTreeMap<K, usize>, key: &K) {
     }
 }
 
-impl Counts {
-    fn count(&mut self, counted: Counted) {
+impl FleetCounts {
+    fn count(&mut self, counted: CountedAgent) {
         count_in(&mut self.all, counted.reports());
         if counted.joins_at.is_none() {
             if self.members.is_empty() {
@@ -115,7 +115,7 @@ impl Counts {
         }
     }
 
-    fn discount(&mut self, counted: Counted) {
+    fn discount(&mut self, counted: CountedAgent) {
         count_out(&mut self.all, &counted.reports());
         if counted.joins_at.is_none() {
             count_out(&mut self.members, &counted.version);
@@ -195,7 +195,7 @@ impl Progress {
         Self { store, metrics, counts: Mutex::default(), members, floor }
     }
 
-    fn counts(&self) -> MutexGuard<'_, Counts> {
+    fn counts(&self) -> MutexGuard<'_, FleetCounts> {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -223,7 +223,7 @@ impl Progress {
     }
 
     /// Wakes those who wait for the floor and for changes of members.
-    fn announce(&self, counts: &Counts, members_changed: bool) {
+    fn announce(&self, counts: &FleetCounts, members_changed: bool) {
         let floor = counts.floor();
         self.floor.send_if_modified(|old| std::mem::replace(old, floor) != floor);
         if members_changed {
@@ -232,10 +232,10 @@ impl Progress {
     }
 
     /// Counts an agent that has connected.
-    pub(crate) fn enter(&self, node: &Arc<str>, record: &Record) -> Counted {
+    pub(crate) fn enter(&self, node: &Arc<str>, record: &Record) -> CountedAgent {
         let head = self.store.version();
         let joins_at = Some(head);
-        let mut counted = Counted { version: 0, is_failing: false, has_state: false, is_stalled: false, joins_at };
+        let mut counted = CountedAgent { version: 0, is_failing: false, has_state: false, is_stalled: false, joins_at };
         counted.take(record);
         counted.join();
         let mut counts = self.counts();
@@ -251,7 +251,7 @@ impl Progress {
     pub(crate) fn update(
         &self,
         node: &Arc<str>,
-        counted: &mut Counted,
+        counted: &mut CountedAgent,
         record: &Record,
         programmed: &[(u64, Instant)],
     ) {
@@ -275,7 +275,7 @@ impl Progress {
     }
 
     /// Discounts an agent that has left.
-    pub(crate) fn leave(&self, node: &Arc<str>, counted: Counted) {
+    pub(crate) fn leave(&self, node: &Arc<str>, counted: CountedAgent) {
         let mut counts = self.counts();
         counts.discount(counted);
         counts.rejecting.remove(node);
@@ -286,7 +286,7 @@ impl Progress {
         self.announce(&counts, true);
     }
 
-    fn measure(&self, counts: &mut Counts) {
+    fn measure(&self, counts: &mut FleetCounts) {
         let Some(oldest) = counts.oldest_member().filter(|oldest| *oldest > counts.measured) else { return };
         let ages = self.store.commit_ages(counts.measured, oldest);
         let asked = usize::try_from(oldest - counts.measured).unwrap_or(usize::MAX);
@@ -296,7 +296,7 @@ impl Progress {
         let times = programmed.into_iter().skip(forgotten).chain(std::iter::repeat(None));
         for (age, at) in ages.into_iter().zip(times) {
             let age = age.saturating_sub(at.map_or(Duration::ZERO, |at| at.elapsed()));
-            self.metrics.observe_programmed_everywhere(age);
+            self.metrics.programmed_everywhere.observe(age.as_secs_f64());
             if counts.recent.len() >= RECENT {
                 counts.recent.pop_front();
             }
@@ -334,19 +334,21 @@ impl Progress {
     /// Sets the metrics that change with time. Call this method before each scrape.
     pub(crate) fn refresh_metrics(&self) {
         let states = self.states();
-        self.metrics.set_agents(NodeState::ALL.map(|state| {
+        for state in NodeState::ALL {
             let count = states.get(&state).copied().unwrap_or_default();
-            (state.as_str(), count)
-        }));
-        self.metrics.set_drifting(self.counts().drifting.len());
+            self.metrics.agents.of([state.as_str()]).set(level(count));
+        }
+        self.metrics.drifting.set(level(self.counts().drifting.len()));
         let Recent { p50, p99, max, commits } = self.recent();
         if commits > 0 {
-            self.metrics.set_recently_everywhere([("0.5", p50), ("0.99", p99), ("1", max)]);
+            for (quantile, time) in [("0.5", p50), ("0.99", p99), ("1", max)] {
+                self.metrics.recently_everywhere.of([quantile]).set(time.as_secs_f64());
+            }
         }
     }
 }
 
-impl Counted {
+impl CountedAgent {
     fn take(&mut self, record: &Record) {
         self.version = record.kernel_version();
         (self.is_failing, self.has_state) = (record.is_failing(), record.has_state());
@@ -378,7 +380,7 @@ mod tests {
 
     struct Rig {
         progress: Progress,
-        counted: HashMap<&'static str, (Counted, Record)>,
+        counted: HashMap<&'static str, (CountedAgent, Record)>,
         commits: u8,
     }
 

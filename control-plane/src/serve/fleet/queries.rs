@@ -25,11 +25,11 @@ pub(crate) struct Queries {
     /// True if a query has not been sent yet. Each visit of the stream reads this value without a
     /// lock.
     has_unsent: AtomicBool,
-    open: Mutex<Open>,
+    open: Mutex<OpenQueries>,
 }
 
 #[derive(Debug, Default)]
-struct Open {
+struct OpenQueries {
     last_id: u64,
     unanswered: Vec<Unanswered>,
     /// True after the stream has ended.
@@ -88,7 +88,7 @@ impl Queries {
         open.unanswered = Vec::new();
     }
 
-    pub(super) fn add(&self, node: &str, query: v1::NodeQuery) -> Result<(u64, Parts), Status> {
+    pub(super) fn add(&self, node: &str, query: v1::NodeQuery) -> Result<(u64, AnswerParts), Status> {
         let mut open = self.open();
         if open.is_over {
             return Err(stream_ended(node));
@@ -108,12 +108,12 @@ impl Queries {
         self.open().unanswered.retain(|query| query.id != id);
     }
 
-    fn open(&self) -> MutexGuard<'_, Open> {
+    fn open(&self) -> MutexGuard<'_, OpenQueries> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-pub(super) type Parts = Receiver<Result<v1::Answer, Status>>;
+pub(super) type AnswerParts = Receiver<Result<v1::Answer, Status>>;
 
 /// The status of a query whose stream ended.
 pub(super) fn stream_ended(node: &str) -> Status {

@@ -42,7 +42,7 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Stre
     let Some(body) = message.body else {
         // The message is empty, or has a type that only newer agents send (discovery.proto, section
         // 12).
-        metrics.count_ignored("unknown_message");
+        metrics.agent_messages_ignored.of(["unknown_message"]).inc();
         return Ok(());
     };
     match body {
@@ -51,14 +51,14 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Stre
             return Err(End::refusal("second_hello", Status::invalid_argument(text)));
         }
         Body::Ack(ack) => {
-            metrics.count_agent_message("ack");
+            metrics.agent_messages.of(["ack"]).inc();
             if was_sent(ack.version, agent, metrics) {
                 agent.ack(&ack, now.into_std());
             }
         }
         Body::Nack(nack) => {
-            metrics.count_agent_message("nack");
-            metrics.count_rejected_resources(nack.rejections.len());
+            metrics.agent_messages.of(["nack"]).inc();
+            metrics.rejected_resources.inc_by(nack.rejections.len() as u64);
             if let Some(first) = nack.rejections.first()
                 && warnings.admit(Warning::Rejected, now)
             {
@@ -70,7 +70,7 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Stre
             agent.update(|record| record.nack(&nack));
         }
         Body::ApplyFailed(failed) => {
-            metrics.count_agent_message("apply_failed");
+            metrics.agent_messages.of(["apply_failed"]).inc();
             if warnings.admit(Warning::ApplyFailed, now) {
                 tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = clip(&failed.error), "agent failed to program its kernel and retries");
             }
@@ -80,17 +80,17 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Stre
             agent.update(|record| record.failed(&failed));
         }
         Body::Answer(answer) => {
-            metrics.count_agent_message("answer");
+            metrics.agent_messages.of(["answer"]).inc();
             if !agent.queries.answer(answer) {
-                metrics.count_ignored("unknown_query");
+                metrics.agent_messages_ignored.of(["unknown_query"]).inc();
             }
         }
         Body::Barrier(request) => {
-            metrics.count_agent_message("barrier");
+            metrics.agent_messages.of(["barrier"]).inc();
             streams.barrier.begin(agent, request);
         }
         Body::Status(status) => {
-            metrics.count_agent_message("status");
+            metrics.agent_messages.of(["status"]).inc();
             agent.update(|record| record.status(&status));
         }
     }
@@ -102,7 +102,7 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Stre
 fn was_sent(version: u64, agent: &Agent, metrics: &Metrics) -> bool {
     let was_sent = version <= agent.sent_version();
     if !was_sent {
-        metrics.count_ignored("version_not_sent");
+        metrics.agent_messages_ignored.of(["version_not_sent"]).inc();
         tracing::debug!(node = %agent.node, version, sent = agent.sent_version(), "ACK of a version that was not sent");
     }
     was_sent

@@ -159,8 +159,9 @@ impl Session {
             Err(resumption) => Position::Waiting(Box::new(Waiting { resumption, _wait: wait })),
         };
         streams.fleet.enter(&agent);
-        context.metrics.stream_opened();
-        context.metrics.count_resume(mode.as_str());
+        context.metrics.streams.inc();
+        context.metrics.streams_opened.inc();
+        context.metrics.resumes.of([mode.as_str()]).inc();
         tracing::info!(node = %agent.node, address = %peer.address, resume = mode.as_str(), "agent connected");
         let sent_source = store.source_state();
         let welcome = server_frame(Body::Welcome(v1::Welcome {
@@ -241,7 +242,9 @@ impl Session {
                 .or_else(|| self.agent.queries.take_unsent().map(|query| server_frame(Body::Query(query)))),
         };
         if let Some(bytes) = &bytes {
-            self.streams.context.metrics.count_sent(bytes.len());
+            let metrics = &self.streams.context.metrics;
+            metrics.messages_sent.inc();
+            metrics.bytes_sent.inc_by(bytes.len() as u64);
         }
         Ok(bytes)
     }
@@ -264,7 +267,7 @@ impl Session {
         if is_due || self.sent_source != self.streams.context.store.source_state() {
             return Some(self.heartbeat(now));
         }
-        if self.may_send_node(now) && self.agent.signal().take_node_change() {
+        if self.may_send_node(now) && self.agent.signal.take_node_change() {
             return Some(self.own_node());
         }
         if let Position::Waiting(waiting) = &mut self.position {
@@ -305,7 +308,7 @@ impl Session {
         }
         if let Some(buckets) = cursor.snapshot_buckets() {
             // A snapshot without buckets is only an end marker, so it does not wait in the queue.
-            let signal = self.agent.signal();
+            let signal = &self.agent.signal;
             if buckets > 0 && !self.streams.snapshots.may_continue(&mut self.ticket, buckets, signal, now) {
                 return None;
             }

@@ -7,7 +7,7 @@
 //! [`TURN`]. The stream then moves to the end of the queue and keeps its cursor.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
 };
@@ -16,7 +16,7 @@ use headgate_core::digest::BUCKETS;
 use tokio::time::Instant;
 
 use crate::{
-    metrics::Metrics,
+    metrics::{Metrics, level},
     serve::context::{Signal, Visit},
 };
 
@@ -30,28 +30,19 @@ const TURN: Duration = Duration::from_secs(5);
 /// The snapshots that are being sent, and the streams that wait.
 #[derive(Debug)]
 pub(crate) struct SnapshotQueue {
-    queue: Mutex<Queue>,
+    queue: Mutex<SnapshotTurns>,
     metrics: Arc<Metrics>,
 }
 
 #[derive(Debug)]
-struct Queue {
+struct SnapshotTurns {
     free_buckets: usize,
     next_ticket: u64,
-    /// The waiting streams, in order of their tickets.
-    waiting: VecDeque<Waiting>,
-    /// The number of buckets of each snapshot that is being sent, by ticket.
-    admitted: HashMap<u64, usize>,
-    /// The end of each turn and its ticket; the earliest end first. The snapshots of some turns may
-    /// be complete already.
-    turns: VecDeque<(Instant, u64)>,
-}
-
-#[derive(Debug)]
-struct Waiting {
-    ticket: u64,
-    buckets: usize,
-    signal: Weak<Signal>,
+    /// The waiting streams by ticket: the number of buckets, and how to wake the stream.
+    waiting: BTreeMap<u64, (usize, Weak<Signal>)>,
+    /// The snapshots that are being sent, by ticket: the number of buckets, and the end of the
+    /// turn. Tickets are admitted in order, so the first turn ends first.
+    admitted: BTreeMap<u64, (usize, Instant)>,
 }
 
 /// The place of a stream in the queue, or its turn. The stream returns the ticket with
@@ -66,13 +57,8 @@ impl SnapshotQueue {
     }
 
     fn with_limit(free_buckets: usize, metrics: Arc<Metrics>) -> Self {
-        let queue = Queue {
-            free_buckets,
-            next_ticket: 0,
-            waiting: VecDeque::new(),
-            admitted: HashMap::new(),
-            turns: VecDeque::new(),
-        };
+        let (waiting, admitted) = (BTreeMap::new(), BTreeMap::new());
+        let queue = SnapshotTurns { free_buckets, next_ticket: 0, waiting, admitted };
         Self { queue: Mutex::new(queue), metrics }
     }
 
@@ -84,7 +70,7 @@ impl SnapshotQueue {
             if queue.admitted.contains_key(&number) {
                 return true;
             }
-            if queue.position(number).is_some() {
+            if queue.waiting.contains_key(&number) {
                 return false;
             }
             // The turn of this ticket has ended, so the stream needs a new ticket.
@@ -92,7 +78,7 @@ impl SnapshotQueue {
         let number = queue.next_ticket;
         queue.next_ticket += 1;
         ticket.0 = Some(number);
-        queue.waiting.push_back(Waiting { ticket: number, buckets, signal: Arc::downgrade(signal) });
+        queue.waiting.insert(number, (buckets, Arc::downgrade(signal)));
         queue.admit(now, Some(number));
         self.publish(&queue);
         let is_admitted = queue.admitted.contains_key(&number);
@@ -108,18 +94,17 @@ impl SnapshotQueue {
         let Some(number) = ticket.0.take() else { return };
         let mut queue = self.queue();
         queue.end_turn(number);
-        if let Some(position) = queue.position(number) {
-            queue.waiting.remove(position);
-        }
+        queue.waiting.remove(&number);
         queue.admit(now, None);
         self.publish(&queue);
     }
 
-    fn publish(&self, queue: &Queue) {
-        self.metrics.set_snapshots(queue.admitted.len(), queue.waiting.len());
+    fn publish(&self, queue: &SnapshotTurns) {
+        self.metrics.snapshots_in_flight.set(level(queue.admitted.len()));
+        self.metrics.snapshots_waiting.set(level(queue.waiting.len()));
     }
 
-    fn queue(&self) -> MutexGuard<'_, Queue> {
+    fn queue(&self) -> MutexGuard<'_, SnapshotTurns> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -135,14 +120,10 @@ impl Visit for SnapshotQueue {
     }
 }
 
-impl Queue {
-    fn position(&self, ticket: u64) -> Option<usize> {
-        self.waiting.binary_search_by_key(&ticket, |waiting| waiting.ticket).ok()
-    }
-
+impl SnapshotTurns {
     /// Frees the buckets of a snapshot that is being sent.
     fn end_turn(&mut self, ticket: u64) {
-        if let Some(buckets) = self.admitted.remove(&ticket) {
+        if let Some((buckets, _)) = self.admitted.remove(&ticket) {
             self.free_buckets += buckets;
         }
     }
@@ -150,51 +131,28 @@ impl Queue {
     /// Admits streams from the head of the queue while there is room, and wakes them. `own` is the
     /// ticket of the caller, which need not be woken.
     fn admit(&mut self, now: Instant, own: Option<u64>) {
-        while let Some(first) = self.waiting.front() {
+        while let Some(first) = self.waiting.first_entry() {
             // A snapshot that is larger than the limit is sent alone.
-            let has_room = first.buckets <= self.free_buckets || self.admitted.is_empty();
-            if !has_room {
-                if !self.end_oldest_turn(now) {
+            if first.get().0 > self.free_buckets
+                && let Some((oldest, (_, end))) = self.admitted.first_key_value()
+            {
+                let (oldest, is_over) = (*oldest, *end <= now);
+                if !is_over {
                     return;
                 }
+                self.end_turn(oldest);
                 continue;
             }
-            let Some(first) = self.waiting.pop_front() else { return };
-            let buckets = first.buckets.min(self.free_buckets);
+            let (ticket, (buckets, signal)) = first.remove_entry();
+            let buckets = buckets.min(self.free_buckets);
             self.free_buckets -= buckets;
-            self.admitted.insert(first.ticket, buckets);
-            self.turns.push_back((now + TURN, first.ticket));
-            self.forget_ended_turns();
-            if own != Some(first.ticket)
-                && let Some(signal) = first.signal.upgrade()
+            self.admitted.insert(ticket, (buckets, now + TURN));
+            if own != Some(ticket)
+                && let Some(signal) = signal.upgrade()
             {
                 signal.wake();
             }
         }
-    }
-
-    /// Drops turns of complete snapshots when the list of turns has grown too long. The cost per
-    /// admitted snapshot is constant on average.
-    fn forget_ended_turns(&mut self) {
-        if self.turns.len() > 2 * self.admitted.len() + 64 {
-            self.turns.retain(|(_, ticket)| self.admitted.contains_key(ticket));
-        }
-    }
-
-    /// Ends the oldest turn if its time is over. Returns false if no turn was ended.
-    fn end_oldest_turn(&mut self, now: Instant) -> bool {
-        while let Some((end, ticket)) = self.turns.front().copied() {
-            let is_admitted = self.admitted.contains_key(&ticket);
-            if is_admitted && end > now {
-                return false;
-            }
-            self.turns.pop_front();
-            if is_admitted {
-                self.end_turn(ticket);
-                return true;
-            }
-        }
-        false
     }
 }
 
@@ -202,25 +160,25 @@ impl Queue {
 mod tests {
     use super::*;
 
-    struct Rig {
+    struct QueueRig {
         queue: SnapshotQueue,
         now: Instant,
     }
 
-    struct Reader(Ticket, Arc<Signal>);
+    struct SlowReader(Ticket, Arc<Signal>);
 
-    impl Reader {
+    impl SlowReader {
         fn new() -> Self {
             Self(Ticket::default(), Arc::new(Signal::new()))
         }
     }
 
-    impl Rig {
+    impl QueueRig {
         fn new(limit: usize) -> Self {
             Self { queue: SnapshotQueue::with_limit(limit, Arc::default()), now: Instant::now() }
         }
 
-        fn ask(&self, reader: &mut Reader, buckets: usize) -> bool {
+        fn ask(&self, reader: &mut SlowReader, buckets: usize) -> bool {
             self.queue.may_continue(&mut reader.0, buckets, &reader.1, self.now)
         }
 
@@ -233,12 +191,12 @@ mod tests {
 
     #[test]
     fn streams_are_served_in_order() {
-        let rig = Rig::new(10);
-        let mut readers: Vec<Reader> = std::iter::repeat_with(Reader::new).take(4).collect();
+        let rig = QueueRig::new(10);
+        let mut readers: Vec<SlowReader> = std::iter::repeat_with(SlowReader::new).take(4).collect();
         let answers: Vec<bool> = readers.iter_mut().map(|reader| rig.ask(reader, 5)).collect();
         assert_eq!(answers, [true, true, false, false]);
         // A small snapshot that is requested later does not overtake larger snapshots.
-        let mut small = Reader::new();
+        let mut small = SlowReader::new();
         assert!(!rig.ask(&mut small, 1));
         rig.queue.leave(&mut readers[1].0, rig.now);
         assert!(rig.ask(&mut readers[2], 5) && !rig.ask(&mut readers[3], 5) && !rig.ask(&mut small, 1));
@@ -252,8 +210,8 @@ mod tests {
 
     #[test]
     fn a_slow_reader_moves_to_the_end_of_the_queue_when_others_wait() {
-        let mut rig = Rig::new(10);
-        let (mut slow, mut next) = (Reader::new(), Reader::new());
+        let mut rig = QueueRig::new(10);
+        let (mut slow, mut next) = (SlowReader::new(), SlowReader::new());
         assert!(rig.ask(&mut slow, 10));
         rig.now += TURN * 3;
         assert!(rig.ask(&mut slow, 10), "no other stream waits");
@@ -269,22 +227,9 @@ mod tests {
     }
 
     #[test]
-    fn ended_turns_do_not_pile_up_behind_a_long_turn() {
-        let rig = Rig::new(10);
-        let mut long = Reader::new();
-        assert!(rig.ask(&mut long, 1));
-        for _ in 0..1_000 {
-            let mut short = Reader::new();
-            assert!(rig.ask(&mut short, 1));
-            rig.queue.leave(&mut short.0, rig.now);
-        }
-        assert!(rig.queue.queue().turns.len() < 100);
-    }
-
-    #[test]
     fn a_snapshot_that_is_larger_than_the_limit_is_sent_alone() {
-        let rig = Rig::new(10);
-        let (mut large, mut small) = (Reader::new(), Reader::new());
+        let rig = QueueRig::new(10);
+        let (mut large, mut small) = (SlowReader::new(), SlowReader::new());
         assert!(rig.ask(&mut large, 50) && !rig.ask(&mut small, 1));
         rig.queue.leave(&mut large.0, rig.now);
         assert!(rig.ask(&mut small, 1));

@@ -1,11 +1,11 @@
 //! Limits on the number of connections, in all and for each client.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-};
+use std::sync::Arc;
 
-use crate::identity::Identity;
+use crate::{
+    identity::Identity,
+    serve::context::{Counted, Tally},
+};
 
 /// The maximum number of connections of all clients together. Further connections are closed
 /// immediately.
@@ -25,27 +25,22 @@ const MAX_CONNECTIONS_PER_READER: usize = 256;
 /// programs of the cluster have such certificates.
 const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
 
-/// The open connections.
-#[derive(Debug, Default)]
-pub(crate) struct Connections(Mutex<Counts>);
+/// The open connections, by the clients under whose names they count. Without TLS, clients have no
+/// identity.
+pub(crate) type Connections = Tally<Option<Client>>;
 
-#[derive(Debug, Default)]
-struct Counts {
-    all: usize,
-    by_holder: HashMap<Holder, usize>,
-}
+/// One open connection.
+pub(crate) type HeldConnection = Counted<Option<Client>>;
 
 /// The client under whose name a connection is counted.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum Holder {
+pub(crate) enum Client {
     Node(Arc<str>),
     Reader(Arc<str>),
     Nobody,
 }
 
-impl Holder {
-    /// Returns the holder of a client's connections; `None` without TLS, where clients have no
-    /// identity.
+impl Client {
     fn of(identity: &Identity) -> Option<Self> {
         match identity {
             Identity::Node(name) => Some(Self::Node(Arc::clone(name))),
@@ -56,7 +51,7 @@ impl Holder {
         }
     }
 
-    /// Returns the maximum number of connections of the holder, and the label of this limit.
+    /// Returns the maximum number of connections of the client, and the label of this limit.
     fn limit(&self) -> (usize, &'static str) {
         match self {
             Self::Node(_) => (MAX_CONNECTIONS_PER_NODE, "too_many_connections_of_node"),
@@ -66,56 +61,19 @@ impl Holder {
     }
 }
 
-/// One counted connection. When this value is dropped, the connection no longer counts.
-#[derive(Debug)]
-pub(crate) struct Held {
-    connections: Arc<Connections>,
-    holder: Option<Holder>,
-}
-
-impl Connections {
-    /// Counts a connection.
-    ///
-    /// # Errors
-    ///
-    /// The label of the limit that the connection would exceed.
-    pub(crate) fn hold(self: &Arc<Self>, identity: &Identity) -> Result<Held, &'static str> {
-        let mut counts = self.counts();
-        if counts.all >= MAX_CONNECTIONS {
-            return Err("too_many_connections");
-        }
-        let holder = Holder::of(identity);
-        if let Some(holder) = &holder {
-            let (most, reason) = holder.limit();
-            let count = counts.by_holder.entry(holder.clone()).or_default();
-            if *count >= most {
-                return Err(reason);
-            }
-            *count += 1;
-        }
-        counts.all += 1;
-        drop(counts);
-        Ok(Held { connections: Arc::clone(self), holder })
-    }
-
-    fn counts(&self) -> MutexGuard<'_, Counts> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        let mut counts = self.connections.counts();
-        counts.all -= 1;
-        if let Some(holder) = &self.holder
-            && let Some(count) = counts.by_holder.get_mut(holder)
-        {
-            *count -= 1;
-            if *count == 0 {
-                counts.by_holder.remove(holder);
-            }
-        }
-    }
+/// Counts a connection.
+///
+/// # Errors
+///
+/// The label of the limit that the connection would exceed.
+pub(crate) fn hold(connections: &Arc<Connections>, identity: &Identity) -> Result<HeldConnection, &'static str> {
+    let client = Client::of(identity);
+    let limit = client.as_ref().map(Client::limit);
+    connections.add(client, |all, own| match limit {
+        _ if all >= MAX_CONNECTIONS => Err("too_many_connections"),
+        Some((most, reason)) if own >= most => Err(reason),
+        _ => Ok(()),
+    })
 }
 
 #[cfg(test)]
@@ -135,22 +93,17 @@ mod tests {
         ];
         let mut held = Vec::new();
         for (identity, next, most, reason) in cases {
-            held.extend((0..most).map(|_| connections.hold(&identity).unwrap()));
-            assert_eq!(connections.hold(&next).unwrap_err(), reason);
+            held.extend((0..most).map(|_| hold(&connections, &identity).unwrap()));
+            assert_eq!(hold(&connections, &next).unwrap_err(), reason);
         }
         held.extend(
-            [node("other"), reader("other"), Identity::Unchecked].map(|other| connections.hold(&other).unwrap()),
+            [node("other"), reader("other"), Identity::Unchecked].map(|other| hold(&connections, &other).unwrap()),
         );
-        assert_eq!(connections.counts().all, held.len());
+        assert_eq!(connections.count(&None), (held.len(), 1));
         drop(held);
-        let counts = connections.counts();
-        assert_eq!((counts.all, counts.by_holder.len()), (0, 0));
-    }
-
-    #[test]
-    fn connections_of_all_holders_together_are_bounded() {
-        let connections = Arc::new(Connections::default());
-        connections.counts().all = MAX_CONNECTIONS;
-        assert_eq!(connections.hold(&Identity::Unchecked).unwrap_err(), "too_many_connections");
+        assert_eq!(connections.count(&Client::of(&node("same"))), (0, 0));
+        let all: Vec<_> = (0..MAX_CONNECTIONS).map(|_| hold(&connections, &Identity::Unchecked).unwrap()).collect();
+        assert_eq!(hold(&connections, &node("other")).unwrap_err(), "too_many_connections");
+        drop(all);
     }
 }

@@ -30,15 +30,15 @@ use tokio::{
 };
 
 use crate::{
-    metrics::Metrics,
+    metrics::{Metrics, level},
     open_files,
-    serve::context::{Failures, Network},
+    serve::context::{Counted, Failures, Network, Tally},
 };
 
 /// The maximum numbers of running handshakes, in all and for one network, and of connections that
 /// wait for a handshake.
 #[derive(Debug, Clone, Copy)]
-struct Limits {
+struct HandshakeLimits {
     running: usize,
     running_of_network: usize,
     waiting: usize,
@@ -51,8 +51,8 @@ struct Limits {
 /// trips. So a higher limit of running handshakes would not complete more handshakes per second.
 /// All agents behind one address translator belong to one network, so thousands of connections of
 /// one network may wait.
-const LIMITS: Limits =
-    Limits { running: 256, running_of_network: 64, waiting: 16_384, silence: Duration::from_secs(1) };
+const LIMITS: HandshakeLimits =
+    HandshakeLimits { running: 256, running_of_network: 64, waiting: 16_384, silence: Duration::from_secs(1) };
 
 /// A network may have this many times as many waiting connections as there is space left. So one
 /// network alone can use three quarters of the limit, and two networks three sevenths each. Some
@@ -62,8 +62,11 @@ const SHARE: usize = 3;
 /// All connections of a replica before and in their handshakes.
 #[derive(Debug)]
 pub(crate) struct Handshakes {
-    limits: Limits,
-    waiting: Mutex<Waiting>,
+    limits: HandshakeLimits,
+    /// The connections that wait, by network.
+    waiting: Arc<Tally<Network>>,
+    /// The queues of the networks with a connection before or in its handshake.
+    queues: Mutex<HashMap<Network, Arc<NetworkQueue>>>,
     /// One permit for each handshake that may run. Semaphores serve waiting tasks in the order of
     /// their requests.
     places: Semaphore,
@@ -73,17 +76,9 @@ pub(crate) struct Handshakes {
     metrics: Arc<Metrics>,
 }
 
-#[derive(Debug, Default)]
-struct Waiting {
-    all: usize,
-    /// The networks with a connection before or in its handshake: the number of connections that
-    /// wait, and the network's queue.
-    networks: HashMap<Network, (usize, Arc<Queue>)>,
-}
-
 /// The queue of one network.
 #[derive(Debug)]
-struct Queue {
+struct NetworkQueue {
     /// One permit for each handshake of the network that may run.
     places: Semaphore,
     /// The single permit to be in the common queue of all networks.
@@ -95,8 +90,9 @@ struct Queue {
 pub(crate) struct Handshake {
     handshakes: Arc<Handshakes>,
     network: Network,
-    queue: Arc<Queue>,
-    is_waiting: bool,
+    queue: Arc<NetworkQueue>,
+    /// `None` once the handshake runs.
+    waiting: Option<Counted<Network>>,
 }
 
 /// The peer was silent during its handshake, and another connection needs the place.
@@ -111,41 +107,42 @@ impl Handshakes {
         // connection is refused has used up its session ticket. The client then needs a full
         // handshake.
         let files = usize::try_from(open_files::limit() / 2).unwrap_or(usize::MAX);
-        Self::with_limits(Limits { waiting: LIMITS.waiting.min(files), ..LIMITS }, metrics, failures)
+        Self::with_limits(HandshakeLimits { waiting: LIMITS.waiting.min(files), ..LIMITS }, metrics, failures)
     }
 
-    fn with_limits(limits: Limits, metrics: Arc<Metrics>, failures: Arc<Failures>) -> Arc<Self> {
+    fn with_limits(limits: HandshakeLimits, metrics: Arc<Metrics>, failures: Arc<Failures>) -> Arc<Self> {
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let (places, steps) = (Semaphore::new(limits.running), Semaphore::new(cores));
-        Arc::new(Self { limits, waiting: Mutex::default(), places, steps, failures, metrics })
+        Arc::new(Self { limits, waiting: Arc::default(), queues: Mutex::default(), places, steps, failures, metrics })
     }
 
     /// Adds a connection from `address`. Returns `None` if too many connections wait: see
     /// [`SHARE`].
     pub(crate) fn enter(self: &Arc<Self>, address: IpAddr) -> Option<Handshake> {
         let network = Network::of(address);
-        let mut waiting = self.waiting();
-        let own = waiting.networks.get(&network).map_or(0, |(own, _)| *own);
-        if own >= SHARE * self.limits.waiting.saturating_sub(waiting.all) {
-            return None;
-        }
-        waiting.all += 1;
-        let (own, queue) = waiting.networks.entry(network).or_insert_with(|| {
+        let may = |all: usize, own: usize| match own >= SHARE * self.limits.waiting.saturating_sub(all) {
+            true => Err(()),
+            false => Ok(()),
+        };
+        let waiting = Some(self.waiting.add(network, may).ok()?);
+        let new = || {
             let places = Semaphore::new(self.limits.running_of_network);
-            (0, Arc::new(Queue { places, turn: Semaphore::new(1) }))
-        });
-        *own += 1;
-        let queue = Arc::clone(queue);
-        self.publish(&waiting);
-        Some(Handshake { handshakes: Arc::clone(self), network, queue, is_waiting: true })
+            Arc::new(NetworkQueue { places, turn: Semaphore::new(1) })
+        };
+        let queue = Arc::clone(self.queues().entry(network).or_insert_with(new));
+        self.publish();
+        Some(Handshake { handshakes: Arc::clone(self), network, queue, waiting })
     }
 
-    fn publish(&self, waiting: &Waiting) {
-        self.metrics.set_handshakes_pending(self.limits.running - self.places.available_permits(), waiting.all);
+    fn publish(&self) {
+        let active = self.limits.running - self.places.available_permits();
+        for (state, count) in [("active", active), ("waiting", self.waiting.all())] {
+            self.metrics.handshakes_pending.of([state]).set(level(count));
+        }
     }
 
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn queues(&self) -> MutexGuard<'_, HashMap<Network, Arc<NetworkQueue>>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -169,7 +166,8 @@ impl Handshake {
         }
         let _of_all = handshakes.places.acquire().await;
         drop(turn);
-        self.stop_waiting();
+        self.waiting = None;
+        handshakes.publish();
         // The handshake is allocated only now, because thousands of connections may wait for a
         // place.
         let mut handshake = Box::pin(begin());
@@ -200,21 +198,9 @@ impl Handshake {
 
     /// Returns true if a waiting connection can use the place of this handshake.
     fn is_wanted(&self) -> bool {
-        let waiting = self.handshakes.waiting();
-        let own = waiting.networks.get(&self.network).map_or(0, |(own, _)| *own);
+        let (all, own) = self.handshakes.waiting.count(&self.network);
         let is_full = |places: &Semaphore| places.available_permits() == 0;
-        (waiting.all > 0 && is_full(&self.handshakes.places)) || (own > 0 && is_full(&self.queue.places))
-    }
-
-    fn stop_waiting(&mut self) {
-        let mut waiting = self.handshakes.waiting();
-        if std::mem::take(&mut self.is_waiting) {
-            waiting.all -= 1;
-            if let Some((own, _)) = waiting.networks.get_mut(&self.network) {
-                *own -= 1;
-            }
-        }
-        self.handshakes.publish(&waiting);
+        (all > 0 && is_full(&self.handshakes.places)) || (own > 0 && is_full(&self.queue.places))
     }
 }
 
@@ -227,11 +213,12 @@ async fn wake_up() {
 
 impl Drop for Handshake {
     fn drop(&mut self) {
-        self.stop_waiting();
-        let mut waiting = self.handshakes.waiting();
+        self.waiting = None;
+        self.handshakes.publish();
+        let mut queues = self.handshakes.queues();
         // A queue that nobody else uses is referred to by the map and by this value.
         if Arc::strong_count(&self.queue) == 2 {
-            waiting.networks.remove(&self.network);
+            queues.remove(&self.network);
         }
     }
 }

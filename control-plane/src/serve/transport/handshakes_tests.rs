@@ -6,7 +6,8 @@ use tokio::{sync::mpsc, task::JoinHandle};
 use super::*;
 
 /// The time without a message is short, so that the tests are fast.
-const SMALL: Limits = Limits { running: 4, running_of_network: 2, waiting: 8, silence: Duration::from_millis(200) };
+const SMALL: HandshakeLimits =
+    HandshakeLimits { running: 4, running_of_network: 2, waiting: 8, silence: Duration::from_millis(200) };
 
 struct Rig(Arc<Handshakes>);
 
@@ -50,14 +51,14 @@ impl Rig {
 
     /// The numbers of handshakes that run and that wait.
     fn counts(&self) -> (usize, usize) {
-        (SMALL.running - self.0.places.available_permits(), self.0.waiting().all)
+        (SMALL.running - self.0.places.available_permits(), self.0.waiting.all())
     }
 
     /// The number of handshakes of a host that run.
     fn running(&self, host: u8) -> usize {
-        let waiting = self.0.waiting();
-        let of_host = waiting.networks.get(&Network::of([192, 0, 2, host].into()));
-        of_host.map_or(0, |(_, queue)| SMALL.running_of_network - queue.places.available_permits())
+        let queues = self.0.queues();
+        let of_host = queues.get(&Network::of([192, 0, 2, host].into()));
+        of_host.map_or(0, |queue| SMALL.running_of_network - queue.places.available_permits())
     }
 
     /// Ends all handshakes and checks that nothing is left of them.
@@ -65,7 +66,7 @@ impl Rig {
         tasks.into_iter().for_each(|task| task.abort());
         run_tasks().await;
         assert_eq!(self.counts(), (0, 0));
-        assert!(self.0.waiting().networks.is_empty());
+        assert!(self.0.queues().is_empty());
     }
 }
 

@@ -3,17 +3,18 @@
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
+use futures::future::BoxFuture;
 use rustls::HandshakeKind;
 use tokio::{
     net::{TcpListener, TcpStream},
-    time::{Instant, sleep, timeout},
+    time::{Instant, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::{either::Either, sync::CancellationToken, task::TaskTracker};
 
 use super::{
-    ACCEPT_RETRY,
-    connection_limits::{Connections, Held},
+    accept,
+    connection_limits::{Connections, HeldConnection, hold},
     handshakes::{Handshakes, Silent},
     tls::{Security, ServerTls},
 };
@@ -46,24 +47,13 @@ impl Entrance {
     }
 
     /// Accepts connections. `serve` serves each of them after its handshake, in a task of its own.
-    pub(crate) async fn accept<F>(
-        self,
-        listener: TcpListener,
-        serve: impl Fn(Connection, Held) -> F + Clone + Send + Sync + 'static,
-    ) where
-        F: Future<Output = ()> + Send + 'static,
-    {
-        while let Some(accepted) = self.shutdown.run_until_cancelled(listener.accept()).await {
-            let (stream, address) = match accepted {
-                Ok(accepted) => accepted,
-                Err(error) => {
-                    if self.context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
-                        tracing::warn!(%error, "a connection cannot be accepted");
-                    }
-                    sleep(ACCEPT_RETRY).await;
-                    continue;
-                }
-            };
+    pub(crate) async fn accept(self, listener: TcpListener, serve: Serve) {
+        let failed = |error: io::Error| {
+            if self.context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+                tracing::warn!(%error, "a connection cannot be accepted");
+            }
+        };
+        while let Some((stream, address)) = self.shutdown.run_until_cancelled(accept(&listener, failed)).await {
             if let Err(error) = stream.set_nodelay(true) {
                 tracing::debug!(%address, %error, "TCP_NODELAY cannot be set");
             }
@@ -72,22 +62,14 @@ impl Entrance {
                     let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
                     self.admit(Connection { io: Either::Left(stream), peer }, &serve);
                 }
-                Security::Tls(tls) => self.secure_in_turn(stream, address, Arc::clone(tls), serve.clone()),
+                Security::Tls(tls) => self.secure_in_turn(stream, address, Arc::clone(tls), Arc::clone(&serve)),
             }
         }
     }
 
     /// Starts a task that waits until the limit admits another handshake, and then runs the
     /// handshake of the connection.
-    fn secure_in_turn<F>(
-        &self,
-        stream: TcpStream,
-        address: SocketAddr,
-        tls: Arc<ServerTls>,
-        serve: impl Fn(Connection, Held) -> F + Send + Sync + 'static,
-    ) where
-        F: Future<Output = ()> + Send + 'static,
-    {
+    fn secure_in_turn(&self, stream: TcpStream, address: SocketAddr, tls: Arc<ServerTls>, serve: Serve) {
         let Some(handshake) = self.handshakes.enter(address.ip()) else {
             return self.refuse(address, "too_many_handshakes");
         };
@@ -100,7 +82,7 @@ impl Entrance {
                     ("silent", "the client sent nothing for too long while other connections waited".to_owned())
                 }
             };
-            entrance.context.metrics.count_handshake_failed(reason);
+            entrance.context.metrics.handshakes_failed.of([reason]).inc();
             if entrance.context.warnings.admit(Warning::Handshake, Instant::now()) {
                 tracing::warn!(%address, reason, error, "TLS handshake failed");
             }
@@ -109,11 +91,8 @@ impl Entrance {
     }
 
     /// Serves a connection, unless there are too many.
-    fn admit<F>(&self, connection: Connection, serve: &impl Fn(Connection, Held) -> F)
-    where
-        F: Future<Output = ()> + Send + 'static,
-    {
-        match self.connections.hold(&connection.peer.identity) {
+    fn admit(&self, connection: Connection, serve: &Serve) {
+        match hold(&self.connections, &connection.peer.identity) {
             Ok(held) => drop(self.tasks.spawn(serve(connection, held))),
             Err(reason) => self.refuse(connection.peer.address, reason),
         }
@@ -121,7 +100,7 @@ impl Entrance {
 
     /// Counts and logs a connection that is closed because a limit is reached.
     fn refuse(&self, address: SocketAddr, reason: &'static str) {
-        self.context.metrics.count_connection_refused(reason);
+        self.context.metrics.connections_refused.of([reason]).inc();
         if self.context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
             tracing::warn!(%address, reason, "connection refused");
         }
@@ -150,7 +129,8 @@ async fn secure(
     let certificate = certificate.ok_or_else(|| ("no_certificate", "the client sent no certificate".to_owned()))?;
     let (identity, validity) =
         identity::from_certificate(certificate).map_err(|error| ("malformed_certificate", error))?;
-    context.metrics.count_handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+    let is_resumed = session.handshake_kind() == Some(HandshakeKind::Resumed);
+    context.metrics.handshakes.of([if is_resumed { "resumed" } else { "full" }]).inc();
     let peer = Peer { address, identity, not_after: Some(validity.not_after) };
     Ok(Connection { io: Either::Right(Box::new(stream)), peer })
 }
@@ -165,9 +145,12 @@ fn refusal(error: &io::Error, tls: &ServerTls) -> (&'static str, String) {
 
 /// A connection that is ready for HTTP/2.
 pub(crate) struct Connection {
-    pub(crate) io: Io,
+    pub(crate) io: Transport,
     pub(crate) peer: Peer,
 }
 
+/// Serves a connection that counts until it ends.
+pub(crate) type Serve = Arc<dyn Fn(Connection, HeldConnection) -> BoxFuture<'static, ()> + Send + Sync>;
+
 /// The transport of a connection: plain TCP, or TLS after its handshake.
-pub(crate) type Io = Either<TcpStream, Box<TlsStream<TcpStream>>>;
+pub(crate) type Transport = Either<TcpStream, Box<TlsStream<TcpStream>>>;

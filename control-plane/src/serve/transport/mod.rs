@@ -15,9 +15,14 @@ mod stalled_responses;
 mod sync_connection;
 pub mod tls;
 
-use std::time::Duration;
+use std::{io, net::SocketAddr, time::Duration};
 
-pub(crate) use self::{page_listener::BoundedListener, server::serve};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    time::sleep,
+};
+
+pub(crate) use self::{page_listener::serve_pages, server::serve};
 
 /// If a client sends nothing for this time, the server sends a ping. If the client then sends
 /// nothing for the same time again, the server closes the connection. Agents apply the same rule to
@@ -30,3 +35,14 @@ const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// How long a connection may take to write the rest of its bytes after its stream has ended.
 const LINGER: Duration = Duration::from_secs(1);
+
+/// Accepts the next connection. After an error, calls `failed` and pauses.
+pub(crate) async fn accept(listener: &TcpListener, failed: impl Fn(io::Error)) -> (TcpStream, SocketAddr) {
+    loop {
+        match listener.accept().await {
+            Ok(accepted) => return accepted,
+            Err(error) => failed(error),
+        }
+        sleep(ACCEPT_RETRY).await;
+    }
+}

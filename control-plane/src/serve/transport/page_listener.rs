@@ -1,31 +1,28 @@
-//! The listener of the HTTP pages, which any client can reach. It limits the number of connections,
+//! The server of the HTTP pages, which any client can reach. It limits the number of connections,
 //! in all and for each network. When a limit is reached, a new connection replaces an old one:
 //!
-//! - If the client's network has reached its limit, the connection of this network that has been
-//!   silent for longest is closed.
+//! - If the client's network has reached its limit, the connection of this network is closed whose
+//!   last request is the oldest.
 //! - If all connections together have reached the limit, the network with the most connections
-//!   loses the connection that has been silent for longest.
+//!   loses the connection whose last request is the oldest.
 //!
 //! Without these limits, a client could use up the open files that agents need.
 
 use std::{
     collections::BTreeMap,
     io,
-    net::SocketAddr,
-    pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    task::{Context, Poll, ready},
 };
 
-use axum::serve::Listener;
-use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::{TcpListener, TcpStream},
-    time::{Instant, sleep},
-};
-use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use axum::Router;
+use http::Request;
+use hyper::{body::Incoming, server::conn::http1, service::service_fn};
+use hyper_util::rt::TokioIo;
+use tokio::{net::TcpListener, time::Instant};
+use tokio_util::sync::CancellationToken;
+use tower::Service as _;
 
-use super::ACCEPT_RETRY;
+use super::accept;
 use crate::serve::context::Network;
 
 /// The maximum number of open connections: enough for probes and for some programs that collect
@@ -35,28 +32,21 @@ const MAX_CONNECTIONS: usize = 64;
 /// The maximum number of open connections of one network.
 const MAX_CONNECTIONS_OF_NETWORK: usize = 16;
 
-/// A TCP listener that limits the number of open connections.
-pub(crate) struct BoundedListener {
-    listener: TcpListener,
-    open: Arc<Open>,
-    next_number: u64,
-}
-
 /// The open connections, by their numbers.
 #[derive(Debug, Default)]
-struct Open(Mutex<BTreeMap<u64, Entry>>);
+struct OpenPages(Mutex<BTreeMap<u64, OpenPage>>);
 
 #[derive(Debug)]
-struct Entry {
+struct OpenPage {
     network: Network,
-    /// When the client last sent something.
+    /// When the client connected, or last sent a request.
     heard_at: Instant,
     /// Cancelling this token closes the connection.
     closed: CancellationToken,
 }
 
-impl Open {
-    fn table(&self) -> MutexGuard<'_, BTreeMap<u64, Entry>> {
+impl OpenPages {
+    fn table(&self) -> MutexGuard<'_, BTreeMap<u64, OpenPage>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -75,15 +65,15 @@ impl Open {
         };
         let of_network = table.iter().filter(|(_, entry)| Some(entry.network) == crowded);
         let longest_silent = of_network.min_by_key(|(_, entry)| entry.heard_at).map(|(number, _)| *number);
-        if let Some(Entry { closed, .. }) = longest_silent.and_then(|number| table.remove(&number)) {
+        if let Some(OpenPage { closed, .. }) = longest_silent.and_then(|number| table.remove(&number)) {
             closed.cancel();
         }
         let closed = CancellationToken::new();
-        table.insert(number, Entry { network, heard_at: now, closed: closed.clone() });
+        table.insert(number, OpenPage { network, heard_at: now, closed: closed.clone() });
         closed
     }
 
-    /// Records that a client has sent something.
+    /// Records that a client has sent a request.
     fn mark_heard(&self, number: u64, now: Instant) {
         if let Some(entry) = self.table().get_mut(&number) {
             entry.heard_at = now;
@@ -91,83 +81,25 @@ impl Open {
     }
 }
 
-impl BoundedListener {
-    pub(crate) fn new(listener: TcpListener) -> Self {
-        Self { listener, open: Arc::default(), next_number: 0 }
-    }
-}
-
-impl Listener for BoundedListener {
-    type Io = Connection;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Connection, SocketAddr) {
-        loop {
-            match self.listener.accept().await {
-                Ok((stream, address)) => {
-                    let number = self.next_number;
-                    self.next_number += 1;
-                    let closed = self.open.enter(number, Network::of(address.ip()), Instant::now());
-                    let closed = Box::pin(closed.cancelled_owned());
-                    return (Connection { stream, number, closed, open: Arc::clone(&self.open) }, address);
-                }
-                Err(error) => {
-                    tracing::debug!(%error, "a connection to the HTTP pages cannot be accepted");
-                    sleep(ACCEPT_RETRY).await;
-                }
+/// Serves `pages` to each client of `listener`. Never returns.
+pub(crate) async fn serve_pages(listener: TcpListener, pages: Router) {
+    let open = Arc::new(OpenPages::default());
+    for number in 0.. {
+        let failed = |error: io::Error| tracing::debug!(%error, "a connection to the HTTP pages cannot be accepted");
+        let (stream, address) = accept(&listener, failed).await;
+        let closed = open.enter(number, Network::of(address.ip()), Instant::now());
+        let (open, pages) = (Arc::clone(&open), pages.clone());
+        tokio::spawn(async move {
+            let answer = service_fn(|request: Request<Incoming>| {
+                open.mark_heard(number, Instant::now());
+                pages.clone().call(request)
+            });
+            let connection = http1::Builder::new().serve_connection(TokioIo::new(stream), answer);
+            if let Some(Err(error)) = closed.run_until_cancelled(connection).await {
+                tracing::debug!(%address, %error, "a connection to the HTTP pages ended with an error");
             }
-        }
-    }
-
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        self.listener.local_addr()
-    }
-}
-
-/// One connection to the HTTP pages.
-pub(crate) struct Connection {
-    stream: TcpStream,
-    number: u64,
-    closed: Pin<Box<WaitForCancellationFutureOwned>>,
-    open: Arc<Open>,
-}
-
-impl Drop for Connection {
-    fn drop(&mut self) {
-        self.open.table().remove(&self.number);
-    }
-}
-
-impl AsyncRead for Connection {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        if self.closed.as_mut().poll(cx).is_ready() {
-            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
-        }
-        let before = buffer.filled().len();
-        ready!(Pin::new(&mut self.stream).poll_read(cx, buffer))?;
-        if buffer.filled().len() > before {
-            self.open.mark_heard(self.number, Instant::now());
-        }
-        Poll::Ready(Ok(()))
-    }
-}
-
-impl AsyncWrite for Connection {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        // The token is checked before each write too: while a client does not read its response,
-        // the server does not read from the client.
-        if self.closed.as_mut().poll(cx).is_ready() {
-            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
-        }
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
+            open.table().remove(&number);
+        });
     }
 }
 
@@ -187,7 +119,7 @@ mod tests {
 
     #[test]
     fn the_longest_silent_connection_of_the_most_crowded_network_is_closed() {
-        let (open, start) = (Open::default(), Instant::now());
+        let (open, start) = (OpenPages::default(), Instant::now());
         let at = |milliseconds| start + Duration::from_millis(milliseconds);
         // The first network has one connection, the next networks have more, and the last network
         // has most.

@@ -2,11 +2,18 @@
 
 use std::{sync::Arc, time::Duration};
 
+use futures::FutureExt as _;
 use tokio::{net::TcpListener, time::Instant};
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
-use super::{LINGER, general_connection::General, listener::Entrance, sync_connection, tls::Security};
+use super::{
+    LINGER,
+    general_connection::General,
+    listener::{Entrance, Serve},
+    sync_connection,
+    tls::Security,
+};
 use crate::serve::{context::Lifecycle, stream::Streams};
 
 /// Serves streams at `agents`, and `routes` at `inspect`, until `shutdown` is cancelled and the
@@ -20,11 +27,13 @@ pub(crate) async fn serve(
     stopped: CancellationToken,
 ) {
     let entrance = Entrance::new(security, Arc::clone(&streams.context), shutdown.clone());
-    let general = General::new(routes, Arc::clone(&streams.context), shutdown.clone(), stopped.clone());
+    let context = Arc::clone(&streams.context);
+    let general = General { routes, context, shutdown: shutdown.clone(), stopped: stopped.clone() };
     let of_agents = Arc::clone(&streams);
-    let serve = move |connection, held| sync_connection::serve_accepted(&of_agents, connection, held);
+    let serve: Serve =
+        Arc::new(move |connection, held| sync_connection::serve_accepted(&of_agents, connection, held).boxed());
     tokio::spawn(entrance.clone().accept(agents, serve));
-    let serve = move |connection, held| general.clone().serve(connection, held);
+    let serve: Serve = Arc::new(move |connection, held| general.clone().serve(connection, held).boxed());
     tokio::spawn(entrance.clone().accept(inspect, serve));
     shutdown.cancelled().await;
     drain(&streams).await;

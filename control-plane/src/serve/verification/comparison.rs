@@ -36,7 +36,7 @@ const CIDRS_DIFFER: &str = "the ServiceCIDRs that the agent holds differ from th
 const DIGEST_DIFFERS: &str = "the agent's digest of its resources differs from that of the control plane, and its description of its Services does not: read the log of the agent, and verify again";
 
 /// What the replica knows.
-pub(super) struct Known {
+pub(super) struct ReplicaState {
     pub(super) store: Arc<Store>,
     /// What the agent rejects.
     pub(super) rejections: Arc<Rejections>,
@@ -123,7 +123,7 @@ impl Comparison {
     }
 
     /// Compares the digests of an answer.
-    pub(super) fn take(&mut self, known: &Known, answer: &v1::Verification) {
+    pub(super) fn take(&mut self, known: &ReplicaState, answer: &v1::Verification) {
         self.suspects.clear();
         self.differing.clear();
         self.wrong_node = None;
@@ -155,7 +155,7 @@ impl Comparison {
         self.take_table(known, answer);
     }
 
-    fn take_table(&mut self, Known { store, .. }: &Known, answer: &v1::Verification) {
+    fn take_table(&mut self, ReplicaState { store, .. }: &ReplicaState, answer: &v1::Verification) {
         // Without a table, the agent has said why.
         let Some(table) = answer.table.as_ref().and_then(digests_from_wire) else { return };
         let Some(view) = self.view(answer) else { return };
@@ -214,7 +214,7 @@ impl Comparison {
     }
 
     /// Names the Services that differ in the buckets that the agent has described.
-    pub(super) fn describe(&mut self, known: &Known, answer: &v1::Verification) {
+    pub(super) fn describe(&mut self, known: &ReplicaState, answer: &v1::Verification) {
         if answer.epoch != known.store.epoch() {
             return;
         }
@@ -248,7 +248,7 @@ impl Comparison {
     /// `digest` is the agent's digest of the resources of the bucket.
     fn describe_bucket(
         &mut self,
-        known: &Known,
+        known: &ReplicaState,
         version: u64,
         bucket: u16,
         sides: &Sides,
@@ -369,7 +369,7 @@ fn resources_difference(ours: Option<&ServiceDigests>, theirs: Option<&ServiceDi
     }
 }
 
-fn rejected(sides: &Sides, known: &Known) -> String {
+fn rejected(sides: &Sides, known: &ReplicaState) -> String {
     let rejected = sides.keys().filter(|key| known.rejections.concern(key)).map(ToString::to_string);
     let names = rejected.collect::<Vec<_>>().join(", ");
     format!(

@@ -133,7 +133,7 @@ impl Verifier {
             (false, true) => "verified",
         };
         result.clone_into(&mut verification.result);
-        self.fleet.context.metrics.count_verification(result);
+        self.fleet.context.metrics.verifications.of([result]).inc();
         if let Some(v1::Drift { service, difference }) = verification.drift.first() {
             let drift_count = verification.drift_count;
             tracing::warn!(%node, drift_count, service, difference, "a node differs from what it should have");
@@ -152,11 +152,11 @@ impl Verifier {
         &self,
         comparison: &mut Comparison,
         answer: v1::Verification,
-        step: impl FnOnce(&mut Comparison, &comparison::Known, &v1::Verification) + Send + 'static,
+        step: impl FnOnce(&mut Comparison, &comparison::ReplicaState, &v1::Verification) + Send + 'static,
     ) -> Result<(), Status> {
         let _permit = self.comparisons.acquire().await.map_err(closed)?;
         let rejections = self.fleet.find(comparison.node()).map(|agent| Arc::clone(&agent.record().rejections));
-        let known = comparison::Known {
+        let known = comparison::ReplicaState {
             store: Arc::clone(&self.fleet.context.store),
             rejections: rejections.unwrap_or_default(),
         };

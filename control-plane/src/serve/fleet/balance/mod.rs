@@ -8,8 +8,6 @@
 
 mod decision;
 mod memory;
-#[cfg(test)]
-mod simulation;
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
@@ -22,7 +20,7 @@ use self::{
     memory::Memory,
 };
 use super::{Agent, Fleet};
-use crate::serve::context::Lifecycle;
+use crate::{metrics::level, serve::context::Lifecycle};
 
 /// The time within which an agent moves after it was asked to move. Each agent chooses a random
 /// moment within this time, so the moves of one step are spread over the time until the next step.
@@ -56,7 +54,9 @@ impl Balance {
 
     fn step(&mut self, fleet: &Fleet, now: Instant) {
         let band = self.band(fleet);
-        fleet.context.metrics.set_balance(self.replicas.unwrap_or(0), band.map_or(0, |band| band.limit));
+        let metrics = &fleet.context.metrics;
+        metrics.balance_replicas.set(level(self.replicas.unwrap_or(0)));
+        metrics.balance_limit.set(level(band.map_or(0, |band| band.limit)));
         // A list of all agents is expensive. So a replica makes the list only while it is above its
         // limit or asks agents to move.
         let is_busy = self.decision.is_moving() || band.is_some_and(|band| fleet.len() > band.limit);
@@ -86,7 +86,7 @@ impl Balance {
             if let Some(agent) = agents.get(&node) {
                 tracing::debug!(%node, "asked an agent to move to another replica");
                 agent.ask_to_move();
-                fleet.context.metrics.balance_asked.inc();
+                metrics.balance_asked.inc();
             }
         }
     }
@@ -119,3 +119,6 @@ fn known_agents(fleet: &Fleet) -> HashMap<Arc<str>, Arc<Agent>> {
     let agents = fleet.all().into_iter().map(|agent| (Arc::clone(&agent.node), agent));
     agents.filter(|(node, _)| fleet.context.store.node(node).node.is_some()).collect()
 }
+
+#[cfg(test)]
+mod simulation_tests;

@@ -55,14 +55,14 @@ pub(super) enum Code {
 
 /// A frame's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Header {
+pub(super) struct FrameHeader {
     pub(super) length: u32,
     pub(super) kind: u8,
     pub(super) flags: u8,
     pub(super) stream: u32,
 }
 
-impl Header {
+impl FrameHeader {
     /// Reads a header. The reserved bit before the stream's number is ignored (RFC 9113, 4.1).
     pub(super) fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
         let [l0, l1, l2, kind, flags, s0, s1, s2, s3] = *bytes;
@@ -88,7 +88,7 @@ impl Header {
 
 fn put(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
     // A payload has at most `MAX_PAYLOAD_BYTES`, so its length fits into the 24 bits of the field.
-    Header { length: u32::try_from(payload.len()).unwrap_or(u32::MAX), kind, flags, stream }.put(out);
+    FrameHeader { length: u32::try_from(payload.len()).unwrap_or(u32::MAX), kind, flags, stream }.put(out);
     out.extend_from_slice(payload);
 }
 

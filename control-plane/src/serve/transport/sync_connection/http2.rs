@@ -14,7 +14,7 @@ use super::{
         Code, DEFAULT_WINDOW, HEADER_BYTES, MAX_WINDOW, put_data, put_go_away, put_ping, put_reset,
         put_response_headers, put_settings, put_settings_ack, put_trailers, put_window_update,
     },
-    input::{Event, Input, ReceiveWindow, Violation},
+    input::{FrameEvent, Input, ReceiveWindow, Violation},
     message::{Malformed, Messages},
 };
 use crate::{
@@ -40,17 +40,12 @@ const MIN_ROOM_BYTES: usize = 256;
 /// The state of one connection.
 pub(super) struct Http2 {
     input: Input,
-    stream: Stream,
-}
-
-/// The state of a connection except its parser.
-struct Stream {
     streams: Arc<Streams>,
     peer: Peer,
     signal: Arc<Signal>,
     /// The stream's number; 0 until the request has arrived.
     id: u32,
-    phase: Phase,
+    phase: StreamPhase,
     messages: Messages,
     /// Frames to write before further messages, such as answers to pings.
     answers: Vec<u8>,
@@ -77,7 +72,7 @@ struct Stream {
 }
 
 /// The phase of the stream.
-enum Phase {
+enum StreamPhase {
     /// The server waits for `Hello`.
     Opening { until: Instant },
     /// The session decides what is sent.
@@ -96,8 +91,9 @@ impl Http2 {
         // The server's preface (RFC 9113, 3.4) comes first, because some clients wait for it.
         let mut answers = Vec::new();
         put_settings(&mut answers);
-        let stream = Stream {
-            phase: Phase::Opening { until: now + streams.context.settings.hello_timeout },
+        Self {
+            input: Input::default(),
+            phase: StreamPhase::Opening { until: now + streams.context.settings.hello_timeout },
             streams,
             peer,
             signal,
@@ -115,94 +111,76 @@ impl Http2 {
             last_heard: now,
             pinged: None,
             now,
-        };
-        Self { input: Input::default(), stream }
+        }
     }
 
     /// Returns true if the connection can be dropped.
     pub(super) fn is_over(&self) -> bool {
-        matches!(self.stream.phase, Phase::Over)
+        matches!(self.phase, StreamPhase::Over)
     }
 
     /// Returns true if nothing more will be written after the bytes that [`Http2::fill`] returns.
     pub(super) fn is_closing(&self) -> bool {
-        matches!(self.stream.phase, Phase::Closing { .. })
+        matches!(self.phase, StreamPhase::Closing { .. })
     }
 
     /// Records that the client has sent or read something.
     pub(super) fn heard(&mut self, now: Instant) {
-        self.stream.last_heard = now;
-        self.stream.pinged = None;
+        (self.last_heard, self.pinged) = (now, None);
     }
 
     /// Ends the stream after the connection broke or the client closed it.
     pub(super) fn disconnected(&mut self, error: &std::io::Error, now: Instant) {
-        self.stream.now = now;
-        self.stream.finish(&End::plain("disconnected", Status::cancelled(error.to_string())));
-        self.stream.phase = Phase::Over;
+        self.now = now;
+        self.finish(&End::plain("disconnected", Status::cancelled(error.to_string())));
+        self.phase = StreamPhase::Over;
     }
 
     /// Handles bytes that the client has sent.
     pub(super) fn receive(&mut self, bytes: &[u8], now: Instant) {
-        let Self { input, stream } = self;
-        stream.now = now;
-        if stream.has_finished() {
+        self.now = now;
+        if self.is_closing() || self.is_over() {
             // The bytes are read but ignored. With unread bytes the kernel would reset the
             // connection on close, and the client might not see the status.
             return;
         }
-        if let Err(violation) = input.feed(bytes, |event| stream.take(event)) {
-            stream.violated(violation);
+        let mut input = std::mem::take(&mut self.input);
+        if let Err(violation) = input.feed(bytes, |event| self.take(event)) {
+            self.violated(violation);
         }
-    }
-
-    /// Enforces time limits. Sends a ping if the client has sent and read nothing for `KEEPALIVE`.
-    pub(super) fn keep_time(&mut self, now: Instant) {
-        self.stream.keep_time(now);
+        self.input = input;
     }
 
     /// Returns true if the agent is late in answering the versions that were sent.
     pub(super) fn is_late(&mut self, now: Instant) -> bool {
-        let Phase::Open(session) = &mut self.stream.phase else { return false };
+        let StreamPhase::Open(session) = &mut self.phase else { return false };
         session.is_late(now)
     }
 
-    /// Appends bytes to write to `out`, up to about `max_bytes`. Appends nothing if there is
-    /// nothing to write.
-    pub(super) fn fill(&mut self, out: &mut Vec<u8>, max_bytes: usize, now: Instant) {
-        self.stream.fill(out, max_bytes, now);
-    }
-}
-
-impl Stream {
-    fn has_finished(&self) -> bool {
-        matches!(self.phase, Phase::Closing { .. } | Phase::Over)
-    }
-
-    fn take(&mut self, event: Event<'_>) -> Result<(), Violation> {
+    fn take(&mut self, event: FrameEvent<'_>) -> Result<(), Violation> {
         match event {
-            Event::Opened { stream } => {
+            FrameEvent::Opened { stream } => {
                 self.id = stream;
                 put_response_headers(&mut self.answers, stream);
             }
-            Event::Data(bytes) => self.data(bytes),
-            Event::Received { is_ours, bytes } => self.received(is_ours, bytes)?,
-            Event::EndStream => self.client_ended(),
-            Event::Reset => {
+            FrameEvent::Data(bytes) => self.data(bytes),
+            FrameEvent::Received { is_ours, bytes } => self.received(is_ours, bytes)?,
+            FrameEvent::EndStream => self.client_ended(),
+            FrameEvent::Reset => {
                 self.finish(&End::plain("disconnected", Status::cancelled("the client reset the stream")));
                 self.send_go_away(Code::NoError, "");
                 // Nothing may be sent on a stream that was reset (RFC 9113, 5.1).
                 self.close();
             }
-            Event::OtherStream => self.other_stream()?,
-            Event::InitialWindow(window) => {
+            FrameEvent::OtherStream => self.other_stream()?,
+            FrameEvent::InitialWindow(window) => {
                 self.stream_room += i64::from(window) - i64::from(self.initial_window);
                 self.initial_window = window;
                 self.check_room()?;
             }
-            Event::Settings => put_settings_ack(&mut self.answers),
-            Event::Ping(payload) => put_ping(&mut self.answers, true, payload),
-            Event::WindowUpdate { is_ours, bytes } => {
+            FrameEvent::Settings => put_settings_ack(&mut self.answers),
+            FrameEvent::Ping(payload) => put_ping(&mut self.answers, true, payload),
+            FrameEvent::WindowUpdate { is_ours, bytes } => {
                 let room = if is_ours { &mut self.stream_room } else { &mut self.connection_room };
                 *room += i64::from(bytes);
                 self.check_room()?;
@@ -258,7 +236,7 @@ impl Stream {
     }
 
     fn data(&mut self, bytes: &[u8]) {
-        if !matches!(self.phase, Phase::Opening { .. } | Phase::Open(_)) {
+        if !matches!(self.phase, StreamPhase::Opening { .. } | StreamPhase::Open(_)) {
             return;
         }
         let mut messages = std::mem::take(&mut self.messages);
@@ -271,7 +249,7 @@ impl Stream {
 
     fn message(&mut self, bytes: &[u8]) -> Result<(), End> {
         let message = v1::AgentMessage::decode(bytes).map_err(|error| stream::malformed(&error.to_string()))?;
-        if let Phase::Open(session) = &self.phase {
+        if let StreamPhase::Open(session) = &self.phase {
             return session.take(message, self.now);
         }
         if let Some(v1::agent_message::Body::Standing(request)) = &message.body {
@@ -279,7 +257,7 @@ impl Stream {
             return Err(End::plain(stream::ANSWERED, Status::ok("")));
         }
         let session = Session::open(&self.streams, &self.peer, &message, &self.signal, self.now)?;
-        self.phase = Phase::Open(Box::new(session));
+        self.phase = StreamPhase::Open(Box::new(session));
         Ok(())
     }
 
@@ -287,7 +265,7 @@ impl Stream {
         self.client_has_ended = true;
         let end = match (&self.phase, self.messages.end()) {
             (_, Err(malformed)) => malformed.into(),
-            (Phase::Open(_), Ok(())) => stream::closed_by_agent(),
+            (StreamPhase::Open(_), Ok(())) => stream::closed_by_agent(),
             (_, Ok(())) => stream::closed_before_hello(),
         };
         self.finish(&end);
@@ -296,22 +274,22 @@ impl Stream {
     /// Ends the stream, if it has not ended yet. The rest of the current message is still written,
     /// and then the status.
     fn finish(&mut self, end: &End) {
-        if !matches!(self.phase, Phase::Opening { .. } | Phase::Open(_)) {
+        if !matches!(self.phase, StreamPhase::Opening { .. } | StreamPhase::Open(_)) {
             return;
         }
         let mut status = end.status.clone();
         let is_no_agent = status.code() == tonic::Code::InvalidArgument && end.reason != "invalid_hello";
-        if matches!(self.phase, Phase::Opening { .. }) && is_no_agent {
+        if matches!(self.phase, StreamPhase::Opening { .. }) && is_no_agent {
             // The client may have taken this port for the other one.
             let (text, port) = (status.message(), self.streams.context.settings.ports.inspect);
             status = Status::invalid_argument(format!(
                 "{text} ({AGENTS_ONLY}: Inspect, health and reflection are on port {port}, --inspect-listen)"
             ));
         }
-        let ending = Phase::Ending { status: Box::new(status), until: self.now + LINGER };
+        let ending = StreamPhase::Ending { status: Box::new(status), until: self.now + LINGER };
         match std::mem::replace(&mut self.phase, ending) {
             // When the session is dropped, it records this end.
-            Phase::Open(session) => session.agent().end(end.clone()),
+            StreamPhase::Open(session) => session.agent().end(end.clone()),
             // A probe of the port, or a question of another replica's agent, is no stream.
             _ if !end.is_refusal && (self.id == 0 || end.reason == stream::ANSWERED) => {
                 tracing::debug!(address = %self.peer.address, reason = end.reason, "the connection ended without a stream");
@@ -332,29 +310,32 @@ impl Stream {
     }
 
     fn close(&mut self) {
-        self.phase = Phase::Closing { until: self.now + LINGER };
+        self.phase = StreamPhase::Closing { until: self.now + LINGER };
         self.unsent = Bytes::new();
     }
 
-    fn keep_time(&mut self, now: Instant) {
+    /// Enforces time limits. Sends a ping if the client has sent and read nothing for `KEEPALIVE`.
+    pub(super) fn keep_time(&mut self, now: Instant) {
         self.now = now;
         match &self.phase {
-            Phase::Opening { until } => {
+            StreamPhase::Opening { until } => {
                 if self.streams.context.lifecycle() == Lifecycle::Ended {
                     self.finish(&stream::stopping());
                 } else if *until <= now {
                     self.finish(&stream::no_hello_in_time(&self.streams.context));
                 }
             }
-            Phase::Open(session) => {
+            StreamPhase::Open(session) => {
                 // This function also checks whether the session has ended, because `fill` calls the
                 // session only if there is room for a message.
                 if let Some(end) = session.end(now) {
                     self.finish(&end);
                 }
             }
-            Phase::Ending { until, .. } | Phase::Closing { until } if *until <= now => self.phase = Phase::Over,
-            Phase::Ending { .. } | Phase::Closing { .. } | Phase::Over => return,
+            StreamPhase::Ending { until, .. } | StreamPhase::Closing { until } if *until <= now => {
+                self.phase = StreamPhase::Over;
+            }
+            StreamPhase::Ending { .. } | StreamPhase::Closing { .. } | StreamPhase::Over => return,
         }
         match self.pinged {
             None if self.last_heard + KEEPALIVE <= now => {
@@ -366,28 +347,30 @@ impl Stream {
                     "disconnected",
                     Status::unavailable("the client sent nothing and did not answer a ping"),
                 ));
-                self.phase = Phase::Over;
+                self.phase = StreamPhase::Over;
             }
             _ => {}
         }
     }
 
-    fn fill(&mut self, out: &mut Vec<u8>, max_bytes: usize, now: Instant) {
-        if matches!(self.phase, Phase::Over) {
+    /// Appends bytes to write to `out`, up to about `max_bytes`. Appends nothing if there is
+    /// nothing to write.
+    pub(super) fn fill(&mut self, out: &mut Vec<u8>, max_bytes: usize, now: Instant) {
+        if matches!(self.phase, StreamPhase::Over) {
             return;
         }
         self.now = now;
         // `take` frees the memory of the answers.
         out.append(&mut std::mem::take(&mut self.answers));
         while self.fill_data(out, max_bytes) {
-            let Phase::Open(session) = &mut self.phase else { break };
+            let StreamPhase::Open(session) = &mut self.phase else { break };
             match session.next(now) {
                 Ok(Some(bytes)) => self.unsent = bytes,
                 Ok(None) => return,
                 Err(end) => self.finish(&end),
             }
         }
-        if let Phase::Ending { status, .. } = &self.phase
+        if let StreamPhase::Ending { status, .. } = &self.phase
             && self.unsent.is_empty()
         {
             if self.id != 0 {

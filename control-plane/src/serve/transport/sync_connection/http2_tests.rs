@@ -11,7 +11,7 @@ use crate::{
     metrics::Metrics,
     serve::{
         Settings,
-        transport::sync_connection::frame::{Header, PREFACE, kind},
+        transport::sync_connection::frame::{FrameHeader, PREFACE, kind},
     },
     store::{Limits, Store},
     transaction::{Sink as _, Transaction, TriggeredChange},
@@ -76,7 +76,7 @@ impl Rig {
         let mut out = Vec::new();
         self.http2.fill(&mut out, 16_384, self.now);
         let (mut rest, mut frames) = (&out[..], Vec::new());
-        while let Some(header) = rest.first_chunk().map(Header::parse) {
+        while let Some(header) = rest.first_chunk().map(FrameHeader::parse) {
             let end = HEADER_BYTES + header.length as usize;
             frames.push((header.kind, header.flags, rest[HEADER_BYTES..end].to_vec()));
             rest = &rest[end..];
@@ -173,7 +173,7 @@ proptest! {
         let mut rig = Rig::following();
         for (kind, flags, stream, payload) in frames {
             rig.receive(&wire(kind, flags, stream, &payload));
-            prop_assert!(rig.http2.stream.answers.capacity() <= 4 * MAX_ANSWER_BYTES);
+            prop_assert!(rig.http2.answers.capacity() <= 4 * MAX_ANSWER_BYTES);
             if reads {
                 rig.written();
             }

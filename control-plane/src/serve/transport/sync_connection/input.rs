@@ -1,12 +1,14 @@
 //! Parses the frames that a client sends on a connection of one stream (RFC 9113, sections 4 to 6).
 //! The bytes may arrive in pieces of any size.
 //!
-//! The parser stores no payload of `DATA` frames or header blocks: it passes the bytes on or skips
-//! them as they arrive. It does not decode header blocks, and so needs no dynamic table of HPACK:
+//! The parser stores only the received part of an incomplete frame. It does not decode header
+//! blocks, and so needs no dynamic table of HPACK:
 //! the port has a single method, so the headers of the request say nothing. Of later header blocks
 //! only the stream's trailers matter, and only because they end the stream.
 
-use super::frame::{Code, DEFAULT_WINDOW, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MAX_WINDOW, PREFACE, flag, kind};
+use std::borrow::Cow;
+
+use super::frame::{Code, DEFAULT_WINDOW, FrameHeader, MAX_PAYLOAD_BYTES, MAX_WINDOW, PREFACE, flag, kind};
 
 /// The maximum numbers of frames and of bytes of one header block. Larger blocks are refused
 /// (RFC 9113, 10.5.1).
@@ -14,7 +16,7 @@ const MAX_BLOCK: (u32, u32) = (64, 64 << 10);
 
 /// The meaning of a frame, or of a part of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Event<'a> {
+pub(super) enum FrameEvent<'a> {
     /// The headers of the stream's request have begun. Nothing in them is decoded.
     Opened { stream: u32 },
     /// The client sent bytes of the stream.
@@ -54,10 +56,8 @@ fn violation<T>(code: Code, text: &'static str) -> Result<T, Violation> {
 pub(super) struct Input {
     /// The number of bytes of the preface that have arrived.
     preface_bytes: usize,
-    /// The part of a frame's header that has arrived.
-    header: [u8; HEADER_BYTES],
-    header_bytes: u8,
-    frame: Option<Frame>,
+    /// The part of a frame that has arrived.
+    partial: Vec<u8>,
     /// The number of the stream; 0 until its headers have arrived.
     stream: u32,
     /// The highest number of a stream that the client has opened.
@@ -68,20 +68,6 @@ pub(super) struct Input {
     block: Option<(u32, u32, u32)>,
 }
 
-/// A frame whose payload has not arrived completely.
-#[derive(Debug)]
-struct Frame {
-    header: Header,
-    /// The bytes of payload that have not arrived.
-    left: u32,
-    /// The number of bytes of padding; known once `has_padding_length` is true.
-    padding: u32,
-    has_padding_length: bool,
-    /// The bytes of the current field that have arrived, for frames with fields of fixed size.
-    fields: [u8; 8],
-    field_bytes: u8,
-}
-
 impl Input {
     /// Parses bytes of the connection, which begins with the preface, and passes events to `take`.
     ///
@@ -90,8 +76,8 @@ impl Input {
     /// The error of `take`, or [`Violation`]. `feed` must not be called again after an error.
     pub(super) fn feed<E: From<Violation>>(
         &mut self,
-        mut bytes: &[u8],
-        mut take: impl FnMut(Event<'_>) -> Result<(), E>,
+        bytes: &[u8],
+        mut take: impl FnMut(FrameEvent<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         let preface = &PREFACE[self.preface_bytes..];
         let (begin, rest) = bytes.split_at(preface.len().min(bytes.len()));
@@ -99,60 +85,33 @@ impl Input {
             return Ok(violation(Code::ProtocolError, "the connection does not begin with the preface of HTTP/2")?);
         }
         self.preface_bytes += begin.len();
-        bytes = rest;
-        while !bytes.is_empty() {
-            let Some(mut frame) = self.frame.take() else {
-                bytes = self.feed_header(bytes)?;
-                self.finish_if_empty(&mut take)?;
-                continue;
-            };
-            let length = usize::try_from(frame.left).unwrap_or(usize::MAX).min(bytes.len());
-            let (payload, rest) = bytes.split_at(length);
-            self.feed_payload(&mut frame, payload, &mut take)?;
+        let mut partial = std::mem::take(&mut self.partial);
+        let arrived = if partial.is_empty() {
+            Cow::Borrowed(rest)
+        } else {
+            partial.extend_from_slice(rest);
+            Cow::Owned(partial)
+        };
+        let mut bytes = &*arrived;
+        while let Some((header, rest)) = bytes.split_first_chunk() {
+            let header = FrameHeader::parse(header);
+            if header.length > MAX_PAYLOAD_BYTES {
+                let text = "a frame is larger than SETTINGS_MAX_FRAME_SIZE allows";
+                return Ok(violation(Code::FrameSizeError, text)?);
+            }
+            let length = usize::try_from(header.length).unwrap_or(usize::MAX);
+            let Some((payload, rest)) = rest.split_at_checked(length) else { break };
+            self.check(&header)?;
+            self.frame(&header, payload, &mut take)?;
             bytes = rest;
-            self.frame = Some(frame);
-            self.finish_if_empty(&mut take)?;
         }
+        self.partial = bytes.to_vec();
         Ok(())
     }
 
-    fn feed_header<'a>(&mut self, bytes: &'a [u8]) -> Result<&'a [u8], Violation> {
-        let have = usize::from(self.header_bytes);
-        let (part, rest) = bytes.split_at(bytes.len().min(HEADER_BYTES - have));
-        self.header[have..have + part.len()].copy_from_slice(part);
-        self.header_bytes += u8::try_from(part.len()).unwrap_or(0);
-        if usize::from(self.header_bytes) == HEADER_BYTES {
-            self.header_bytes = 0;
-            let header = Header::parse(&self.header);
-            self.begin(&header)?;
-            self.frame = Some(Frame {
-                header,
-                left: header.length,
-                padding: 0,
-                has_padding_length: false,
-                fields: [0; 8],
-                field_bytes: 0,
-            });
-        }
-        Ok(rest)
-    }
-
-    fn finish_if_empty<E: From<Violation>>(
-        &mut self,
-        take: &mut impl FnMut(Event<'_>) -> Result<(), E>,
-    ) -> Result<(), E> {
-        match self.frame.take_if(|frame| frame.left == 0) {
-            Some(frame) => self.finish(&frame, take),
-            None => Ok(()),
-        }
-    }
-
     /// Checks the header of a frame.
-    fn begin(&mut self, header: &Header) -> Result<(), Violation> {
-        let Header { length, stream, .. } = *header;
-        if length > MAX_PAYLOAD_BYTES {
-            return violation(Code::FrameSizeError, "a frame is larger than SETTINGS_MAX_FRAME_SIZE allows");
-        }
+    fn check(&mut self, header: &FrameHeader) -> Result<(), Violation> {
+        let FrameHeader { length, stream, .. } = *header;
         if self.block.is_some() != (header.kind == kind::CONTINUATION) {
             return violation(Code::ProtocolError, "CONTINUATION is missing or out of place");
         }
@@ -184,21 +143,18 @@ impl Input {
         }
     }
 
-    fn begin_data(&self, header: &Header) -> Result<(), Violation> {
+    fn begin_data(&self, header: &FrameHeader) -> Result<(), Violation> {
         if header.stream > self.highest {
             return violation(Code::ProtocolError, "DATA on a stream that was never opened");
         }
         if header.stream == self.stream && self.has_ended {
             return violation(Code::StreamClosed, "DATA on a stream that the client has ended");
         }
-        if header.has(flag::PADDED) && header.length == 0 {
-            return violation(Code::FrameSizeError, "a padded frame has no padding length");
-        }
         Ok(())
     }
 
-    fn begin_headers(&mut self, header: &Header) -> Result<(), Violation> {
-        let Header { stream, length, .. } = *header;
+    fn begin_headers(&mut self, header: &FrameHeader) -> Result<(), Violation> {
+        let FrameHeader { stream, length, .. } = *header;
         if stream % 2 == 0 || (stream < self.stream) {
             return violation(Code::ProtocolError, "HEADERS on a stream that a client must not open");
         }
@@ -216,7 +172,7 @@ impl Input {
         Ok(())
     }
 
-    fn continue_block(&mut self, header: &Header) -> Result<(), Violation> {
+    fn continue_block(&mut self, header: &FrameHeader) -> Result<(), Violation> {
         let Some((stream, frames, bytes)) = self.block.take() else { return Ok(()) };
         if stream != header.stream {
             return violation(Code::ProtocolError, "CONTINUATION and its HEADERS are on different streams");
@@ -231,100 +187,56 @@ impl Input {
         Ok(())
     }
 
-    fn feed_payload<E: From<Violation>>(
-        &self,
-        frame: &mut Frame,
-        payload: &[u8],
-        take: &mut impl FnMut(Event<'_>) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let left = frame.left;
-        // `payload` has at most `left` bytes.
-        frame.left -= u32::try_from(payload.len()).unwrap_or(left);
-        match frame.header.kind {
-            kind::DATA => self.feed_data(frame, left, payload, take),
-            kind::SETTINGS | kind::PING | kind::WINDOW_UPDATE => {
-                let fields = if frame.header.kind == kind::SETTINGS { 6 } else { frame.header.length };
-                for byte in payload {
-                    frame.fields[usize::from(frame.field_bytes) % 8] = *byte;
-                    frame.field_bytes += 1;
-                    if frame.header.kind == kind::SETTINGS && u32::from(frame.field_bytes) == fields {
-                        frame.field_bytes = 0;
-                        setting(&frame.fields, take)?;
-                    }
-                }
-                Ok(())
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn feed_data<E: From<Violation>>(
-        &self,
-        frame: &mut Frame,
-        left: u32,
-        mut payload: &[u8],
-        take: &mut impl FnMut(Event<'_>) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let mut left = left;
-        if frame.header.has(flag::PADDED)
-            && !frame.has_padding_length
-            && let Some((length, rest)) = payload.split_first()
-        {
-            frame.has_padding_length = true;
-            frame.padding = u32::from(*length);
-            payload = rest;
-            left -= 1;
-            if frame.padding > left {
-                return Ok(violation(Code::ProtocolError, "the padding is longer than the payload")?);
-            }
-        }
-        let data = usize::try_from(left.saturating_sub(frame.padding)).unwrap_or(usize::MAX).min(payload.len());
-        if data > 0 && frame.header.stream == self.stream {
-            take(Event::Data(&payload[..data]))?;
-        }
-        Ok(())
-    }
-
-    /// Handles a frame whose payload is complete.
-    fn finish<E: From<Violation>>(
+    /// Handles a frame whose header is valid.
+    fn frame<E: From<Violation>>(
         &mut self,
-        frame: &Frame,
-        take: &mut impl FnMut(Event<'_>) -> Result<(), E>,
+        header: &FrameHeader,
+        payload: &[u8],
+        take: &mut impl FnMut(FrameEvent<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let header = &frame.header;
         let is_ours = header.stream != 0 && header.stream == self.stream;
         match header.kind {
             kind::DATA => {
-                take(Event::Received { is_ours, bytes: header.length })?;
+                let data = without_padding(header, payload)?;
+                if is_ours && !data.is_empty() {
+                    take(FrameEvent::Data(data))?;
+                }
+                take(FrameEvent::Received { is_ours, bytes: header.length })?;
                 if is_ours && header.has(flag::END_STREAM) {
                     self.has_ended = true;
-                    take(Event::EndStream)?;
+                    take(FrameEvent::EndStream)?;
                 }
             }
             kind::HEADERS => {
                 if self.stream == 0 {
                     self.stream = header.stream;
-                    take(Event::Opened { stream: header.stream })?;
+                    take(FrameEvent::Opened { stream: header.stream })?;
                 } else if header.stream > self.highest {
-                    take(Event::OtherStream)?;
+                    take(FrameEvent::OtherStream)?;
                 }
                 self.highest = self.highest.max(header.stream);
                 if header.stream == self.stream && header.has(flag::END_STREAM) {
                     self.has_ended = true;
-                    take(Event::EndStream)?;
+                    take(FrameEvent::EndStream)?;
                 }
             }
-            kind::RST_STREAM if is_ours => take(Event::Reset)?,
-            kind::SETTINGS if !header.has(flag::ACK) => take(Event::Settings)?,
-            kind::PING if !header.has(flag::ACK) => take(Event::Ping(frame.fields))?,
+            kind::RST_STREAM if is_ours => take(FrameEvent::Reset)?,
+            kind::SETTINGS if !header.has(flag::ACK) => {
+                for [i0, i1, value @ ..] in payload.as_chunks::<6>().0 {
+                    setting(u16::from_be_bytes([*i0, *i1]), u32::from_be_bytes(*value), take)?;
+                }
+                take(FrameEvent::Settings)?;
+            }
+            kind::PING if !header.has(flag::ACK) => {
+                take(FrameEvent::Ping(payload.try_into().unwrap_or_default()))?;
+            }
             kind::WINDOW_UPDATE => {
-                let [b0, b1, b2, b3, ..] = frame.fields;
-                let bytes = u32::from_be_bytes([b0, b1, b2, b3]) & MAX_WINDOW;
+                let bytes = u32::from_be_bytes(payload.try_into().unwrap_or_default()) & MAX_WINDOW;
                 if bytes == 0 {
                     return Ok(violation(Code::ProtocolError, "WINDOW_UPDATE with an increment of 0")?);
                 }
                 if is_ours || header.stream == 0 {
-                    take(Event::WindowUpdate { is_ours, bytes })?;
+                    take(FrameEvent::WindowUpdate { is_ours, bytes })?;
                 }
             }
             _ => {}
@@ -333,15 +245,30 @@ impl Input {
     }
 }
 
-fn setting<E: From<Violation>>(fields: &[u8; 8], take: &mut impl FnMut(Event<'_>) -> Result<(), E>) -> Result<(), E> {
-    let [i0, i1, v0, v1, v2, v3, ..] = *fields;
-    let value = u32::from_be_bytes([v0, v1, v2, v3]);
-    match u16::from_be_bytes([i0, i1]) {
+fn without_padding<'a>(header: &FrameHeader, payload: &'a [u8]) -> Result<&'a [u8], Violation> {
+    if !header.has(flag::PADDED) {
+        return Ok(payload);
+    }
+    let Some((padding, rest)) = payload.split_first() else {
+        return violation(Code::FrameSizeError, "a padded frame has no padding length");
+    };
+    match rest.len().checked_sub(usize::from(*padding)) {
+        Some(length) => Ok(&rest[..length]),
+        None => violation(Code::ProtocolError, "the padding is longer than the payload"),
+    }
+}
+
+fn setting<E: From<Violation>>(
+    name: u16,
+    value: u32,
+    take: &mut impl FnMut(FrameEvent<'_>) -> Result<(), E>,
+) -> Result<(), E> {
+    match name {
         // SETTINGS_ENABLE_PUSH
         2 if value > 1 => Ok(violation(Code::ProtocolError, "SETTINGS_ENABLE_PUSH is neither 0 nor 1")?),
         // SETTINGS_INITIAL_WINDOW_SIZE
         4 if value > MAX_WINDOW => Ok(violation(Code::FlowControlError, "SETTINGS_INITIAL_WINDOW_SIZE is too large")?),
-        4 => take(Event::InitialWindow(value)),
+        4 => take(FrameEvent::InitialWindow(value)),
         // SETTINGS_MAX_FRAME_SIZE. The value is not stored, because the server never sends frames
         // larger than the default.
         5 if !(MAX_PAYLOAD_BYTES..1 << 24).contains(&value) => {

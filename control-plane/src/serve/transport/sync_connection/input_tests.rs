@@ -15,8 +15,8 @@ fn read(pieces: &[&[u8]]) -> (Vec<Seen>, Result<(), Violation>) {
     for piece in [PREFACE].iter().chain(pieces) {
         let result = input.feed(piece, |event| {
             match (event, seen.last_mut()) {
-                (Event::Data(bytes), Some(Seen::Data(data))) => data.extend_from_slice(bytes),
-                (Event::Data(bytes), _) => seen.push(Seen::Data(bytes.to_vec())),
+                (FrameEvent::Data(bytes), Some(Seen::Data(data))) => data.extend_from_slice(bytes),
+                (FrameEvent::Data(bytes), _) => seen.push(Seen::Data(bytes.to_vec())),
                 (event, _) => seen.push(Seen::Other(format!("{event:?}"))),
             }
             Ok::<_, Violation>(())

@@ -1,5 +1,5 @@
-//! Reads and writes a connection, with or without TLS. [`Io`] keeps a buffer only for bytes that
-//! the kernel has not accepted.
+//! Reads and writes a connection, with or without TLS. [`SyncIo`] keeps a buffer only for bytes
+//! that the kernel has not accepted.
 
 use std::{
     io::{self, Read as _, Write as _},
@@ -16,7 +16,7 @@ use tokio::{
 use crate::serve::transport::budget::Budget;
 
 /// A connection whose handshake is done, over a transport such as a TCP socket.
-pub(super) struct Io<S> {
+pub(super) struct SyncIo<S> {
     stream: S,
     tls: Option<Box<ServerConnection>>,
     /// Without TLS: bytes that the kernel has not accepted yet. With TLS, rustls stores such bytes.
@@ -25,7 +25,7 @@ pub(super) struct Io<S> {
     budget: Budget,
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> Io<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> SyncIo<S> {
     pub(super) fn new(stream: S, tls: Option<ServerConnection>, now: Instant) -> Self {
         let mut tls = tls.map(Box::new);
         if let Some(tls) = &mut tls {
@@ -48,7 +48,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Io<S> {
     }
 
     /// Reads into `buffer`. Returns the number of bytes; 0 means the end of the connection. Must
-    /// not be called while [`Io::is_paused`] returns true.
+    /// not be called while [`SyncIo::is_paused`] returns true.
     ///
     /// # Errors
     ///
@@ -68,20 +68,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Io<S> {
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Poll::Ready(Ok(0)),
                 read => return Poll::Ready(read),
             }
-            match tls.read_tls(&mut Reader { stream, budget, cx, now }) {
+            match tls.read_tls(&mut TlsReader { stream, budget, cx, now }) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Poll::Pending,
                 Err(error) => return Poll::Ready(Err(error)),
             }
             if let Err(error) = tls.process_new_packets() {
                 // Sends the TLS alert with the reason, if the kernel accepts it.
-                let _ = tls.write_tls(&mut Writer { stream, cx });
+                let _ = tls.write_tls(&mut TlsWriter { stream, cx });
                 return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, error)));
             }
         }
     }
 
-    /// Writes `bytes`, and keeps the bytes that the kernel does not accept. [`Io::flush`] must
+    /// Writes `bytes`, and keeps the bytes that the kernel does not accept. [`SyncIo::flush`] must
     /// return true before the next write.
     ///
     /// # Errors
@@ -107,7 +107,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Io<S> {
         let Self { stream, tls, unwritten, written_bytes, .. } = self;
         loop {
             let written = match tls {
-                Some(tls) if tls.wants_write() => match tls.write_tls(&mut Writer { stream, cx }) {
+                Some(tls) if tls.wants_write() => match tls.write_tls(&mut TlsWriter { stream, cx }) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
                     written => Some(written?),
                 },
@@ -164,14 +164,14 @@ fn poll_stream(
 
 /// The transport for reads by rustls. If no bytes have arrived, the read fails with `WouldBlock`,
 /// and the context is woken when bytes arrive.
-struct Reader<'a, 'b, S> {
+struct TlsReader<'a, 'b, S> {
     stream: &'a mut S,
     budget: &'a mut Budget,
     cx: &'a mut Context<'b>,
     now: Instant,
 }
 
-impl<S: AsyncRead + Unpin> io::Read for Reader<'_, '_, S> {
+impl<S: AsyncRead + Unpin> io::Read for TlsReader<'_, '_, S> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let polled = poll_stream(self.stream, self.budget, self.cx, buffer, self.now);
         accepted(polled)?.ok_or_else(|| io::ErrorKind::WouldBlock.into())
@@ -180,12 +180,12 @@ impl<S: AsyncRead + Unpin> io::Read for Reader<'_, '_, S> {
 
 /// The transport for writes by rustls. If the kernel accepts no bytes, the write fails with
 /// `WouldBlock`, and the context is woken once the kernel accepts bytes.
-struct Writer<'a, 'b, S> {
+struct TlsWriter<'a, 'b, S> {
     stream: &'a mut S,
     cx: &'a mut Context<'b>,
 }
 
-impl<S: AsyncWrite + Unpin> io::Write for Writer<'_, '_, S> {
+impl<S: AsyncWrite + Unpin> io::Write for TlsWriter<'_, '_, S> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         accepted(Pin::new(&mut *self.stream).poll_write(self.cx, bytes))?
             .ok_or_else(|| io::ErrorKind::WouldBlock.into())

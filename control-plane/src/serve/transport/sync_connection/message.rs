@@ -15,11 +15,7 @@ pub(super) enum Malformed {
 
 /// Assembles messages. This type stores only the received part of an incomplete message.
 #[derive(Debug, Default)]
-pub(super) struct Messages {
-    prefix: [u8; PREFIX_BYTES],
-    prefix_bytes: u8,
-    body: Vec<u8>,
-}
+pub(super) struct Messages(Vec<u8>);
 
 impl Messages {
     /// Adds bytes, and passes each message that they complete to `take`.
@@ -29,35 +25,29 @@ impl Messages {
     /// The error of `take`, or [`Malformed`]. `feed` must not be called again after an error.
     pub(super) fn feed<E: From<Malformed>>(
         &mut self,
-        mut bytes: &[u8],
+        bytes: &[u8],
         mut take: impl FnMut(&[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        loop {
-            let have = usize::from(self.prefix_bytes);
-            let (prefix, rest) = bytes.split_at(bytes.len().min(PREFIX_BYTES - have));
-            self.prefix[have..have + prefix.len()].copy_from_slice(prefix);
-            self.prefix_bytes += u8::try_from(prefix.len()).unwrap_or(0);
-            bytes = rest;
-            if usize::from(self.prefix_bytes) < PREFIX_BYTES {
-                return Ok(());
+        let mut arrived = std::mem::take(&mut self.0);
+        arrived.extend_from_slice(bytes);
+        let mut taken = 0;
+        while let Some(([compressed, length @ ..], rest)) = arrived[taken..].split_first_chunk::<PREFIX_BYTES>() {
+            let length = usize::try_from(u32::from_be_bytes(*length)).unwrap_or(usize::MAX);
+            if length > MAX_AGENT_MESSAGE_BYTES {
+                return Err(Malformed::TooLarge.into());
             }
-            let length = self.length()?;
-            let wanted = length - self.body.len();
-            if bytes.len() < wanted {
-                self.body.extend_from_slice(bytes);
-                return Ok(());
+            if *compressed != 0 {
+                return Err(Malformed::Compressed.into());
             }
-            let (body, rest) = bytes.split_at(wanted);
-            bytes = rest;
-            self.prefix_bytes = 0;
-            if self.body.is_empty() {
-                take(body)?;
-            } else {
-                let mut whole = std::mem::take(&mut self.body);
-                whole.extend_from_slice(body);
-                take(&whole)?;
-            }
+            let Some(message) = rest.get(..length) else { break };
+            take(message)?;
+            taken += PREFIX_BYTES + length;
         }
+        if taken < arrived.len() {
+            arrived.drain(..taken);
+            self.0 = arrived;
+        }
+        Ok(())
     }
 
     /// Checks that the stream may end here.
@@ -66,19 +56,7 @@ impl Messages {
     ///
     /// [`Malformed::Incomplete`] in the middle of a message.
     pub(super) fn end(&self) -> Result<(), Malformed> {
-        if self.prefix_bytes == 0 { Ok(()) } else { Err(Malformed::Incomplete) }
-    }
-
-    fn length(&self) -> Result<usize, Malformed> {
-        let [compressed, l0, l1, l2, l3] = self.prefix;
-        let length = usize::try_from(u32::from_be_bytes([l0, l1, l2, l3])).unwrap_or(usize::MAX);
-        if length > MAX_AGENT_MESSAGE_BYTES {
-            return Err(Malformed::TooLarge);
-        }
-        if compressed != 0 {
-            return Err(Malformed::Compressed);
-        }
-        Ok(length)
+        if self.0.is_empty() { Ok(()) } else { Err(Malformed::Incomplete) }
     }
 }
 
@@ -141,7 +119,7 @@ mod tests {
                 if messages.feed(piece, |_| Ok::<_, Malformed>(())).is_err() {
                     break;
                 }
-                prop_assert!(messages.body.capacity() <= 2 * total.max(64));
+                prop_assert!(messages.0.capacity() <= 2 * total.max(64));
             }
         }
     }

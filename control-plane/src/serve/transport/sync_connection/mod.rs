@@ -39,7 +39,7 @@ use tokio::{
 };
 use tokio_util::either::Either;
 
-use super::{connection_limits::Held, listener};
+use super::{connection_limits::HeldConnection, listener};
 use crate::{
     identity::Peer,
     serve::{
@@ -50,7 +50,7 @@ use crate::{
 use frame::MAX_PAYLOAD_BYTES;
 pub(super) use frame::PREFACE;
 use http2::Http2;
-use io::Io;
+use io::SyncIo;
 
 /// The maximum size of one read, in bytes.
 const READ_BYTES: usize = 16 << 10;
@@ -80,14 +80,14 @@ struct Scratch {
 struct SyncConnection<S> {
     signal: Arc<Signal>,
     /// `None` after the connection has ended.
-    state: Mutex<Option<State<S>>>,
+    state: Mutex<Option<ConnectionState<S>>>,
     /// Whether the agent was late at the last visit.
     is_late: AtomicBool,
-    _held: Held,
+    _held: HeldConnection,
 }
 
-struct State<S> {
-    io: Io<S>,
+struct ConnectionState<S> {
+    io: SyncIo<S>,
     http2: Http2,
     /// True while the kernel accepts no more bytes.
     is_blocked: bool,
@@ -101,7 +101,7 @@ struct State<S> {
 pub(crate) fn serve_accepted(
     streams: &Arc<Streams>,
     listener::Connection { io, peer }: listener::Connection,
-    held: Held,
+    held: HeldConnection,
 ) -> impl Future<Output = ()> + Send + use<> {
     let (stream, tls) = match io {
         Either::Left(stream) => (stream, None),
@@ -123,11 +123,17 @@ fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     peer: Peer,
     stream: S,
     tls: Option<ServerConnection>,
-    held: Held,
+    held: HeldConnection,
 ) -> impl Future<Output = ()> + Send + use<S> {
     let (signal, now) = (Arc::new(Signal::new()), Instant::now());
     let http2 = Http2::new(Arc::clone(streams), peer, Arc::clone(&signal), now);
-    let state = State { io: Io::new(stream, tls, now), http2, is_blocked: false, is_paused: false, is_closed: false };
+    let state = ConnectionState {
+        io: SyncIo::new(stream, tls, now),
+        http2,
+        is_blocked: false,
+        is_paused: false,
+        is_closed: false,
+    };
     let connection = Arc::new(SyncConnection {
         signal,
         state: Mutex::new(Some(state)),
@@ -135,17 +141,17 @@ fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
         _held: held,
     });
     let visited = streams.context.visits.add(Arc::<SyncConnection<S>>::clone(&connection));
-    Serve { connection, _visited: visited }
+    ServedConnection { connection, _visited: visited }
 }
 
 /// The task of a connection. The task reads, and writes when the kernel accepts bytes again. Other
 /// writes happen in visits.
-struct Serve<S> {
+struct ServedConnection<S> {
     connection: Arc<SyncConnection<S>>,
     _visited: Visited,
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> Future for Serve<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> Future for ServedConnection<S> {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
@@ -173,12 +179,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for Serve<S> {
 }
 
 impl<S> SyncConnection<S> {
-    fn state(&self) -> MutexGuard<'_, Option<State<S>>> {
+    fn state(&self) -> MutexGuard<'_, Option<ConnectionState<S>>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> State<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionState<S> {
     /// Reads and writes as much as the kernel allows, up to [`TURN_BYTES`] in each direction.
     fn run(&mut self, scratch: &mut Scratch, cx: &mut Context<'_>, now: Instant) -> Result<(), Error> {
         let mut read = 0;
