@@ -27,7 +27,7 @@ pub struct OwnNode {
 }
 
 #[derive(Debug)]
-struct Known {
+struct KnownNode {
     node: Arc<Node>,
     /// False if `--agent-nodes` does not select the Node.
     is_selected: bool,
@@ -37,7 +37,7 @@ struct Known {
 /// All Nodes by name, and the observers of their changes.
 #[derive(Default)]
 pub(super) struct Nodes {
-    by_name: HashMap<Arc<str>, Known>,
+    by_name: HashMap<Arc<str>, KnownNode>,
     /// The position of the source when any Node last changed.
     position: Option<(SourceKind, u64)>,
     observers: Vec<Weak<dyn NodeObserver>>,
@@ -75,7 +75,7 @@ impl Nodes {
         }
         self.position = position;
         match node {
-            Some(node) => self.by_name.insert(Arc::clone(&name), Known { node, is_selected, position }),
+            Some(node) => self.by_name.insert(Arc::clone(&name), KnownNode { node, is_selected, position }),
             None => self.by_name.remove(&name),
         };
         Some(name)

@@ -145,11 +145,11 @@ impl Intake {
         if !self.is_synced && self.cut_off.is_some() {
             return;
         }
-        let ((changes, nodes), pods) = (self.model.take_changes(), self.model.take_pods());
-        if !(self.is_synced && changes.is_empty() && nodes.is_empty() && pods.is_empty()) {
+        let transaction = self.model.take();
+        if !self.is_synced || transaction != Transaction::default() {
             self.position_ms = unix_ms().max(self.position_ms + 1);
-            let (positions, received) = (vec![(SourceKind::Files, self.position_ms)], Some(received));
-            self.sink.commit(Transaction { changes, nodes, pods, positions, received, ..Transaction::default() });
+            let positions = vec![(SourceKind::Files, self.position_ms)];
+            self.sink.commit(Transaction { positions, received: Some(received), ..transaction });
         }
         if !std::mem::replace(&mut self.is_synced, true) {
             self.sink.synced();

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use super::*;
 use crate::{
     model::Model,
-    transaction::{NodeChange, TriggeredChange},
+    transaction::{NodeChange, Transaction, TriggeredChange},
 };
 
 /// A replica that reads a folder. Time passes only in [`Replica::scan`].
@@ -59,7 +59,7 @@ impl Replica {
                 model.event(event, &origin);
             }
         });
-        let (changes, nodes) = self.model.take_changes();
+        let Transaction { changes, nodes, .. } = self.model.take();
         for TriggeredChange { change, .. } in changes {
             self.state.apply(change, &mut Dirty::default());
         }
