@@ -21,7 +21,7 @@ use std::{
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Protocol, ServiceKey};
 
 use super::{
-    gates::{Gates, Place, is_unready},
+    gates::{EndpointPlace, Gates, is_unready},
     intern::Interner,
     object_set::{Outcome, Reading},
     size,
@@ -175,7 +175,7 @@ impl Endpoints {
         change: impl FnOnce(&mut Gates),
         interner: &mut Interner,
     ) {
-        let before = |(slice, address): &Place| {
+        let before = |(slice, address): &EndpointPlace| {
             let service = &self.slices.get(slice)?.0.service;
             Some((service.clone(), *address, merge(&self.entries(service, *address), *address, interner).0))
         };

@@ -6,7 +6,7 @@ use headgate_core::{ClientIpAffinity, Family, Service, ServiceKey, ServicePort, 
 use ipnet::IpNet;
 
 use super::{annotations, object_set::Reading, parse, problems::Findings, size};
-use crate::objects;
+use crate::objects::{self, keys};
 
 /// The API's default of `timeoutSeconds`.
 const DEFAULT_AFFINITY_TIMEOUT_SECONDS: u32 = 10_800;
@@ -20,7 +20,10 @@ const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     let spec = &object.spec;
     let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
-    if object.metadata.labels.service_proxy_name.is_some() || spec.service_type == "ExternalName" || is_headless {
+    if object.metadata.labels.get(keys::SERVICE_PROXY_NAME).is_some()
+        || spec.service_type == "ExternalName"
+        || is_headless
+    {
         return Reading::nothing();
     }
     let mut findings = Findings::default();

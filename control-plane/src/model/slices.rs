@@ -5,7 +5,7 @@ use std::{net::IpAddr, sync::Arc};
 use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey, Weight};
 
 use super::{annotations, intern::Interner, object_set::Reading, parse, problems::Findings, size};
-use crate::objects::{self, PodId};
+use crate::objects::{self, PodId, keys};
 
 /// What a slice says about an address.
 #[derive(Debug, PartialEq, Eq)]
@@ -66,7 +66,7 @@ impl Slice {
 /// `service.kubernetes.io/headless`), or contains names instead of addresses.
 pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> Reading<Slice> {
     let metadata = &object.metadata;
-    if metadata.labels.headless.is_some() || object.address_type == "FQDN" {
+    if metadata.labels.get(keys::HEADLESS).is_some() || object.address_type == "FQDN" {
         return Reading::nothing();
     }
     let mut findings = Findings::default();
@@ -78,7 +78,7 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
             None
         }
     };
-    let service = metadata.labels.service_name.as_deref().filter(|name| !name.is_empty());
+    let service = metadata.labels.get(keys::SERVICE_NAME).filter(|name| !name.is_empty());
     if service.is_none() {
         let message = "no label names the Service of this slice: add the label kubernetes.io/service-name";
         findings.object("metadata.labels", message);
@@ -103,7 +103,7 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
         service: ServiceKey::new(metadata.namespace_or_default(), service),
         ports: interner.ports(ports),
         endpoints: endpoints(object, family, interner, &mut findings),
-        trigger_unix_ms: metadata.annotations.last_change_trigger_time.as_deref().map_or(0, parse::unix_ms),
+        trigger_unix_ms: metadata.annotations.get(keys::TRIGGER_TIME).map_or(0, parse::unix_ms),
     };
     Reading { value: Some(slice), findings }
 }

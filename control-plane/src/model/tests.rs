@@ -16,7 +16,7 @@ use super::*;
 use crate::transaction::{GateChange, PodChange};
 
 fn object(value: &Value) -> Object {
-    let header = crate::objects::Header::deserialize(value).unwrap();
+    let header = crate::objects::ManifestHeader::deserialize(value).unwrap();
     let kind = ObjectKind::of(&header.api_version, &header.kind).unwrap();
     Object::deserialize(kind, value).unwrap()
 }

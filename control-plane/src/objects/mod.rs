@@ -37,7 +37,7 @@ pub use self::{
         ServiceSpec, ServiceStatus, SessionAffinityConfig, SliceConditions, SliceEndpoint, SliceHints, SlicePort,
         Taint,
     },
-    metadata::{Annotations, Labels, Metadata},
+    metadata::{Marks, Metadata, keys},
     pod::PodId,
 };
 
@@ -60,29 +60,49 @@ impl ObjectKind {
     /// Every kind that each source reads. Pods are read only with `--ready-everywhere`.
     pub const ALL: [Self; 4] = [Self::Service, Self::EndpointSlice, Self::Node, Self::ServiceCidr];
 
-    /// `kind` as the API spells it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    /// `kind`, the newest `apiVersion`, and the resource in the paths of the API.
+    const fn api(self) -> [&'static str; 3] {
         match self {
-            Self::Service => "Service",
-            Self::EndpointSlice => "EndpointSlice",
-            Self::Node => "Node",
-            Self::ServiceCidr => "ServiceCIDR",
-            Self::Pod => "Pod",
+            Self::Service => ["Service", "v1", "services"],
+            Self::EndpointSlice => ["EndpointSlice", "discovery.k8s.io/v1", "endpointslices"],
+            Self::Node => ["Node", "v1", "nodes"],
+            Self::ServiceCidr => ["ServiceCIDR", "networking.k8s.io/v1", "servicecidrs"],
+            Self::Pod => ["Pod", "v1", "pods"],
         }
     }
 
+    /// `kind` as the API spells it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        self.api()[0]
+    }
+
+    /// The newest `apiVersion`.
+    #[must_use]
+    pub const fn api_version(self) -> &'static str {
+        self.api()[1]
+    }
+
+    /// The path of all objects in the API.
+    #[must_use]
+    pub fn path(self) -> String {
+        let [_, version, resource] = self.api();
+        format!("/{}/{version}/{resource}", if version.contains('/') { "apis" } else { "api" })
+    }
+
+    /// The name of the resource in RBAC rules.
+    #[must_use]
+    pub fn rbac_resource(self) -> String {
+        let [_, version, resource] = self.api();
+        version.split_once('/').map_or_else(|| resource.to_owned(), |(group, _)| format!("{resource}.{group}"))
+    }
+
     /// The kind that `apiVersion` and `kind` name together; `None` for all other kinds, such as a
-    /// `Service` of another API group.
+    /// `Service` of another API group, and for pods.
     #[must_use]
     pub fn of(api_version: &str, kind: &str) -> Option<Self> {
-        match (api_version, kind) {
-            ("v1", "Service") => Some(Self::Service),
-            ("v1", "Node") => Some(Self::Node),
-            ("discovery.k8s.io/v1", "EndpointSlice") => Some(Self::EndpointSlice),
-            ("networking.k8s.io/v1" | "networking.k8s.io/v1beta1", "ServiceCIDR") => Some(Self::ServiceCidr),
-            _ => None,
-        }
+        let newest = if api_version == "networking.k8s.io/v1beta1" { "networking.k8s.io/v1" } else { api_version };
+        Self::ALL.into_iter().find(|known| (known.name(), known.api_version()) == (kind, newest))
     }
 
     /// Whether a replica can serve only if it follows this kind.
@@ -203,7 +223,7 @@ impl Object {
 api_types! {
     /// The `apiVersion`, `kind` and names of an object. These fields identify an object whose other
     /// fields cannot be decoded.
-    pub struct Header {
+    pub struct ManifestHeader {
         /// `apiVersion`, such as `discovery.k8s.io/v1`.
         pub api_version: String,
         /// `kind`, such as `EndpointSlice`.

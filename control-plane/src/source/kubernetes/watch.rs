@@ -6,8 +6,10 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use bytes::Bytes;
-use futures::future::{BoxFuture, OptionFuture};
+use futures::{
+    FutureExt as _,
+    future::{BoxFuture, OptionFuture},
+};
 use http::{HeaderValue, header};
 use http_body_util::{BodyExt as _, Limited};
 use kube::{
@@ -24,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     contact::Contact,
     failure::Failure,
-    plan::{self, Cause, Plan, Request, Step},
+    plan::{self, Cause, Plan, Step},
     wire::{self, Line, Lines, Listed},
 };
 use crate::{
@@ -123,8 +125,12 @@ impl Watch {
         match step {
             Step::Stay => {}
             Step::Current => self.heard(),
-            Step::Ask => self.answer = Some(self.requests.clone().ask()).into(),
-            Step::Check => self.answer = Some(self.requests.clone().check(self.plan.selectors())).into(),
+            Step::Ask => self.answer = Some(self.requests.clone().ask().boxed()).into(),
+            Step::Check => {
+                let (requests, selectors) = (self.requests.clone(), self.plan.selectors());
+                let list = async move { requests.list(selectors).await.map(plan::Event::Checked) };
+                self.answer = Some(list.boxed()).into();
+            }
             Step::TakeList { list, is_stuck } => {
                 let listed = self.pass_on(list).await;
                 if is_stuck {
@@ -144,11 +150,11 @@ impl Watch {
                 self.requests.contact.pause(pause).await;
                 return Ok(plan::Event::Paused);
             }
-            Step::Send(Request::List) => {
+            Step::List => {
                 let list = self.requests.list(self.plan.selectors()).await?;
                 return Ok(self.pass_on(list).await);
             }
-            Step::Send(Request::Watch(version, limit)) => {
+            Step::Watch(version, limit) => {
                 let lines = self.requests.open_watch(self.plan.selectors(), version.as_deref(), limit).await?;
                 let lines = self.lines.insert(lines);
                 if version.is_none() {
@@ -267,16 +273,10 @@ struct Requests {
 impl Requests {
     /// Asks for the version of the server: a list of one object without a version is a consistent
     /// read. Selectors would let the server search. Without an answer, the watch goes on.
-    fn ask(self) -> BoxFuture<'static, Result<plan::Event, Failure>> {
-        Box::pin(async move {
-            let parameters = ListParams { limit: Some(1), ..ListParams::default() };
-            let answer = timeout(VERSION_TIMEOUT, self.page(&parameters)).await;
-            Ok(answer.ok().and_then(Result::ok).map_or(plan::Event::Time, |(page, _)| plan::Event::Asked(page.version)))
-        })
-    }
-
-    fn check(self, selectors: Selectors) -> BoxFuture<'static, Result<plan::Event, Failure>> {
-        Box::pin(async move { self.list(selectors).await.map(plan::Event::Checked) })
+    async fn ask(self) -> Result<plan::Event, Failure> {
+        let parameters = ListParams { limit: Some(1), ..ListParams::default() };
+        let answer = timeout(VERSION_TIMEOUT, self.page(&parameters)).await;
+        Ok(answer.ok().and_then(Result::ok).map_or(plan::Event::Time, |(page, _)| plan::Event::Asked(page.version)))
     }
 
     /// Lists the kind in pages.
@@ -335,14 +335,14 @@ impl Requests {
 
     /// Reads one page, and the token for the next page.
     async fn page(&self, parameters: &ListParams) -> Result<(Listed, Option<String>), Failure> {
-        let request = kube::core::Request::new(wire::path(self.kind)).list(parameters).map_err(Failure::malformed)?;
+        let request = kube::core::Request::new(self.kind.path()).list(parameters).map_err(Failure::malformed)?;
         let read = async {
             let body = self.send(request, "list").await?;
-            body.collect().await.map(http_body_util::Collected::to_bytes).map_err(|error| Failure::dropped(&error))
+            body.collect().await.map_err(|error| Failure::dropped(&error))
         };
-        let bytes = timeout(ANSWER_TIMEOUT, read).await;
-        let bytes: Bytes = bytes.map_err(|_| Failure::silent("a list request was not answered", ANSWER_TIMEOUT))??;
-        wire::page(self.kind, &bytes).map_err(Failure::malformed)
+        let body = timeout(ANSWER_TIMEOUT, read).await;
+        let body = body.map_err(|_| Failure::silent("a list request was not answered", ANSWER_TIMEOUT))??;
+        wire::page(self.kind, &body.to_bytes()).map_err(Failure::malformed)
     }
 
     /// Opens a watch after `version`, or one that begins with all present objects.
@@ -359,7 +359,7 @@ impl Requests {
             bookmarks: true,
             send_initial_events: version.is_none(),
         };
-        let request = kube::core::Request::new(wire::path(self.kind)).watch(&parameters, version.unwrap_or_default());
+        let request = kube::core::Request::new(self.kind.path()).watch(&parameters, version.unwrap_or_default());
         let mut request = request.map_err(Failure::malformed)?;
         // Servers from 1.37 on compress each event separately, which the client cannot decompress.
         request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
