@@ -73,31 +73,22 @@ pub mod keys {
     /// Annotation of a Service: the interval of health checks.
     pub const HEALTH_CHECK_INTERVAL: &str = "headgate.io/health-check-interval";
 
-    pub(super) const ALL: [&str; 12] = [
-        SERVICE_PROXY_NAME,
-        HEADLESS,
-        SERVICE_NAME,
-        TRIGGER_TIME,
-        CILIUM_WEIGHT,
-        WEIGHTS,
-        SCHEDULER,
-        LOAD_BALANCING,
-        PROXY_PROTOCOL,
-        MAX_CONNECTIONS,
-        HEALTH_CHECK,
-        HEALTH_CHECK_INTERVAL,
-    ];
+    /// Whether the label or annotation is read.
+    pub(super) fn is_read(key: &str) -> bool {
+        let foreign = [SERVICE_PROXY_NAME, HEADLESS, SERVICE_NAME, TRIGGER_TIME, CILIUM_WEIGHT];
+        key.starts_with("headgate.io/") || foreign.contains(&key)
+    }
 }
 
-/// The labels or annotations with one of the [`keys`]. All others are ignored.
+/// The labels or annotations that are read ([`keys`]). All others are ignored.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Marks(Vec<(&'static str, String)>);
+pub struct Marks(Vec<(Box<str>, String)>);
 
 impl Marks {
     /// The value of a key.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&str> {
-        self.0.iter().rfind(|(known, _)| *known == key).map(|(_, value)| value.as_str())
+        self.0.iter().rfind(|(known, _)| **known == *key).map(|(_, value)| value.as_str())
     }
 }
 
@@ -119,9 +110,10 @@ impl<'de> Visitor<'de> for MarksVisitor {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Marks, A::Error> {
         let mut marks = Vec::new();
         while let Some(Text(key)) = map.next_key()? {
-            match keys::ALL.into_iter().find(|known| *known == key) {
-                Some(known) => marks.push((known, map.next_value::<Option<String>>()?.unwrap_or_default())),
-                None => drop(map.next_value::<IgnoredAny>()?),
+            if keys::is_read(&key) {
+                marks.push((key.into(), map.next_value::<Option<String>>()?.unwrap_or_default()));
+            } else {
+                map.next_value::<IgnoredAny>()?;
             }
         }
         Ok(Marks(marks))

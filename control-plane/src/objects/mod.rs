@@ -31,12 +31,7 @@ use serde::{Deserialize, Deserializer};
 
 pub use self::{
     gate::{GATE, GateState},
-    kinds::{
-        ClientIpConfig, EndpointSlice, HintName, Ingress, LoadBalancerStatus, Node, NodeAddress, NodeSpec, NodeStatus,
-        Pod, PodCondition, PodSpec, PodStatus, ReadinessGate, Service, ServiceCidr, ServiceCidrSpec, ServicePort,
-        ServiceSpec, ServiceStatus, SessionAffinityConfig, SliceConditions, SliceEndpoint, SliceHints, SlicePort,
-        Taint,
-    },
+    kinds::*,
     metadata::{Marks, Metadata, keys},
     pod::PodId,
 };
@@ -171,38 +166,26 @@ pub enum Object {
 }
 
 impl Object {
-    /// The kind of the object.
+    /// The kind, and namespace, name and resourceVersion as the metadata of the object gives them.
     #[must_use]
-    pub fn kind(&self) -> ObjectKind {
-        match self {
-            Self::Service(_) => ObjectKind::Service,
-            Self::EndpointSlice(_) => ObjectKind::EndpointSlice,
-            Self::Node(_) => ObjectKind::Node,
-            Self::ServiceCidr(_) => ObjectKind::ServiceCidr,
-            Self::Pod(_) => ObjectKind::Pod,
-        }
-    }
-
-    /// Namespace, name and resourceVersion of the object, as its metadata gives them.
-    #[must_use]
-    pub fn names(&self) -> [&str; 3] {
+    pub fn names(&self) -> (ObjectKind, [&str; 3]) {
         fn of<L>(metadata: &Metadata<L>) -> [&str; 3] {
             [&metadata.namespace, &metadata.name, &metadata.resource_version]
         }
         match self {
-            Self::Service(object) => of(&object.metadata),
-            Self::EndpointSlice(object) => of(&object.metadata),
-            Self::Node(object) => of(&object.metadata),
-            Self::ServiceCidr(object) => of(&object.metadata),
-            Self::Pod(object) => of(&object.metadata),
+            Self::Service(object) => (ObjectKind::Service, of(&object.metadata)),
+            Self::EndpointSlice(object) => (ObjectKind::EndpointSlice, of(&object.metadata)),
+            Self::Node(object) => (ObjectKind::Node, of(&object.metadata)),
+            Self::ServiceCidr(object) => (ObjectKind::ServiceCidr, of(&object.metadata)),
+            Self::Pod(object) => (ObjectKind::Pod, of(&object.metadata)),
         }
     }
 
     /// The key of the object.
     #[must_use]
     pub fn key(&self) -> ObjectKey {
-        let [namespace, name, _] = self.names();
-        ObjectKey::new(self.kind(), namespace, name)
+        let (kind, [namespace, name, _]) = self.names();
+        ObjectKey::new(kind, namespace, name)
     }
 
     /// Decodes an object of this kind.

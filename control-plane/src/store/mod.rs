@@ -21,7 +21,6 @@ mod inspect;
 mod interests;
 mod log;
 mod nodes;
-mod placements;
 mod pods;
 mod resume;
 #[cfg(test)]
@@ -30,7 +29,7 @@ mod usage;
 mod verify;
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque, hash_map::Entry},
     sync::{
         Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
         atomic::{AtomicU64, Ordering},
@@ -61,7 +60,6 @@ pub(crate) use interests::Topic;
 use log::{Log, LogKey};
 use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
-use placements::Placements;
 use pods::Pods;
 pub(crate) use pods::{NoPod, PodEndpoints, PodName};
 use usage::Witnesses;
@@ -142,7 +140,10 @@ pub struct Store {
 struct Inner {
     state: State,
     log: Log,
-    placements: Placements,
+    /// For each placement in the state: how many endpoints have it, and the version at which the
+    /// first of them got it. A message may refer to a placement (discovery.proto, section 13) only
+    /// if its receiver holds it.
+    placements: HashMap<Arc<Placement>, (u32, u64)>,
     buckets: Buckets,
     nodes: Nodes,
     pods: Pods,
@@ -385,12 +386,13 @@ impl Inner {
         let mut effective = 0_u32;
         for TriggeredChange { change, trigger_unix_ms } in changes {
             let key = self.log.intern(&change, &self.state);
+            let is_removed =
+                matches!(change, Change::RemoveService(_) | Change::RemoveEndpoint(..) | Change::RemoveServiceCidr(_));
             let before = self.placement(&key).cloned();
             if self.state.apply(change, &mut scratch) {
                 self.update_placements(version, &key, before);
                 self.buckets.record(version, &key, &self.state);
-                let removed = self.is_removed(&key);
-                self.log.record((version, effective), key, trigger_unix_ms, removed, limits);
+                self.log.record((version, effective), key, trigger_unix_ms, is_removed, limits);
                 effective = effective.saturating_add(1);
             }
         }
@@ -418,9 +420,15 @@ impl Inner {
     /// Records the placement of an endpoint that has changed. The new value is added before the old
     /// value is released, so that an equal placement keeps its version.
     fn update_placements(&mut self, version: u64, key: &LogKey, before: Option<Arc<Placement>>) {
-        let now = self.placement(key).cloned();
-        now.into_iter().for_each(|placement| self.placements.take(version, &placement));
-        before.into_iter().for_each(|placement| self.placements.release(&placement));
+        if let Some(now) = self.placement(key).cloned() {
+            self.placements.entry(now).or_insert((0, version)).0 += 1;
+        }
+        if let Some(Entry::Occupied(mut users)) = before.map(|before| self.placements.entry(before)) {
+            users.get_mut().0 -= 1;
+            if users.get().0 == 0 {
+                users.remove();
+            }
+        }
     }
 
     fn has_service(&self, key: &ServiceKey) -> bool {
@@ -436,20 +444,11 @@ impl Inner {
             _ => return References::default(),
         };
         let has_service = self.has_service(key) && self.log.service_version(key) <= version;
-        let placement = placement.filter(|placement| self.placements.has_held_since(version, placement));
+        let has_held = |placement| self.placements.get(placement).is_some_and(|(_, since)| *since <= version);
+        let placement = placement.filter(|placement| has_held(*placement));
         References {
             service: has_service.then(|| reference::service(key)),
             placement: placement.map(|placement| reference::placement(placement)),
-        }
-    }
-
-    fn is_removed(&self, key: &LogKey) -> bool {
-        match key {
-            LogKey::Service(key) => !self.has_service(key),
-            LogKey::Endpoint(key, address) => {
-                self.state.entry(key).is_none_or(|entry| !entry.endpoints().contains_key(address))
-            }
-            LogKey::Cidr(name) => self.state.service_cidr(name).is_none(),
         }
     }
 }

@@ -226,14 +226,14 @@ impl Plan {
 
     /// The label selector and the field selector. The selectors exclude objects that a service
     /// proxy does not serve. An object that no longer matches arrives as a deletion.
-    pub(super) fn selectors(&self) -> (Option<&'static str>, Option<&'static str>) {
+    pub(super) fn selectors(&self) -> [Option<&'static str>; 2] {
         match self.kind {
             ObjectKind::Service => {
                 let field_selector = (!self.is_selector_refused).then_some("spec.clusterIP!=None");
-                (Some("!service.kubernetes.io/service-proxy-name"), field_selector)
+                [Some("!service.kubernetes.io/service-proxy-name"), field_selector]
             }
-            ObjectKind::EndpointSlice => (Some("!service.kubernetes.io/headless"), None),
-            ObjectKind::Node | ObjectKind::ServiceCidr | ObjectKind::Pod => (None, None),
+            ObjectKind::EndpointSlice => [Some("!service.kubernetes.io/headless"), None],
+            ObjectKind::Node | ObjectKind::ServiceCidr | ObjectKind::Pod => [None, None],
         }
     }
 
@@ -394,7 +394,7 @@ impl Plan {
                 is_empty: !std::mem::replace(&mut self.is_listed, true),
             };
         }
-        if failure.code == Some(StatusCode::BAD_REQUEST) && self.selectors().1.is_some() {
+        if failure.code == Some(StatusCode::BAD_REQUEST) && self.selectors()[1].is_some() {
             self.is_selector_refused = true;
             let what =
                 "the server refuses the field selector, as Kubernetes before 1.31 does; the watch continues without it";

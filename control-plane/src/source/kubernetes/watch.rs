@@ -259,7 +259,7 @@ impl Watch {
 }
 
 /// The label selector and the field selector of a request.
-type Selectors = (Option<&'static str>, Option<&'static str>);
+type Selectors = [Option<&'static str>; 2];
 
 /// The requests for one kind.
 #[derive(Clone)]
@@ -280,13 +280,10 @@ impl Requests {
     }
 
     /// Lists the kind in pages.
-    async fn list(&self, (label_selector, field_selector): Selectors) -> Result<Listed, Failure> {
-        let mut parameters = ListParams {
-            label_selector: label_selector.map(str::to_owned),
-            field_selector: field_selector.map(str::to_owned),
-            limit: Some(PAGE_OBJECTS),
-            ..ListParams::default()
-        };
+    async fn list(&self, selectors: Selectors) -> Result<Listed, Failure> {
+        let [label_selector, field_selector] = selectors.map(|selector| selector.map(str::to_owned));
+        let mut parameters =
+            ListParams { label_selector, field_selector, limit: Some(PAGE_OBJECTS), ..ListParams::default() };
         let mut events = Vec::new();
         loop {
             let (page, continue_token) = match self.page(&parameters).await {
@@ -346,15 +343,11 @@ impl Requests {
     }
 
     /// Opens a watch after `version`, or one that begins with all present objects.
-    async fn open_watch(
-        &self,
-        (label_selector, field_selector): Selectors,
-        version: Option<&str>,
-        limit: Duration,
-    ) -> Result<Lines, Failure> {
+    async fn open_watch(&self, selectors: Selectors, version: Option<&str>, limit: Duration) -> Result<Lines, Failure> {
+        let [label_selector, field_selector] = selectors.map(|selector| selector.map(str::to_owned));
         let parameters = WatchParams {
-            label_selector: label_selector.map(str::to_owned),
-            field_selector: field_selector.map(str::to_owned),
+            label_selector,
+            field_selector,
             timeout: u32::try_from(limit.as_secs()).ok(),
             bookmarks: true,
             send_initial_events: version.is_none(),

@@ -110,7 +110,7 @@ impl Listed {
     /// The newest version of an object.
     pub(super) fn newest(&self) -> Option<u64> {
         let version = |event: &Event| match event {
-            Event::Apply(object) => object.names()[2].parse().ok(),
+            Event::Apply(object) => object.names().1[2].parse().ok(),
             Event::Delete(_) | Event::Undecodable { .. } => None,
         };
         self.events.iter().filter_map(version).max()
@@ -159,7 +159,7 @@ fn object(kind: ObjectKind, raw: &RawValue) -> Result<(Event, String), String> {
     let decoded = Object::deserialize(kind, &mut serde_json::Deserializer::from_str(raw.get()));
     match decoded {
         Ok(object) => {
-            let [namespace, name, version] = object.names();
+            let (_, [namespace, name, version]) = object.names();
             check_names(kind, name, namespace, version)?;
             let version = version.to_owned();
             Ok((Event::Apply(Box::new(object)), version))
