@@ -51,7 +51,7 @@ pub(super) struct Endpoints {
     /// as written, except for invalid entries.
     slices: HashMap<Arc<ObjectKey>, (Arc<Slice>, bool)>,
     /// The slices of each service, in order of name.
-    services: HashMap<ServiceKey, BTreeMap<Arc<ObjectKey>, Arc<Slice>>>,
+    services: HashMap<ServiceKey, Vec<(Arc<ObjectKey>, Arc<Slice>)>>,
     /// The endpoints before the pending changes.
     before: BTreeMap<ServiceKey, BTreeMap<IpAddr, Before>>,
     /// The endpoints whose pods may have changed.
@@ -135,11 +135,11 @@ impl Endpoints {
         let before: Vec<_> =
             touched.iter().map(|(address, ..)| merge(&self.entries(service, *address), *address, interner).0).collect();
         let of_service = self.services.entry(service.clone()).or_default();
-        match new {
-            Some(new) => of_service.insert(Arc::clone(key), Arc::clone(new)),
-            None => of_service.remove(key),
-        };
-        if of_service.is_empty() {
+        of_service.retain(|(other, _)| other != key);
+        if let Some(new) = new {
+            let place = of_service.partition_point(|(other, _)| other < key);
+            of_service.insert(place, (Arc::clone(key), Arc::clone(new)));
+        } else if of_service.is_empty() {
             self.services.remove(service);
         }
         for ((address, was, is), before) in touched.into_iter().zip(before) {
@@ -235,15 +235,15 @@ impl Endpoints {
 
     /// The entries of all slices for one address, in order of the slices' names.
     fn entries(&self, service: &ServiceKey, address: IpAddr) -> Vec<SliceEntry<'_>> {
-        let entry = |(slice_key, slice)| {
-            let (slice_key, slice): (&Arc<ObjectKey>, &Arc<Slice>) = (slice_key, slice);
+        let of_service = self.services.get(service).into_iter().flatten();
+        let entries = of_service.filter_map(|(slice_key, slice)| {
             let facts = slice.facts(address)?;
             let is_held = is_unready(facts.conditions) && self.gates.holds(facts.pod, slice_key, address);
             let held = Conditions { ready: true, serving: true, terminating: false };
             let conditions = if is_held { held } else { facts.conditions };
             Some(SliceEntry { slice: slice_key, ports: &slice.ports, facts, conditions })
-        };
-        self.services.get(service).into_iter().flatten().filter_map(entry).collect()
+        });
+        entries.collect()
     }
 
     /// The changes of endpoints since the last call, by service and in order of address.
