@@ -43,6 +43,9 @@ struct Before {
 /// The slice that counts, and a slice that contradicts the first slice.
 pub(super) type Conflict = [Arc<ObjectKey>; 2];
 
+/// The slices of a service, in order of name.
+type SlicesOfService = Vec<(Arc<ObjectKey>, Arc<Slice>)>;
+
 /// All slices, and the changes of endpoints that result from them. Endpoints are computed when they
 /// are needed and are not stored, because nearly all services have only one slice for each family.
 #[derive(Debug, Default)]
@@ -50,8 +53,7 @@ pub(super) struct Endpoints {
     /// The version in use of each slice, and whether this version is good. A good version is used
     /// as written, except for invalid entries.
     slices: HashMap<Arc<ObjectKey>, (Arc<Slice>, bool)>,
-    /// The slices of each service, in order of name.
-    services: HashMap<ServiceKey, Vec<(Arc<ObjectKey>, Arc<Slice>)>>,
+    services: HashMap<ServiceKey, SlicesOfService>,
     /// The endpoints before the pending changes.
     before: BTreeMap<ServiceKey, BTreeMap<IpAddr, Before>>,
     /// The endpoints whose pods may have changed.
