@@ -129,25 +129,21 @@ impl Peer {
     ///
     /// [`Denied`], with the remedy.
     pub fn may_follow(&self, node_name: &str, now: SystemTime) -> Result<(), Denied> {
-        self.check_expiry(now)?;
-        let denied = |text: String| Err(Denied::NotAllowed(text));
-        match &self.identity {
-            Identity::Unchecked => Ok(()),
-            Identity::Node(node) if **node == *node_name => Ok(()),
-            Identity::Node(node) => denied(format!(
+        let refusal = match &self.identity {
+            Identity::Node(node) if **node != *node_name => Some(format!(
                 "the client certificate is node {node}'s and cannot be used for node {node_name}: start the agent with --node-name {node}, or give it \
                  the certificate of {node_name}"
             )),
-            Identity::Reader(name) => denied(format!(
-                "the client certificate is the reader {name}'s, and only nodes may call Discovery.Sync: give the agent a certificate with the URI \
-                 headgate://node/{node_name}"
-            )),
-            Identity::Replica(name) => denied(format!(
-                "the client certificate is the replica {name}'s, and only nodes may call Discovery.Sync: give the agent a certificate with the URI \
-                 headgate://node/{node_name}"
-            )),
-            Identity::Unusable(problem) => denied(problem.to_string()),
-        }
+            Identity::Reader(name) | Identity::Replica(name) => {
+                let role = if matches!(self.identity, Identity::Reader(_)) { "reader" } else { "replica" };
+                Some(format!(
+                    "the client certificate is the {role} {name}'s, and only nodes may call Discovery.Sync: give the agent a certificate with the URI \
+                     headgate://node/{node_name}"
+                ))
+            }
+            _ => None,
+        };
+        self.check(refusal, now)
     }
 
     /// Checks whether the peer may use `Inspect` and reflection. Nodes may use these services only
@@ -157,16 +153,14 @@ impl Peer {
     ///
     /// [`Denied`], with the remedy.
     pub fn may_inspect(&self, nodes_may_inspect: bool, now: SystemTime) -> Result<(), Denied> {
-        self.check_expiry(now)?;
-        match &self.identity {
-            Identity::Unchecked | Identity::Reader(_) | Identity::Replica(_) => Ok(()),
-            Identity::Node(_) if nodes_may_inspect => Ok(()),
-            Identity::Node(node) => Err(Denied::NotAllowed(format!(
+        let refusal = match &self.identity {
+            Identity::Node(node) if !nodes_may_inspect => Some(format!(
                 "the client certificate is node {node}'s, and nodes may not use Inspect or reflection: use a certificate with the URI headgate://reader/NAME (or the \
                  organization {READER_ORGANIZATION}), or start the control plane with --nodes-may-inspect"
-            ))),
-            Identity::Unusable(problem) => Err(Denied::NotAllowed(problem.to_string())),
-        }
+            )),
+            _ => None,
+        };
+        self.check(refusal, now)
     }
 
     /// Checks whether the peer may use `Peers`, as only other replicas may.
@@ -175,14 +169,13 @@ impl Peer {
     ///
     /// [`Denied`], with the remedy.
     pub fn may_ask_as_replica(&self, now: SystemTime) -> Result<(), Denied> {
-        self.check_expiry(now)?;
-        match &self.identity {
-            Identity::Unchecked | Identity::Replica(_) => Ok(()),
-            Identity::Node(name) | Identity::Reader(name) => Err(Denied::NotAllowed(format!(
+        let refusal = match &self.identity {
+            Identity::Node(name) | Identity::Reader(name) => Some(format!(
                 "the client certificate is {name}'s, and only replicas may use Peers: give the replica a certificate with the URI headgate://replica/NAME"
-            ))),
-            Identity::Unusable(problem) => Err(Denied::NotAllowed(problem.to_string())),
-        }
+            )),
+            _ => None,
+        };
+        self.check(refusal, now)
     }
 
     /// When a stream that starts now has to end; `None` without a certificate, or if the
@@ -193,9 +186,13 @@ impl Peer {
         Some(Expiry { at, not_after })
     }
 
-    fn check_expiry(&self, now: SystemTime) -> Result<(), Denied> {
-        match self.not_after {
-            Some(not_after) if now > not_after => Err(Denied::Expired(not_after)),
+    /// The error for the peer if its certificate has expired or does not name its holder, or if the
+    /// identity does not allow the request (`refusal`).
+    fn check(&self, refusal: Option<String>, now: SystemTime) -> Result<(), Denied> {
+        match (self.not_after, &self.identity, refusal) {
+            (Some(not_after), ..) if now > not_after => Err(Denied::Expired(not_after)),
+            (_, Identity::Unusable(problem), _) => Err(Denied::NotAllowed(problem.to_string())),
+            (.., Some(refusal)) => Err(Denied::NotAllowed(refusal)),
             _ => Ok(()),
         }
     }

@@ -6,16 +6,13 @@ use std::{collections::BTreeMap, net::IpAddr};
 use headgate_core::{LoadBalancing, ProxyProtocol, Service, Weight, ipvs::Scheduler};
 
 use super::problems::Findings;
-use crate::objects::Annotations;
-
-const SCHEDULER: &str = "headgate.io/scheduler";
-const LOAD_BALANCING: &str = "headgate.io/load-balancing";
-const PROXY_PROTOCOL: &str = "headgate.io/proxy-protocol";
-const MAX_CONNECTIONS: &str = "headgate.io/max-connections";
-const WEIGHTS: &str = "headgate.io/weights";
-const CILIUM_WEIGHT: &str = "service.cilium.io/weight";
-const HEALTH_CHECK: &str = "headgate.io/health-check";
-const INTERVAL: &str = "headgate.io/health-check-interval";
+use crate::objects::{
+    Marks,
+    keys::{
+        CILIUM_WEIGHT, HEALTH_CHECK, HEALTH_CHECK_INTERVAL, LOAD_BALANCING, MAX_CONNECTIONS, PROXY_PROTOCOL, SCHEDULER,
+        WEIGHTS,
+    },
+};
 
 /// The highest limit of connections. A node has fewer ports for connections to one endpoint.
 const HIGHEST_LIMIT: u32 = 1_000_000;
@@ -24,8 +21,8 @@ const HIGHEST_LIMIT: u32 = 1_000_000;
 const INTERVAL_MS: std::ops::RangeInclusive<u64> = 500..=3_600_000;
 
 /// Reads the annotations of a Service into the service.
-pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &mut Findings) {
-    if let Some(name) = &annotations.load_balancing {
+pub(super) fn read(annotations: &Marks, service: &mut Service, findings: &mut Findings) {
+    if let Some(name) = annotations.get(LOAD_BALANCING) {
         match LoadBalancing::parse(name) {
             Some(algorithm) => service.load_balancing = algorithm.as_str().into(),
             None => {
@@ -35,7 +32,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
             }
         }
     }
-    if let Some(name) = &annotations.scheduler {
+    if let Some(name) = annotations.get(SCHEDULER) {
         match Scheduler::parse(name) {
             Some(scheduler) => service.scheduler = scheduler.as_str().into(),
             None => {
@@ -45,7 +42,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
             }
         }
     }
-    if let Some(name) = &annotations.proxy_protocol {
+    if let Some(name) = annotations.get(PROXY_PROTOCOL) {
         service.proxy_protocol = ProxyProtocol::parse(name);
         if service.proxy_protocol.is_none() {
             let known = ProxyProtocol::ALL.map(ProxyProtocol::as_str).join(" or ");
@@ -53,7 +50,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
             findings.annotation(PROXY_PROTOCOL, message, "its endpoints get no header");
         }
     }
-    if let Some(text) = &annotations.max_connections {
+    if let Some(text) = annotations.get(MAX_CONNECTIONS) {
         match text.parse() {
             Ok(limit @ 1..=HIGHEST_LIMIT) => service.max_connections = limit,
             _ => {
@@ -63,7 +60,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
             }
         }
     }
-    match annotations.health_check.as_deref() {
+    match annotations.get(HEALTH_CHECK) {
         None => {}
         Some("tcp") => service.health_check = "tcp".into(),
         Some(other) => {
@@ -71,13 +68,13 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
             findings.annotation(HEALTH_CHECK, message, "its endpoints are not checked");
         }
     }
-    if let Some(text) = &annotations.health_check_interval {
+    if let Some(text) = annotations.get(HEALTH_CHECK_INTERVAL) {
         let milliseconds = milliseconds(text).filter(|milliseconds| INTERVAL_MS.contains(milliseconds));
         match milliseconds.and_then(|milliseconds| u32::try_from(milliseconds).ok()) {
             Some(milliseconds) => service.health_check_interval_ms = milliseconds,
             None => {
                 let message = format!("{text:?} is not a time between 500ms and 1h: write a time such as 5s");
-                findings.annotation(INTERVAL, message, "the agents' interval is used");
+                findings.annotation(HEALTH_CHECK_INTERVAL, message, "the agents' interval is used");
             }
         }
     }
@@ -85,8 +82,8 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
 
 /// Reads Cilium's weight of all endpoints of an EndpointSlice. Without it, the weight is 1, which
 /// is Cilium's default of 100.
-pub(super) fn weight_of_all(annotations: &Annotations, findings: &mut Findings) -> Weight {
-    let Some(text) = &annotations.cilium_weight else { return Weight::default() };
+pub(super) fn weight_of_all(annotations: &Marks, findings: &mut Findings) -> Weight {
+    let Some(text) = annotations.get(CILIUM_WEIGHT) else { return Weight::default() };
     let weight = text.trim().parse().map(Weight::from_hundredths);
     weight.unwrap_or_else(|_| {
         let message = format!("{text:?} is not a weight: write a whole number from 0 to 65535");
@@ -97,9 +94,9 @@ pub(super) fn weight_of_all(annotations: &Annotations, findings: &mut Findings) 
 
 /// Reads the weights of some endpoints of an EndpointSlice: `10.0.0.1=3, 10.0.0.2=0`. An entry that
 /// cannot be read is left out.
-pub(super) fn weights(annotations: &Annotations, findings: &mut Findings) -> BTreeMap<IpAddr, Weight> {
+pub(super) fn weights(annotations: &Marks, findings: &mut Findings) -> BTreeMap<IpAddr, Weight> {
     let mut weights = BTreeMap::new();
-    let text = annotations.weights.as_deref().unwrap_or_default();
+    let text = annotations.get(WEIGHTS).unwrap_or_default();
     for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
         let read = entry.split_once('=').and_then(|(address, weight)| {
             let address: IpAddr = address.trim().parse().ok()?;

@@ -8,8 +8,7 @@ use crate::objects;
 /// Reads a ServiceCIDR.
 pub(super) fn read(object: &objects::ServiceCidr) -> Reading<ServiceCidr> {
     let mut findings = Findings::default();
-    if let Err(message) = parse::subdomain(&object.metadata.name) {
-        findings.object("metadata.name", message);
+    if findings.checked("metadata.name", parse::subdomain(&object.metadata.name)).is_none() {
         return Reading { value: None, findings };
     }
     let listed = object.spec.cidrs.len();
@@ -17,13 +16,10 @@ pub(super) fn read(object: &objects::ServiceCidr) -> Reading<ServiceCidr> {
         findings.object("spec.cidrs", format!("{listed} ranges are too many: give at most {}", size::MAX_LISTED));
         return Reading { value: None, findings };
     }
-    let mut cidrs = Vec::new();
-    for (index, text) in object.spec.cidrs.iter().enumerate() {
-        match parse::range(text) {
-            Ok(range) => cidrs.push(range),
-            Err(message) => findings.object(format!("spec.cidrs[{index}]"), message),
-        }
-    }
+    let texts = object.spec.cidrs.iter().enumerate();
+    let range =
+        |(index, text): (usize, &String)| findings.checked(format_args!("spec.cidrs[{index}]"), parse::range(text));
+    let cidrs: Vec<_> = texts.filter_map(range).collect();
     if object.spec.cidrs.is_empty() {
         findings.object("spec.cidrs", "a ServiceCIDR needs a range: give a range such as 10.96.0.0/12");
     }

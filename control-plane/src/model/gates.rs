@@ -20,10 +20,10 @@ use crate::{
 };
 
 /// A slice, and an address in the slice.
-pub(super) type Place = (Arc<ObjectKey>, IpAddr);
+pub(super) type EndpointPlace = (Arc<ObjectKey>, IpAddr);
 
 #[derive(Debug)]
-struct Held {
+struct HeldPod {
     id: PodId,
     /// The names; `None` once the condition of the gate is true.
     waiting: Option<Arc<GatedPod>>,
@@ -34,10 +34,10 @@ struct Held {
 pub(super) struct Gates {
     /// False if pods are not read. The other fields are then empty.
     is_on: bool,
-    held: HashMap<ObjectKey, Held>,
+    held: HashMap<ObjectKey, HeldPod>,
     keys: HashMap<PodId, ObjectKey>,
     /// The endpoints of each pod that are neither ready, serving nor terminating.
-    unready: HashMap<PodId, Vec<Place>>,
+    unready: HashMap<PodId, Vec<EndpointPlace>>,
     /// The pods whose names have changed since the last call of [`Gates::take`].
     changed: BTreeMap<ObjectKey, Vec<GateChange>>,
 }
@@ -67,7 +67,7 @@ impl Gates {
     }
 
     /// The endpoints of a pod that are not ready.
-    pub(super) fn places(&self, id: PodId) -> &[Place] {
+    pub(super) fn places(&self, id: PodId) -> &[EndpointPlace] {
         self.unready.get(&id).map(Vec::as_slice).unwrap_or_default()
     }
 
@@ -93,7 +93,7 @@ impl Gates {
             self.note(key, GateChange { pod: id, waiting: waiting.clone() });
         }
         self.keys.insert(id, key.clone());
-        self.held.insert(key.clone(), Held { id, waiting });
+        self.held.insert(key.clone(), HeldPod { id, waiting });
     }
 
     /// Ends the hold of a pod.
@@ -110,7 +110,7 @@ impl Gates {
     }
 
     /// Notes that an endpoint of a pod has become unready.
-    pub(super) fn add(&mut self, id: PodId, place: Place) {
+    pub(super) fn add(&mut self, id: PodId, place: EndpointPlace) {
         let places = self.unready.entry(id).or_default();
         if !places.contains(&place) {
             places.push(place);

@@ -48,26 +48,3 @@ impl Interner {
         self.placements.get(placement, || Arc::new(placement.clone()))
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use headgate_core::Protocol;
-
-    use super::*;
-
-    #[test]
-    fn equal_values_share_one_copy() {
-        let mut interner = Interner::default();
-        let port = |port| EndpointPort::new("http", Protocol::Tcp, port);
-        let ports = interner.ports(vec![port(80), port(8080)]);
-        assert!(Arc::ptr_eq(&ports, &interner.ports(vec![port(8080), port(80), port(8080)])));
-        let mut placement = |zones: [&str; 3]| {
-            let zones = zones.into_iter().filter_map(|zone| interner.string(zone)).collect();
-            let hints = interner.hints(Hints { zones, nodes: Vec::new() });
-            interner.placement(&Placement { hints, ..Placement::on("node-1") })
-        };
-        let placed = placement(["a", "b", ""]);
-        assert!(Arc::ptr_eq(&placed, &placement(["b", "a", "b"])));
-        assert_eq!(placement(["", "", ""]).hints, None);
-    }
-}

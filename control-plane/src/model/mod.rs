@@ -4,7 +4,7 @@
 //! If all objects are valid, the result depends only on the present objects, and not on the order
 //! of events. The cost of an event is proportional to what the event changes: after a change of a
 //! slice, only the addresses that differ are visited. Changes accumulate until
-//! [`Model::take_changes`] is called. That method leaves out objects that have returned to their
+//! [`Model::take`] is called. That method leaves out objects that have returned to their
 //! old value. `object_set.rs` describes the treatment of invalid objects.
 
 mod annotations;
@@ -24,7 +24,7 @@ mod slices;
 mod tests;
 
 use std::{
-    collections::{BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     sync::Arc,
 };
 
@@ -32,7 +32,7 @@ use headgate_core::{Change, Service, ServiceCidr, ServiceKey};
 
 pub use self::node_selector::NodeSelector;
 use self::{
-    endpoints::{EndpointChange, Endpoints},
+    endpoints::Endpoints,
     intern::Interner,
     nodes::SelectedNode,
     object_set::{ObjectSet, Outcome, Reading},
@@ -40,7 +40,7 @@ use self::{
 };
 use crate::{
     objects::{GateState, Object, ObjectKey, ObjectKind, Pod, PodId},
-    transaction::{GateChange, NodeChange, PodChange, Problem, TriggeredChange},
+    transaction::{NodeChange, Problem, Transaction, TriggeredChange},
 };
 
 /// One event of a source, about one object.
@@ -148,29 +148,24 @@ impl Model {
         self.invalid.first()
     }
 
-    /// The changes since the last call, grouped by service. A new endpoint precedes its service.
-    /// Removals of Services are last, together with the removals of their endpoints and of
-    /// ServiceCIDRs.
-    pub fn take_changes(&mut self) -> (Vec<TriggeredChange>, Vec<NodeChange>) {
-        let mut changes = Vec::new();
-        let mut removals = Vec::new();
+    /// Everything that has changed since the last call, without positions. Changes are grouped by
+    /// service. A new endpoint precedes its service. Removals of Services are last, together with
+    /// the removals of their endpoints and of ServiceCIDRs.
+    pub fn take(&mut self) -> Transaction {
+        let (mut changes, mut gone, mut removals) = (Vec::new(), Vec::new(), Vec::new());
         for (name, service_cidr) in self.service_cidrs.take_changes() {
             match service_cidr {
                 Some(service_cidr) => changes.push(untriggered(Change::ServiceCidr(service_cidr))),
                 None => removals.push(untriggered(Change::RemoveServiceCidr(name.as_ref().into()))),
             }
         }
-        let mut services: std::collections::BTreeMap<_, _> = self.services.take_changes().into_iter().collect();
+        let mut services: BTreeMap<_, _> = self.services.take_changes().into_iter().collect();
         let mut endpoints = self.endpoints.take_changes(&mut self.interner);
         let keys: BTreeSet<ServiceKey> = services.keys().chain(endpoints.keys()).cloned().collect();
-        let mut gone = Vec::new();
         for key in keys {
-            let (added, removed): (Vec<_>, Vec<_>) = endpoints
-                .remove(&key)
-                .unwrap_or_default()
-                .into_iter()
-                .map(|change| endpoint_change(&key, change))
-                .partition(|change| matches!(change.change, Change::Endpoint(..)));
+            let of_service = endpoints.remove(&key).unwrap_or_default().into_iter();
+            let (added, removed): (Vec<_>, Vec<_>) =
+                of_service.partition(|change| matches!(change.change, Change::Endpoint(..)));
             changes.extend(added);
             match services.remove(&key) {
                 Some(None) => {
@@ -185,24 +180,14 @@ impl Model {
         }
         changes.append(&mut gone);
         changes.append(&mut removals);
-        let nodes = self.nodes.take_changes().into_iter();
-        let nodes = nodes.map(|(name, node)| match node {
+        let node = |(name, node)| match node {
             Some((node, true)) => NodeChange::Apply(node),
             Some((node, false)) => NodeChange::ApplyExcluded(node),
             None => NodeChange::Remove(name),
-        });
-        (changes, nodes.collect())
-    }
-
-    /// The pods of endpoints that may have changed since the last call.
-    pub fn take_pods(&mut self) -> Vec<PodChange> {
-        self.endpoints.take_pods()
-    }
-
-    /// The pods with the readiness gate of Headgate that have begun or ceased to wait since the
-    /// last call.
-    pub fn take_gates(&mut self) -> Vec<GateChange> {
-        self.endpoints.gates.take()
+        };
+        let nodes = self.nodes.take_changes().into_iter().map(node).collect();
+        let (pods, gates) = (self.endpoints.take_pods(), self.endpoints.gates.take());
+        Transaction { changes, nodes, pods, gates, ..Transaction::default() }
     }
 
     /// Whether an event is about a pod that neither waits nor has waited, so that it has no effect.
@@ -319,9 +304,8 @@ impl Model {
 
     fn report_conflicts(&mut self) -> usize {
         let mut new_problems = 0;
-        for conflict in self.endpoints.take_conflicts() {
-            let (service, address) = (conflict.service, conflict.address);
-            let problem = |(used, other): (Arc<ObjectKey>, Arc<ObjectKey>)| Problem {
+        for (service, address, conflict) in self.endpoints.take_conflicts() {
+            let problem = |[used, other]: endpoints::Conflict| Problem {
                 object: format!("Service {service}"),
                 field: format!("endpoint {address}"),
                 message: format!(
@@ -330,7 +314,7 @@ impl Model {
                 ),
                 origin: String::new(),
             };
-            let problems = conflict.slices.map(problem).into_iter().collect();
+            let problems = conflict.map(problem).into_iter().collect();
             new_problems += self.problems.set(Subject::Endpoint(service, address), problems);
         }
         new_problems
@@ -343,13 +327,4 @@ fn service_key(key: &ObjectKey) -> ServiceKey {
 
 fn untriggered(change: Change) -> TriggeredChange {
     TriggeredChange { change, trigger_unix_ms: 0 }
-}
-
-fn endpoint_change(key: &ServiceKey, change: EndpointChange) -> TriggeredChange {
-    let EndpointChange { address, endpoint, trigger_unix_ms } = change;
-    let change = match endpoint {
-        Some(endpoint) => Change::Endpoint(key.clone(), endpoint),
-        None => Change::RemoveEndpoint(key.clone(), address),
-    };
-    TriggeredChange { change, trigger_unix_ms }
 }

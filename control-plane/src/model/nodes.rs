@@ -21,16 +21,13 @@ pub(super) fn read(object: &objects::Node, selector: &NodeSelector, interner: &m
     let mut findings = Findings::default();
     let metadata = &object.metadata;
     let Some(name) = interner.string(&metadata.name) else { return Reading { value: None, findings } };
-    if let Err(message) = parse::subdomain(&metadata.name) {
-        findings.object("metadata.name", message);
+    if findings.checked("metadata.name", parse::subdomain(&metadata.name)).is_none() {
         return Reading { value: None, findings };
     }
-    let mut zone = metadata.labels.get(ZONE_LABEL).map(String::as_str);
-    if let Some(Err(message)) = zone.map(parse::zone) {
-        findings.object(format!("metadata.labels[{ZONE_LABEL}]"), message);
-        zone = None;
-    }
-    let zone = zone.and_then(|zone| interner.string(zone));
+    let zone = metadata.labels.get(ZONE_LABEL).and_then(|zone| {
+        findings.checked(format_args!("metadata.labels[{ZONE_LABEL}]"), parse::zone(zone))?;
+        interner.string(zone)
+    });
     for (field, length) in
         [("spec.podCIDRs", object.spec.pod_cidrs.len()), ("status.addresses", object.status.addresses.len())]
     {
@@ -44,21 +41,14 @@ pub(super) fn read(object: &objects::Node, selector: &NodeSelector, interner: &m
         [] => ("spec.podCIDR", single),
         several => ("spec.podCIDRs", several),
     };
-    let mut pod_cidrs = Vec::new();
-    for text in texts.iter().filter(|text| !text.is_empty()) {
-        match parse::range(text) {
-            Ok(range) => pod_cidrs.push(range),
-            Err(message) => findings.object(field, message),
-        }
-    }
+    let texts = texts.iter().filter(|text| !text.is_empty());
+    let pod_cidrs = texts.filter_map(|text| findings.checked(field, parse::range(text))).collect();
     let mut addresses: Vec<IpAddr> = Vec::new();
     for wanted in ["InternalIP", "ExternalIP"] {
         for (index, written) in object.status.addresses.iter().enumerate().filter(|(_, a)| a.address_type == wanted) {
-            match parse::address(&written.address) {
-                Ok(address) if !addresses.contains(&address) => addresses.push(address),
-                Ok(_) => {}
-                Err(message) => findings.entry(format!("status.addresses[{index}].address"), message),
-            }
+            let field = format_args!("status.addresses[{index}].address");
+            let address = findings.checked_entry(field, parse::address(&written.address));
+            addresses.extend(address.filter(|address| !addresses.contains(address)));
         }
     }
     let is_tainted = object.spec.taints.iter().any(|taint| taint.key == TO_BE_DELETED_TAINT);

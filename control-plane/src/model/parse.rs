@@ -132,6 +132,14 @@ pub(super) fn label(text: &str) -> Result<(), String> {
     ))
 }
 
+/// Checks a text that may also be empty.
+///
+/// # Errors
+/// The errors of `check`.
+pub(super) fn optional(check: fn(&str) -> Result<(), String>, text: &str) -> Result<(), String> {
+    if text.is_empty() { Ok(()) } else { check(text) }
+}
+
 /// Checks the name of a Node or a ServiceCIDR (RFC 1123 subdomain).
 ///
 /// # Errors

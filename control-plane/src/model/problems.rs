@@ -1,7 +1,7 @@
 //! Problems of objects: the findings about an object while it is read, and the list of all present
 //! problems.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{collections::BTreeMap, fmt::Display, net::IpAddr};
 
 use headgate_core::ServiceKey;
 
@@ -25,8 +25,8 @@ pub(super) struct Findings(Vec<(Reach, String, String)>);
 
 impl Findings {
     /// Adds a finding about an entry of a list, which is left out.
-    pub(super) fn entry(&mut self, field: impl Into<String>, message: impl Into<String>) {
-        self.0.push((Reach::Entry, field.into(), message.into()));
+    pub(super) fn entry(&mut self, field: impl Display, message: impl Into<String>) {
+        self.0.push((Reach::Entry, field.to_string(), message.into()));
     }
 
     /// Adds a finding about a Headgate annotation that cannot be read. `instead` says which setting
@@ -38,8 +38,18 @@ impl Findings {
 
     /// Adds a finding about the object as a whole. With such a finding, the object cannot be used
     /// as written.
-    pub(super) fn object(&mut self, field: impl Into<String>, message: impl Into<String>) {
-        self.0.push((Reach::Object, field.into(), message.into()));
+    pub(super) fn object(&mut self, field: impl Display, message: impl Into<String>) {
+        self.0.push((Reach::Object, field.to_string(), message.into()));
+    }
+
+    /// The value of a result. An error becomes a finding about the object as a whole.
+    pub(super) fn checked<T>(&mut self, field: impl Display, result: Result<T, String>) -> Option<T> {
+        result.map_err(|message| self.object(field, message)).ok()
+    }
+
+    /// The value of a result. An error becomes a finding about an entry of a list.
+    pub(super) fn checked_entry<T>(&mut self, field: impl Display, result: Result<T, String>) -> Option<T> {
+        result.map_err(|message| self.entry(field, message)).ok()
     }
 
     /// True unless a finding concerns the object as a whole.

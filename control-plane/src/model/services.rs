@@ -6,7 +6,7 @@ use headgate_core::{ClientIpAffinity, Family, Service, ServiceKey, ServicePort, 
 use ipnet::IpNet;
 
 use super::{annotations, object_set::Reading, parse, problems::Findings, size};
-use crate::objects;
+use crate::objects::{self, keys};
 
 /// The API's default of `timeoutSeconds`.
 const DEFAULT_AFFINITY_TIMEOUT_SECONDS: u32 = 10_800;
@@ -20,14 +20,16 @@ const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     let spec = &object.spec;
     let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
-    if object.metadata.labels.service_proxy_name.is_some() || spec.service_type == "ExternalName" || is_headless {
+    if object.metadata.labels.get(keys::SERVICE_PROXY_NAME).is_some()
+        || spec.service_type == "ExternalName"
+        || is_headless
+    {
         return Reading::nothing();
     }
     let mut findings = Findings::default();
     let key = ServiceKey::new(object.metadata.namespace_or_default(), &object.metadata.name);
     for (field, name) in [("metadata.namespace", &key.namespace), ("metadata.name", &key.name)] {
-        if let Err(message) = parse::label(name) {
-            findings.object(field, message);
+        if findings.checked(field, parse::label(name)).is_none() {
             return Reading { value: None, findings };
         }
     }
@@ -42,11 +44,8 @@ pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     service.session_affinity = session_affinity(spec, &mut findings);
     service.created_unix_seconds = parse::unix_seconds(&object.metadata.creation_timestamp);
     annotations::read(&object.metadata.annotations, &mut service, &mut findings);
-    if let Err(message) = size::check_service(&service) {
-        findings.object("spec", message);
-        return Reading { value: None, findings };
-    }
-    Reading { value: Some(service), findings }
+    let value = findings.checked("spec", size::check_service(&service)).map(|()| service);
+    Reading { value, findings }
 }
 
 /// The ClusterIPs in the order of the spec, at most one of each IP family.
@@ -98,15 +97,10 @@ fn ports(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<ServicePor
     let (mut numbers, mut names) = (HashSet::new(), HashSet::new());
     for (index, written) in spec.ports.iter().enumerate() {
         let field = |name: &str| format!("spec.ports[{index}].{name}");
-        let mut checked = |name: &str, result: Result<u16, String>| {
-            result.map_err(|message| findings.object(field(name), message)).ok()
-        };
-        let port = checked("port", parse::port(written.port));
-        let node_port = checked("nodePort", parse::port_or_none(written.node_port));
-        let protocol = parse::protocol(&written.protocol);
-        let protocol = protocol.map_err(|message| findings.object(field("protocol"), message)).ok();
-        let name = if written.name.is_empty() { Ok(()) } else { parse::label(&written.name) };
-        let name = name.map_err(|message| findings.object(field("name"), message)).ok();
+        let port = findings.checked(field("port"), parse::port(written.port));
+        let node_port = findings.checked(field("nodePort"), parse::port_or_none(written.node_port));
+        let protocol = findings.checked(field("protocol"), parse::protocol(&written.protocol));
+        let name = findings.checked(field("name"), parse::optional(parse::label, &written.name));
         let (Some(port), Some(node_port), Some(protocol), Some(())) = (port, node_port, protocol, name) else {
             continue;
         };
@@ -140,11 +134,9 @@ fn read_external_addresses(
     let mut routable = |field: &str, rest: &str, texts: &mut dyn Iterator<Item = (usize, &String)>| {
         let (mut addresses, mut seen) = (Vec::new(), HashSet::new());
         for (index, text) in texts {
-            match parse::routable_address(text) {
-                Ok(address) if has_family(address) && seen.insert(address) => addresses.push(address),
-                Ok(_) => {}
-                Err(message) => findings.entry(format!("{field}[{index}]{rest}"), message),
-            }
+            let field = format_args!("{field}[{index}]{rest}");
+            let address = findings.checked_entry(field, parse::routable_address(text));
+            addresses.extend(address.filter(|address| has_family(*address) && seen.insert(*address)));
         }
         addresses
     };
@@ -167,17 +159,12 @@ fn read_external_addresses(
 /// are left out. The family is then open to all clients, like a family without ranges. `None` if a
 /// range cannot be read.
 fn source_ranges(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option<Vec<IpNet>> {
-    let mut ranges = Vec::new();
-    let mut are_all_valid = true;
-    for (index, text) in spec.load_balancer_source_ranges.iter().enumerate() {
-        match parse::range(text) {
-            Ok(range) => ranges.push(range),
-            Err(message) => {
-                are_all_valid = false;
-                findings.object(format!("spec.loadBalancerSourceRanges[{index}]"), message);
-            }
-        }
-    }
+    let texts = spec.load_balancer_source_ranges.iter().enumerate();
+    let range = |(index, text): (usize, &String)| {
+        findings.checked(format_args!("spec.loadBalancerSourceRanges[{index}]"), parse::range(text))
+    };
+    let mut ranges: Vec<IpNet> = texts.filter_map(range).collect();
+    let are_all_valid = ranges.len() == spec.load_balancer_source_ranges.len();
     for family in Family::BOTH {
         let is_of_family = |range: &IpNet| Family::of(range.addr()) == family;
         if ranges.iter().any(|range| is_of_family(range) && range.prefix_len() == 0) {
@@ -206,10 +193,8 @@ fn read_policies(spec: &objects::ServiceSpec, service: &mut Service, findings: &
         service.external_traffic_policy = external;
     }
     if spec.service_type == "LoadBalancer" && external.is_local() {
-        match parse::port_or_none(spec.health_check_node_port) {
-            Ok(port) => service.health_check_node_port = port,
-            Err(message) => findings.object("spec.healthCheckNodePort", message),
-        }
+        let port = findings.checked("spec.healthCheckNodePort", parse::port_or_none(spec.health_check_node_port));
+        service.health_check_node_port = port.unwrap_or_default();
     }
 }
 

@@ -5,20 +5,26 @@ use std::{net::IpAddr, sync::Arc};
 use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey, Weight};
 
 use super::{annotations, intern::Interner, object_set::Reading, parse, problems::Findings, size};
-use crate::objects::{self, PodId};
+use crate::objects::{self, PodId, keys};
 
-/// The conditions and the placement of an address in a slice.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What a slice says about an address.
+#[derive(Debug, PartialEq, Eq)]
 pub(super) struct Facts {
     pub(super) conditions: Conditions,
     pub(super) placement: Arc<Placement>,
+    pub(super) pod: PodId,
 }
 
 impl Facts {
     /// Whether two entries for the same address and port differ, and only their order decides which
     /// entry counts.
     pub(super) fn conflicts_with(&self, other: &Self) -> bool {
-        precedence(self.conditions) == precedence(other.conditions) && self != other
+        self.conditions == other.conditions && self.placement != other.placement
+    }
+
+    /// The pod and its node; `None` if the endpoint belongs to no pod.
+    pub(super) fn pod(&self) -> Option<(PodId, Option<Arc<str>>)> {
+        (!self.pod.is_none()).then(|| (self.pod, self.placement.node.clone()))
     }
 }
 
@@ -36,7 +42,7 @@ pub(super) fn replaces(later: Conditions, earlier: Conditions) -> bool {
 }
 
 /// A slice that is in use.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) struct Slice {
     /// The service to which the addresses belong.
     pub(super) service: ServiceKey,
@@ -44,8 +50,6 @@ pub(super) struct Slice {
     pub(super) ports: Arc<[EndpointPort]>,
     /// Each address once, sorted.
     pub(super) endpoints: Vec<(IpAddr, Facts)>,
-    /// The pod of each element of `endpoints`; empty if no endpoint belongs to a pod.
-    pub(super) pods: Box<[PodId]>,
     /// The trigger time of this version, in milliseconds since the Unix epoch; 0 if unknown.
     pub(super) trigger_unix_ms: u64,
 }
@@ -54,29 +58,7 @@ impl Slice {
     /// The facts about an address; `None` if the slice does not contain the address.
     pub(super) fn facts(&self, address: IpAddr) -> Option<&Facts> {
         let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;
-        self.endpoints.get(place).map(|(_, facts)| facts)
-    }
-
-    /// The addresses of pods.
-    pub(super) fn pod_addresses(&self) -> impl Iterator<Item = IpAddr> {
-        let pods = self.endpoints.iter().zip(&self.pods).filter(|(_, pod)| !pod.is_none());
-        pods.map(|((address, _), _)| *address)
-    }
-
-    /// The pod of the endpoint at this index of `endpoints`.
-    pub(super) fn pod_at(&self, index: usize) -> Option<PodId> {
-        self.pods.get(index).copied().filter(|pod| !pod.is_none())
-    }
-
-    /// The pod of an address, and the facts about the address.
-    pub(super) fn pod_facts(&self, address: IpAddr) -> Option<(PodId, &Facts)> {
-        let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;
-        Some((self.pod_at(place)?, &self.endpoints.get(place)?.1))
-    }
-
-    /// The pod of an address, and the node of the pod.
-    pub(super) fn pod(&self, address: IpAddr) -> Option<(PodId, Option<Arc<str>>)> {
-        self.pod_facts(address).map(|(pod, facts)| (pod, facts.placement.node.clone()))
+        Some(&self.endpoints[place].1)
     }
 }
 
@@ -84,7 +66,7 @@ impl Slice {
 /// `service.kubernetes.io/headless`), or contains names instead of addresses.
 pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> Reading<Slice> {
     let metadata = &object.metadata;
-    if metadata.labels.headless.is_some() || object.address_type == "FQDN" {
+    if metadata.labels.get(keys::HEADLESS).is_some() || object.address_type == "FQDN" {
         return Reading::nothing();
     }
     let mut findings = Findings::default();
@@ -96,7 +78,7 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
             None
         }
     };
-    let service = metadata.labels.service_name.as_deref().filter(|name| !name.is_empty());
+    let service = metadata.labels.get(keys::SERVICE_NAME).filter(|name| !name.is_empty());
     if service.is_none() {
         let message = "no label names the Service of this slice: add the label kubernetes.io/service-name";
         findings.object("metadata.labels", message);
@@ -107,10 +89,7 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
     ];
     let mut is_named = true;
     for (field, name) in names {
-        if let Some(Err(message)) = name.map(parse::label) {
-            findings.object(field, message);
-            is_named = false;
-        }
+        is_named &= name.is_none_or(|name| findings.checked(field, parse::label(name)).is_some());
     }
     let mut ports = ports(object, &mut findings);
     if !size::may_have(&ports) {
@@ -120,13 +99,11 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
     let (Some(family), Some(service), true) = (family, service, is_named) else {
         return Reading { value: None, findings };
     };
-    let (endpoints, pods) = endpoints(object, family, interner, &mut findings);
     let slice = Slice {
         service: ServiceKey::new(metadata.namespace_or_default(), service),
         ports: interner.ports(ports),
-        endpoints,
-        pods,
-        trigger_unix_ms: metadata.annotations.last_change_trigger_time.as_deref().map_or(0, parse::unix_ms),
+        endpoints: endpoints(object, family, interner, &mut findings),
+        trigger_unix_ms: metadata.annotations.get(keys::TRIGGER_TIME).map_or(0, parse::unix_ms),
     };
     Reading { value: Some(slice), findings }
 }
@@ -139,12 +116,10 @@ fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<Endpoi
     for (index, written) in object.ports.iter().enumerate() {
         let Some(number) = written.port.filter(|number| *number != 0) else { continue };
         let name = &written.name;
-        let port = parse::port(number).map_err(|message| findings.object(format!("ports[{index}].port"), message));
-        let protocol = parse::protocol(&written.protocol);
-        let protocol = protocol.map_err(|message| findings.object(format!("ports[{index}].protocol"), message));
-        let is_named = name.is_empty()
-            || parse::label(name).map_err(|message| findings.object(format!("ports[{index}].name"), message)).is_ok();
-        if let (Ok(port), Ok(protocol), true) = (port, protocol, is_named) {
+        let port = findings.checked(format_args!("ports[{index}].port"), parse::port(number));
+        let protocol = findings.checked(format_args!("ports[{index}].protocol"), parse::protocol(&written.protocol));
+        let named = findings.checked(format_args!("ports[{index}].name"), parse::optional(parse::label, name));
+        if let (Some(port), Some(protocol), Some(())) = (port, protocol, named) {
             ports.push(EndpointPort::new(name.as_str(), protocol, port));
         }
     }
@@ -158,17 +133,15 @@ fn endpoints(
     family: Family,
     interner: &mut Interner,
     findings: &mut Findings,
-) -> (Vec<(IpAddr, Facts)>, Box<[PodId]>) {
+) -> Vec<(IpAddr, Facts)> {
     let weights = annotations::weights(&object.metadata.annotations, findings);
     let weight_of_all = annotations::weight_of_all(&object.metadata.annotations, findings);
     let mut endpoints: Vec<(IpAddr, usize, Facts)> = Vec::with_capacity(object.endpoints.len());
     for (index, written) in object.endpoints.iter().enumerate() {
-        match address(written, family) {
-            Ok(address) => {
-                let weight = weights.get(&address).copied().unwrap_or(weight_of_all);
-                endpoints.push((address, index, facts(index, written, weight, interner, findings)));
-            }
-            Err(message) => findings.entry(format!("endpoints[{index}].addresses[0]"), message),
+        let address = address(written, family);
+        if let Some(address) = findings.checked_entry(format_args!("endpoints[{index}].addresses[0]"), address) {
+            let weight = weights.get(&address).copied().unwrap_or(weight_of_all);
+            endpoints.push((address, index, facts(index, written, weight, interner, findings)));
         }
     }
     endpoints.sort_unstable_by_key(|(address, index, _)| (*address, *index));
@@ -190,10 +163,7 @@ fn endpoints(
         |address| endpoints.binary_search_by_key(&address, |(address, ..)| *address).is_ok(),
         findings,
     );
-    let pod = |index: usize| object.endpoints.get(index).map(|written| written.pod).unwrap_or_default();
-    let has_pods = object.endpoints.iter().any(|written| !written.pod.is_none());
-    let pods = endpoints.iter().filter(|_| has_pods).map(|(_, index, _)| pod(*index)).collect();
-    (endpoints.into_iter().map(|(address, _, facts)| (address, facts)).collect(), pods)
+    endpoints.into_iter().map(|(address, _, facts)| (address, facts)).collect()
 }
 
 fn address(written: &objects::SliceEndpoint, family: Family) -> Result<IpAddr, String> {
@@ -219,14 +189,8 @@ fn facts(
 ) -> Facts {
     let conditions = &written.conditions;
     let mut known = |field: &str, text: &str, check: fn(&str) -> Result<(), String>| {
-        let checked = if text.is_empty() { Ok(()) } else { check(text) };
-        match checked {
-            Ok(()) => interner.string(text),
-            Err(message) => {
-                findings.entry(format!("endpoints[{index}].{field}"), message);
-                None
-            }
-        }
+        findings.checked_entry(format_args!("endpoints[{index}].{field}"), parse::optional(check, text))?;
+        interner.string(text)
     };
     let node = known("nodeName", &written.node_name.trim().to_lowercase(), parse::subdomain);
     let zone = known("zone", &written.zone, parse::zone);
@@ -253,5 +217,6 @@ fn facts(
             terminating: conditions.terminating.unwrap_or(false),
         },
         placement: interner.placement(&placement),
+        pod: written.pod,
     }
 }

@@ -13,9 +13,10 @@ use serde::Deserialize as _;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::transaction::{GateChange, PodChange};
 
 fn object(value: &Value) -> Object {
-    let header = crate::objects::Header::deserialize(value).unwrap();
+    let header = crate::objects::ManifestHeader::deserialize(value).unwrap();
     let kind = ObjectKind::of(&header.api_version, &header.kind).unwrap();
     Object::deserialize(kind, value).unwrap()
 }
@@ -25,7 +26,10 @@ fn object(value: &Value) -> Object {
 struct Bench {
     model: Model,
     state: State,
-    nodes: std::collections::BTreeMap<Arc<str>, Node>,
+    nodes: BTreeMap<Arc<str>, Node>,
+    /// The changes of pods and of gates so far.
+    pods: Vec<PodChange>,
+    gates: Vec<GateChange>,
 }
 
 impl Bench {
@@ -38,7 +42,9 @@ impl Bench {
     }
 
     fn flush(&mut self) -> Vec<TriggeredChange> {
-        let (changes, nodes) = self.model.take_changes();
+        let Transaction { changes, nodes, pods, gates, .. } = self.model.take();
+        self.pods.extend(pods);
+        self.gates.extend(gates);
         for change in &changes {
             assert!(
                 self.state.apply(change.change.clone(), &mut Dirty::default()),

@@ -10,7 +10,7 @@ use serde::{
 /// `metadata`. A field that is missing or `null` has the default value of its type.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default, bound = "L: Default + Deserialize<'de>")]
-pub struct Metadata<L = Labels> {
+pub struct Metadata<L = Marks> {
     /// Name.
     #[serde(deserialize_with = "nullable")]
     pub name: String,
@@ -34,7 +34,7 @@ pub struct Metadata<L = Labels> {
     pub labels: L,
     /// The annotations that are read.
     #[serde(deserialize_with = "nullable")]
-    pub annotations: Annotations,
+    pub annotations: Marks,
 }
 
 impl Metadata {
@@ -46,110 +46,83 @@ impl Metadata {
     }
 }
 
-/// Labels that are read.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Labels {
-    /// `service.kubernetes.io/service-proxy-name`: another proxy serves this Service.
-    pub service_proxy_name: Option<String>,
-    /// `service.kubernetes.io/headless`: a slice for DNS only.
-    pub headless: Option<String>,
-    /// `kubernetes.io/service-name`: the Service of a slice.
-    pub service_name: Option<String>,
-}
+/// The keys of the labels and annotations that are read.
+pub mod keys {
+    /// Label of a Service: another proxy serves it.
+    pub const SERVICE_PROXY_NAME: &str = "service.kubernetes.io/service-proxy-name";
+    /// Label of an EndpointSlice: it is for DNS only.
+    pub const HEADLESS: &str = "service.kubernetes.io/headless";
+    /// Label of an EndpointSlice: its Service.
+    pub const SERVICE_NAME: &str = "kubernetes.io/service-name";
+    /// Annotation of an EndpointSlice: when its newest change was triggered.
+    pub const TRIGGER_TIME: &str = "endpoints.kubernetes.io/last-change-trigger-time";
+    /// Annotation of an EndpointSlice: Cilium's weight of all its endpoints.
+    pub const CILIUM_WEIGHT: &str = "service.cilium.io/weight";
+    /// Annotation of an EndpointSlice: the weights of some endpoints.
+    pub const WEIGHTS: &str = "headgate.io/weights";
+    /// Annotation of a Service: the scheduler of IPVS.
+    pub const SCHEDULER: &str = "headgate.io/scheduler";
+    /// Annotation of a Service: the algorithm for load balancing.
+    pub const LOAD_BALANCING: &str = "headgate.io/load-balancing";
+    /// Annotation of a Service: the version of the PROXY protocol.
+    pub const PROXY_PROTOCOL: &str = "headgate.io/proxy-protocol";
+    /// Annotation of a Service: the limit of connections.
+    pub const MAX_CONNECTIONS: &str = "headgate.io/max-connections";
+    /// Annotation of a Service: the kind of health checks.
+    pub const HEALTH_CHECK: &str = "headgate.io/health-check";
+    /// Annotation of a Service: the interval of health checks.
+    pub const HEALTH_CHECK_INTERVAL: &str = "headgate.io/health-check-interval";
 
-/// Annotations that are read.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Annotations {
-    /// `headgate.io/scheduler`.
-    pub scheduler: Option<String>,
-    /// `headgate.io/health-check`.
-    pub health_check: Option<String>,
-    /// `headgate.io/health-check-interval`.
-    pub health_check_interval: Option<String>,
-    /// `headgate.io/load-balancing` of a Service.
-    pub load_balancing: Option<String>,
-    /// `headgate.io/proxy-protocol` of a Service.
-    pub proxy_protocol: Option<String>,
-    /// `headgate.io/max-connections` of a Service.
-    pub max_connections: Option<String>,
-    /// `headgate.io/weights` of an EndpointSlice.
-    pub weights: Option<String>,
-    /// `service.cilium.io/weight` of an EndpointSlice.
-    pub cilium_weight: Option<String>,
-    /// `endpoints.kubernetes.io/last-change-trigger-time`.
-    pub last_change_trigger_time: Option<String>,
-}
-
-/// A map with a few known keys. All other keys are ignored.
-trait Picked: Default {
-    /// The place for the value of a key; `None` for keys that are not read.
-    fn place(&mut self, key: &str) -> Option<&mut Option<String>>;
-}
-
-impl Picked for Labels {
-    fn place(&mut self, key: &str) -> Option<&mut Option<String>> {
-        match key {
-            "service.kubernetes.io/service-proxy-name" => Some(&mut self.service_proxy_name),
-            "service.kubernetes.io/headless" => Some(&mut self.headless),
-            "kubernetes.io/service-name" => Some(&mut self.service_name),
-            _ => None,
-        }
+    /// Whether the label or annotation is read.
+    pub(super) fn is_read(key: &str) -> bool {
+        let foreign = [SERVICE_PROXY_NAME, HEADLESS, SERVICE_NAME, TRIGGER_TIME, CILIUM_WEIGHT];
+        key.starts_with("headgate.io/") || foreign.contains(&key)
     }
 }
 
-impl Picked for Annotations {
-    fn place(&mut self, key: &str) -> Option<&mut Option<String>> {
-        match key {
-            "headgate.io/scheduler" => Some(&mut self.scheduler),
-            "headgate.io/health-check" => Some(&mut self.health_check),
-            "headgate.io/load-balancing" => Some(&mut self.load_balancing),
-            "headgate.io/proxy-protocol" => Some(&mut self.proxy_protocol),
-            "headgate.io/max-connections" => Some(&mut self.max_connections),
-            "headgate.io/weights" => Some(&mut self.weights),
-            "service.cilium.io/weight" => Some(&mut self.cilium_weight),
-            "headgate.io/health-check-interval" => Some(&mut self.health_check_interval),
-            "endpoints.kubernetes.io/last-change-trigger-time" => Some(&mut self.last_change_trigger_time),
-            _ => None,
-        }
+/// The labels or annotations that are read ([`keys`]). All others are ignored.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct Marks(Vec<(Box<str>, String)>);
+
+impl Marks {
+    /// The value of a key.
+    #[must_use]
+    pub fn get(&self, key: &str) -> Option<&str> {
+        self.0.iter().rfind(|(known, _)| **known == *key).map(|(_, value)| value.as_str())
     }
 }
 
-struct PickedVisitor<T>(std::marker::PhantomData<T>);
+impl<'de> Deserialize<'de> for Marks {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(MarksVisitor)
+    }
+}
 
-impl<'de, T: Picked> Visitor<'de> for PickedVisitor<T> {
-    type Value = T;
+struct MarksVisitor;
+
+impl<'de> Visitor<'de> for MarksVisitor {
+    type Value = Marks;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a map of strings")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<T, A::Error> {
-        let mut picked = T::default();
-        while let Some(key) = map.next_key::<Text<'de>>()? {
-            match picked.place(&key.0) {
-                Some(place) => *place = Some(map.next_value::<Option<String>>()?.unwrap_or_default()),
-                None => drop(map.next_value::<IgnoredAny>()?),
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Marks, A::Error> {
+        let mut marks = Vec::new();
+        while let Some(Text(key)) = map.next_key()? {
+            if keys::is_read(&key) {
+                marks.push((key.into(), map.next_value::<Option<String>>()?.unwrap_or_default()));
+            } else {
+                map.next_value::<IgnoredAny>()?;
             }
         }
-        Ok(picked)
+        Ok(Marks(marks))
     }
 }
 
-/// A key, borrowed from the text where possible.
+/// A text, borrowed from the document where possible.
 #[derive(Deserialize)]
-struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
-
-impl<'de> Deserialize<'de> for Labels {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(PickedVisitor(std::marker::PhantomData))
-    }
-}
-
-impl<'de> Deserialize<'de> for Annotations {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(PickedVisitor(std::marker::PhantomData))
-    }
-}
+pub(super) struct Text<'a>(#[serde(borrow)] pub(super) Cow<'a, str>);
 
 /// Reads a value, where `null` means the default value.
 pub(super) fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(

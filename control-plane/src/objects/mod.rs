@@ -31,13 +31,8 @@ use serde::{Deserialize, Deserializer};
 
 pub use self::{
     gate::{GATE, GateState},
-    kinds::{
-        ClientIpConfig, EndpointSlice, HintName, Ingress, LoadBalancerStatus, Node, NodeAddress, NodeSpec, NodeStatus,
-        Pod, PodCondition, PodSpec, PodStatus, ReadinessGate, Service, ServiceCidr, ServiceCidrSpec, ServicePort,
-        ServiceSpec, ServiceStatus, SessionAffinityConfig, SliceConditions, SliceEndpoint, SliceHints, SlicePort,
-        Taint,
-    },
-    metadata::{Annotations, Labels, Metadata},
+    kinds::*,
+    metadata::{Marks, Metadata, keys},
     pod::PodId,
 };
 
@@ -60,29 +55,49 @@ impl ObjectKind {
     /// Every kind that each source reads. Pods are read only with `--ready-everywhere`.
     pub const ALL: [Self; 4] = [Self::Service, Self::EndpointSlice, Self::Node, Self::ServiceCidr];
 
-    /// `kind` as the API spells it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    /// `kind`, the newest `apiVersion`, and the resource in the paths of the API.
+    const fn api(self) -> [&'static str; 3] {
         match self {
-            Self::Service => "Service",
-            Self::EndpointSlice => "EndpointSlice",
-            Self::Node => "Node",
-            Self::ServiceCidr => "ServiceCIDR",
-            Self::Pod => "Pod",
+            Self::Service => ["Service", "v1", "services"],
+            Self::EndpointSlice => ["EndpointSlice", "discovery.k8s.io/v1", "endpointslices"],
+            Self::Node => ["Node", "v1", "nodes"],
+            Self::ServiceCidr => ["ServiceCIDR", "networking.k8s.io/v1", "servicecidrs"],
+            Self::Pod => ["Pod", "v1", "pods"],
         }
     }
 
+    /// `kind` as the API spells it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        self.api()[0]
+    }
+
+    /// The newest `apiVersion`.
+    #[must_use]
+    pub const fn api_version(self) -> &'static str {
+        self.api()[1]
+    }
+
+    /// The path of all objects in the API.
+    #[must_use]
+    pub fn path(self) -> String {
+        let [_, version, resource] = self.api();
+        format!("/{}/{version}/{resource}", if version.contains('/') { "apis" } else { "api" })
+    }
+
+    /// The name of the resource in RBAC rules.
+    #[must_use]
+    pub fn rbac_resource(self) -> String {
+        let [_, version, resource] = self.api();
+        version.split_once('/').map_or_else(|| resource.to_owned(), |(group, _)| format!("{resource}.{group}"))
+    }
+
     /// The kind that `apiVersion` and `kind` name together; `None` for all other kinds, such as a
-    /// `Service` of another API group.
+    /// `Service` of another API group, and for pods.
     #[must_use]
     pub fn of(api_version: &str, kind: &str) -> Option<Self> {
-        match (api_version, kind) {
-            ("v1", "Service") => Some(Self::Service),
-            ("v1", "Node") => Some(Self::Node),
-            ("discovery.k8s.io/v1", "EndpointSlice") => Some(Self::EndpointSlice),
-            ("networking.k8s.io/v1" | "networking.k8s.io/v1beta1", "ServiceCIDR") => Some(Self::ServiceCidr),
-            _ => None,
-        }
+        let newest = if api_version == "networking.k8s.io/v1beta1" { "networking.k8s.io/v1" } else { api_version };
+        Self::ALL.into_iter().find(|known| (known.name(), known.api_version()) == (kind, newest))
     }
 
     /// Whether a replica can serve only if it follows this kind.
@@ -151,38 +166,26 @@ pub enum Object {
 }
 
 impl Object {
-    /// The kind of the object.
+    /// The kind, and namespace, name and resourceVersion as the metadata of the object gives them.
     #[must_use]
-    pub fn kind(&self) -> ObjectKind {
-        match self {
-            Self::Service(_) => ObjectKind::Service,
-            Self::EndpointSlice(_) => ObjectKind::EndpointSlice,
-            Self::Node(_) => ObjectKind::Node,
-            Self::ServiceCidr(_) => ObjectKind::ServiceCidr,
-            Self::Pod(_) => ObjectKind::Pod,
-        }
-    }
-
-    /// Namespace, name and resourceVersion of the object, as its metadata gives them.
-    #[must_use]
-    pub fn names(&self) -> [&str; 3] {
+    pub fn names(&self) -> (ObjectKind, [&str; 3]) {
         fn of<L>(metadata: &Metadata<L>) -> [&str; 3] {
             [&metadata.namespace, &metadata.name, &metadata.resource_version]
         }
         match self {
-            Self::Service(object) => of(&object.metadata),
-            Self::EndpointSlice(object) => of(&object.metadata),
-            Self::Node(object) => of(&object.metadata),
-            Self::ServiceCidr(object) => of(&object.metadata),
-            Self::Pod(object) => of(&object.metadata),
+            Self::Service(object) => (ObjectKind::Service, of(&object.metadata)),
+            Self::EndpointSlice(object) => (ObjectKind::EndpointSlice, of(&object.metadata)),
+            Self::Node(object) => (ObjectKind::Node, of(&object.metadata)),
+            Self::ServiceCidr(object) => (ObjectKind::ServiceCidr, of(&object.metadata)),
+            Self::Pod(object) => (ObjectKind::Pod, of(&object.metadata)),
         }
     }
 
     /// The key of the object.
     #[must_use]
     pub fn key(&self) -> ObjectKey {
-        let [namespace, name, _] = self.names();
-        ObjectKey::new(self.kind(), namespace, name)
+        let (kind, [namespace, name, _]) = self.names();
+        ObjectKey::new(kind, namespace, name)
     }
 
     /// Decodes an object of this kind.
@@ -203,7 +206,7 @@ impl Object {
 api_types! {
     /// The `apiVersion`, `kind` and names of an object. These fields identify an object whose other
     /// fields cannot be decoded.
-    pub struct Header {
+    pub struct ManifestHeader {
         /// `apiVersion`, such as `discovery.k8s.io/v1`.
         pub api_version: String,
         /// `kind`, such as `EndpointSlice`.

@@ -1,8 +1,10 @@
 //! The pod of an endpoint, in a form that needs little memory.
 
-use std::{borrow::Cow, hash::BuildHasher as _, hash::RandomState, sync::LazyLock};
+use std::{hash::BuildHasher as _, hash::RandomState, sync::LazyLock};
 
 use serde::{Deserialize, Deserializer};
+
+use super::metadata::Text;
 
 /// The key of the hashes. It is random, so that nobody can choose names with equal hashes.
 static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::new);
@@ -46,9 +48,6 @@ impl PodId {
         HASHER.hash_one(name)
     }
 }
-
-#[derive(Deserialize)]
-struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// The fields of `targetRef` that are read. A `targetRef` without UID, as people write it, counts
 /// too: the name then identifies the pod.

@@ -32,61 +32,54 @@ struct Bucket {
 
 /// All buckets.
 #[derive(Debug)]
-pub(super) struct Buckets {
-    buckets: Box<[Bucket]>,
-    part_bytes: usize,
+pub(super) struct Buckets(Box<[Bucket]>);
+
+impl Default for Buckets {
+    fn default() -> Self {
+        Self(iter::repeat_with(Bucket::default).take(BUCKETS).collect())
+    }
 }
 
 impl Buckets {
-    /// Creates empty buckets. `part_bytes` is the approximate size of the messages, in bytes.
-    pub(super) fn new(part_bytes: usize) -> Self {
-        Self { buckets: iter::repeat_with(Bucket::default).take(BUCKETS).collect(), part_bytes }
-    }
-
     /// Records a change of `key` at `version`. `state` already contains the change.
-    pub(super) fn record(&mut self, bucket: u16, version: u64, key: &LogKey, state: &State) {
-        let bucket = &mut self.buckets[usize::from(bucket) % BUCKETS];
+    pub(super) fn record(&mut self, version: u64, key: &LogKey, state: &State) {
+        let bucket = &mut self.0[usize::from(key.bucket()) % BUCKETS];
         bucket.changed = version;
         bucket.frames = OnceLock::new();
         match key {
-            LogKey::Service(key) | LogKey::Endpoint(key, _) if state.entry(key).is_some() => {
-                if !bucket.services.contains(key) {
-                    bucket.services.insert(Arc::clone(key));
-                }
-            }
-            LogKey::Service(key) | LogKey::Endpoint(key, _) => {
-                bucket.services.remove(key);
-            }
-            LogKey::Cidr(name) if state.service_cidr(name).is_some() => {
-                bucket.cidrs.insert(name.clone());
-            }
-            LogKey::Cidr(name) => {
-                bucket.cidrs.remove(name);
-            }
-        }
+            LogKey::Service(key) | LogKey::Endpoint(key, _) => match state.entry(key) {
+                Some(_) if bucket.services.contains(key) => false,
+                Some(_) => bucket.services.insert(Arc::clone(key)),
+                None => bucket.services.remove(key),
+            },
+            LogKey::Cidr(name) => match state.service_cidr(name) {
+                Some(_) => bucket.cidrs.insert(name.clone()),
+                None => bucket.cidrs.remove(name),
+            },
+        };
     }
 
     /// The buckets that have changed after `version`, in ascending order.
     pub(super) fn changed_since(&self, version: u64) -> Vec<u16> {
-        let changed = self.buckets.iter().enumerate().filter(|(_, bucket)| bucket.changed > version);
+        let changed = self.0.iter().enumerate().filter(|(_, bucket)| bucket.changed > version);
         changed.filter_map(|(index, _)| u16::try_from(index).ok()).collect()
     }
 
     /// True if a bucket has changed after `version`.
     pub(super) fn has_changed_since(&self, bucket: u16, version: u64) -> bool {
-        self.buckets[usize::from(bucket) % BUCKETS].changed > version
+        self.0[usize::from(bucket) % BUCKETS].changed > version
     }
 
     /// The keys of a bucket that have a Service or endpoints, in order.
     pub(super) fn services(&self, bucket: u16) -> impl Iterator<Item = &Arc<ServiceKey>> {
-        self.buckets[usize::from(bucket) % BUCKETS].services.iter()
+        self.0[usize::from(bucket) % BUCKETS].services.iter()
     }
 
-    /// The messages of a bucket in the present `state`. The first caller after a change encodes
-    /// them.
-    pub(super) fn frames(&self, bucket: u16, state: &State) -> Arc<BucketFrames> {
-        let bucket = &self.buckets[usize::from(bucket) % BUCKETS];
-        Arc::clone(bucket.frames.get_or_init(|| Arc::new(bucket.encode(state, self.part_bytes))))
+    /// The messages of a bucket in the present `state`, each of about `part_bytes`. The first caller
+    /// after a change encodes them.
+    pub(super) fn frames(&self, bucket: u16, state: &State, part_bytes: usize) -> Arc<BucketFrames> {
+        let bucket = &self.0[usize::from(bucket) % BUCKETS];
+        Arc::clone(bucket.frames.get_or_init(|| Arc::new(bucket.encode(state, part_bytes))))
     }
 }
 

@@ -78,7 +78,7 @@ impl ResumeMode {
 /// The place of a stream. [`Store::cursor`] creates a cursor, and [`Store::next_frame`] moves it.
 #[derive(Debug)]
 pub struct Cursor {
-    phase: Phase,
+    phase: CursorPhase,
     version: u64,
     resources: u64,
     snapshots: u64,
@@ -90,7 +90,7 @@ pub struct Cursor {
 }
 
 #[derive(Debug)]
-enum Phase {
+enum CursorPhase {
     /// The next message is the batch after `Cursor.version`.
     Follow,
     /// The next message is part `next` of a split batch. The store bounds the memory of all split
@@ -138,18 +138,18 @@ impl Cursor {
     #[must_use]
     pub fn snapshot_buckets(&self) -> Option<usize> {
         match &self.phase {
-            Phase::Snapshot(walk) => Some(walk.buckets.as_ref().map_or(BUCKETS, |buckets| buckets.len())),
-            Phase::Follow | Phase::Parts { .. } => None,
+            CursorPhase::Snapshot(walk) => Some(walk.buckets.as_ref().map_or(BUCKETS, |buckets| buckets.len())),
+            CursorPhase::Follow | CursorPhase::Parts { .. } => None,
         }
     }
 
     /// True between batches: the agent has received all changes up to [`Cursor::version`].
     #[must_use]
     pub fn is_complete(&self) -> bool {
-        matches!(self.phase, Phase::Follow)
+        matches!(self.phase, CursorPhase::Follow)
     }
 
-    fn at(version: u64, phase: Phase, head: u64) -> Self {
+    fn at(version: u64, phase: CursorPhase, head: u64) -> Self {
         Self { phase, version, resources: 0, snapshots: 0, spelt_out_to: head }
     }
 
@@ -157,11 +157,11 @@ impl Cursor {
     fn take_part(&mut self, delta: &Arc<Delta>, index: usize) -> Option<Bytes> {
         let frame = delta.frames.get(index).cloned();
         if index + 1 < delta.frames.len() {
-            self.phase = Phase::Parts { delta: Arc::clone(delta), next: index + 1 };
+            self.phase = CursorPhase::Parts { delta: Arc::clone(delta), next: index + 1 };
         } else {
             self.version = delta.span.version;
             self.resources += delta.resources;
-            self.phase = Phase::Follow;
+            self.phase = CursorPhase::Follow;
         }
         frame
     }
@@ -182,7 +182,7 @@ impl Walk {
     }
 
     /// The next chunk; `None` after the last bucket.
-    fn next_chunk(&mut self, inner: &Inner) -> Option<Bytes> {
+    fn next_chunk(&mut self, inner: &Inner, part_bytes: usize) -> Option<Bytes> {
         loop {
             if let Some((frames, next)) = &mut self.current {
                 if let Some(frame) = frames.frames.get(*next).cloned() {
@@ -193,7 +193,7 @@ impl Walk {
                 self.current = None;
             }
             let bucket = self.next_bucket()?;
-            self.current = Some((inner.buckets.frames(bucket, &inner.state), 0));
+            self.current = Some((inner.buckets.frames(bucket, &inner.state, part_bytes), 0));
         }
     }
 
@@ -218,17 +218,18 @@ impl Store {
     #[must_use]
     pub fn cursor(&self, resume: Option<&Resume>) -> (ResumeMode, Cursor) {
         let inner = self.read();
-        let full = || (ResumeMode::Full, Cursor::at(0, Phase::Snapshot(Walk::new(inner.version, None)), inner.version));
+        let full =
+            || (ResumeMode::Full, Cursor::at(0, CursorPhase::Snapshot(Walk::new(inner.version, None)), inner.version));
         let Some(resume) = resume else { return full() };
         // Until the source has been listed, the state is incomplete, and no agent can resume from
         // the log.
         let is_ours = resume.epoch == self.epoch() && self.is_synced();
         if is_ours && (inner.log.floor()..=inner.version).contains(&resume.version) {
-            return (ResumeMode::Log, Cursor::at(resume.version, Phase::Follow, inner.version));
+            return (ResumeMode::Log, Cursor::at(resume.version, CursorPhase::Follow, inner.version));
         }
         let Some(digests) = &resume.digests else { return full() };
         let walk = Walk::new(inner.version, Some(inner.state.digests().differing(digests)));
-        (ResumeMode::Digests, Cursor::at(0, Phase::Snapshot(walk), inner.version))
+        (ResumeMode::Digests, Cursor::at(0, CursorPhase::Snapshot(walk), inner.version))
     }
 
     /// Makes a cursor between batches send these buckets in full, with everything that has changed
@@ -240,20 +241,20 @@ impl Store {
         let inner = self.read();
         let mut buckets = buckets.clone();
         buckets.extend(inner.buckets.changed_since(cursor.version));
-        cursor.phase = Phase::Snapshot(Walk::new(inner.version, Some(buckets.into_iter().collect())));
+        cursor.phase = CursorPhase::Snapshot(Walk::new(inner.version, Some(buckets.into_iter().collect())));
         true
     }
 
     /// The next message for a stream, with its gRPC prefix; `None` if the cursor is at the head.
     pub fn next_frame(&self, cursor: &mut Cursor) -> Option<Bytes> {
         match &mut cursor.phase {
-            Phase::Parts { delta, next } => {
+            CursorPhase::Parts { delta, next } => {
                 let (delta, next) = (Arc::clone(delta), *next);
                 cursor.take_part(&delta, next)
             }
-            Phase::Snapshot(walk) => {
+            CursorPhase::Snapshot(walk) => {
                 let inner = self.read();
-                if let Some(chunk) = walk.next_chunk(&inner) {
+                if let Some(chunk) = walk.next_chunk(&inner, self.limits.part_bytes) {
                     return Some(chunk);
                 }
                 let end = walk.end_marker(&inner);
@@ -261,10 +262,10 @@ impl Store {
                 cursor.spelt_out_to = inner.version;
                 cursor.resources += walk.resources;
                 cursor.snapshots += 1;
-                cursor.phase = Phase::Follow;
+                cursor.phase = CursorPhase::Follow;
                 Some(end)
             }
-            Phase::Follow => self.follow(cursor),
+            CursorPhase::Follow => self.follow(cursor),
         }
     }
 
@@ -283,7 +284,7 @@ impl Store {
         // safeguard: if the list were empty, the walk would send all buckets. In the end marker of
         // this snapshot, an empty list means all buckets.
         let buckets = Some(inner.buckets.changed_since(cursor.version)).filter(|buckets| !buckets.is_empty());
-        cursor.phase = Phase::Snapshot(Walk::new(inner.version, buckets));
+        cursor.phase = CursorPhase::Snapshot(Walk::new(inner.version, buckets));
         drop(inner);
         self.next_frame(cursor)
     }

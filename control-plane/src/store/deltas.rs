@@ -5,60 +5,31 @@
 //! these steps.
 
 use std::{
-    collections::{BTreeMap, HashMap},
-    sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use bytes::Bytes;
 use headgate_proto::v1;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::encode::{Item, Span, batch_frames};
 
 /// The maximum size of one step in parts is the size of the [`SplitBudget`] divided by this number.
 const MAX_SHARE: usize = 8;
 
-/// Limits the bytes of all steps in parts. Both cached steps and steps that streams are sending
-/// count.
+/// Limits the bytes of all steps in parts: one permit for each byte. Both cached steps and steps
+/// that streams are sending count.
 #[derive(Debug)]
 pub(super) struct SplitBudget {
-    used: AtomicUsize,
-    max_bytes: usize,
-}
-
-/// Bytes that are taken from a budget until this value is dropped.
-#[derive(Debug)]
-struct Charge {
-    budget: Arc<SplitBudget>,
-    bytes: usize,
+    pub(super) free: Arc<Semaphore>,
+    max_share: usize,
 }
 
 impl SplitBudget {
     pub(super) fn new(max_bytes: usize) -> Self {
-        Self { used: AtomicUsize::new(0), max_bytes }
-    }
-
-    /// Size of the largest step in parts for which there is room now.
-    fn room(&self) -> usize {
-        self.max_bytes.saturating_sub(self.used()).min(self.max_bytes / MAX_SHARE)
-    }
-
-    pub(super) fn used(&self) -> usize {
-        self.used.load(Ordering::Relaxed)
-    }
-
-    fn charge(self: &Arc<Self>, bytes: usize) -> Option<Charge> {
-        let add = |used: usize| used.checked_add(bytes).filter(|used| *used <= self.max_bytes);
-        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
-        Some(Charge { budget: Arc::clone(self), bytes })
-    }
-}
-
-impl Drop for Charge {
-    fn drop(&mut self) {
-        self.budget.used.fetch_sub(self.bytes, Ordering::Relaxed);
+        let free = Arc::new(Semaphore::new(max_bytes.min(Semaphore::MAX_PERMITS)));
+        Self { free, max_share: max_bytes / MAX_SHARE }
     }
 }
 
@@ -69,7 +40,7 @@ pub(super) struct Delta {
     /// The messages, with one `Batch` each. A step that was split has several messages.
     pub(super) frames: Box<[Bytes]>,
     pub(super) resources: u64,
-    _charge: Option<Charge>,
+    _charge: Option<OwnedSemaphorePermit>,
 }
 
 impl Delta {
@@ -80,15 +51,17 @@ impl Delta {
         positions: &[v1::SourcePosition],
         changes: Vec<Item>,
         part_bytes: usize,
-        budget: &Arc<SplitBudget>,
+        budget: &SplitBudget,
     ) -> Option<Self> {
         let resources = changes.len() as u64;
-        let frames = batch_frames(span, positions, changes, part_bytes, budget.room())?;
-        let charge = match &*frames {
-            [_] => None,
-            parts => Some(budget.charge(parts.iter().map(Bytes::len).sum())?),
-        };
-        Some(Self { span, frames, resources, _charge: charge })
+        let room = budget.free.available_permits().min(budget.max_share);
+        let mut step =
+            Self { span, frames: batch_frames(span, positions, changes, part_bytes, room)?, resources, _charge: None };
+        if step.frames.len() > 1 {
+            let bytes = u32::try_from(step.bytes()).ok()?;
+            step._charge = Some(Arc::clone(&budget.free).try_acquire_many_owned(bytes).ok()?);
+        }
+        Some(step)
     }
 
     fn bytes(&self) -> usize {
@@ -105,29 +78,21 @@ type Slot = Arc<OnceLock<Option<Arc<Delta>>>>;
 
 /// Steps by their start. While one stream encodes a step, only streams that need this step wait.
 #[derive(Debug)]
-pub(super) struct DeltaCache(Mutex<Kept>);
-
-#[derive(Debug)]
-struct Kept {
-    by_start: HashMap<Start, Entry>,
-    /// The encoded steps, the oldest first.
-    by_age: BTreeMap<u64, Start>,
-    newest: u64,
-    bytes: usize,
+pub(super) struct DeltaCache {
+    kept: Mutex<KeptSteps>,
     max_bytes: usize,
 }
 
-#[derive(Debug)]
-struct Entry {
-    slot: Slot,
-    /// The key in `by_age` and the size in bytes, once the step is encoded.
-    encoded: Option<(u64, usize)>,
+#[derive(Debug, Default)]
+struct KeptSteps {
+    /// Each step with its size in bytes, which is 0 until the step is encoded.
+    by_start: BTreeMap<Start, (Slot, usize)>,
+    bytes: usize,
 }
 
 impl DeltaCache {
     pub(super) fn new(max_bytes: usize) -> Self {
-        let (by_start, by_age) = Default::default();
-        Self(Mutex::new(Kept { by_start, by_age, newest: 0, bytes: 0, max_bytes }))
+        Self { kept: Mutex::default(), max_bytes }
     }
 
     /// Returns the step from `start`: the cached step if `usable` accepts it, otherwise a new step.
@@ -147,62 +112,58 @@ impl DeltaCache {
                 encode().map(Arc::new)
             });
             if is_new {
-                self.lock().encoded(start, &slot);
+                self.lock().encoded(start, &slot, self.max_bytes);
             }
             match delta {
-                Some(delta) if !is_new && !usable(delta) => slot = self.lock().renewed(start, &slot),
+                Some(delta) if !is_new && !usable(delta) => {
+                    let mut kept = self.lock();
+                    if kept.holds(start, &slot) {
+                        kept.remove(start);
+                    }
+                    slot = kept.slot(start);
+                }
                 delta => return delta.clone(),
             }
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Kept> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, KeptSteps> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Kept {
+impl KeptSteps {
     fn slot(&mut self, start: Start) -> Slot {
-        let empty = || Entry { slot: Slot::default(), encoded: None };
-        Arc::clone(&self.by_start.entry(start).or_insert_with(empty).slot)
+        Arc::clone(&self.by_start.entry(start).or_default().0)
     }
 
-    /// Replaces `old` with an empty slot, unless another caller has already replaced `old`. Returns
-    /// the present slot.
-    fn renewed(&mut self, start: Start, old: &Slot) -> Slot {
-        if self.by_start.get(&start).is_some_and(|entry| Arc::ptr_eq(&entry.slot, old)) {
-            self.remove(start);
-        }
-        self.slot(start)
+    fn holds(&self, start: Start, slot: &Slot) -> bool {
+        self.by_start.get(&start).is_some_and(|(kept, _)| Arc::ptr_eq(kept, slot))
     }
 
     fn remove(&mut self, start: Start) {
-        if let Some((age, bytes)) = self.by_start.remove(&start).and_then(|entry| entry.encoded) {
-            self.by_age.remove(&age);
-            self.bytes -= bytes;
-        }
+        self.bytes -= self.by_start.remove(&start).map_or(0, |(_, bytes)| bytes);
     }
 
-    /// Caches a step that was just encoded. If the cache exceeds its bound, the oldest steps that
-    /// no stream holds are dropped. Dropping a step that a stream holds would free no memory, and
-    /// the step might have to be encoded again.
-    fn encoded(&mut self, start: Start, slot: &Slot) {
-        let Some(entry) = self.by_start.get_mut(&start).filter(|entry| Arc::ptr_eq(&entry.slot, slot)) else { return };
+    /// Caches a step that was just encoded. If the cache exceeds its bound, steps that no stream
+    /// holds are dropped, the ones that start at the oldest versions first. Dropping a step that a
+    /// stream holds would free no memory, and the step might have to be encoded again.
+    fn encoded(&mut self, start: Start, slot: &Slot, max_bytes: usize) {
+        if !self.holds(start, slot) {
+            return;
+        }
         let Some(Some(delta)) = slot.get() else { return self.remove(start) };
-        self.newest += 1;
-        entry.encoded = Some((self.newest, delta.bytes()));
-        self.by_age.insert(self.newest, start);
+        self.by_start.insert(start, (Arc::clone(slot), delta.bytes()));
         self.bytes += delta.bytes();
-        let mut excess = self.bytes.saturating_sub(self.max_bytes);
+        let mut excess = self.bytes.saturating_sub(max_bytes);
         let mut gone = Vec::new();
-        for old in self.by_age.range(..self.newest).map(|(_, old)| *old) {
+        for (old, (slot, bytes)) in self.by_start.iter().filter(|(old, _)| **old != start) {
             if excess == 0 {
                 break;
             }
-            let Some(Entry { slot, encoded: Some((_, bytes)) }) = self.by_start.get(&old) else { continue };
-            if slot.get().and_then(Option::as_ref).is_none_or(|delta| Arc::strong_count(delta) == 1) {
+            if slot.get().and_then(Option::as_ref).is_some_and(|delta| Arc::strong_count(delta) == 1) {
                 excess = excess.saturating_sub(*bytes);
-                gone.push(old);
+                gone.push(*old);
             }
         }
         gone.into_iter().for_each(|start| self.remove(start));
@@ -213,7 +174,11 @@ impl Kept {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use std::{
-        sync::{Barrier, mpsc},
+        sync::{
+            Barrier,
+            atomic::{AtomicUsize, Ordering},
+            mpsc,
+        },
         thread,
         time::Duration,
     };
@@ -279,7 +244,7 @@ mod tests {
         assert_eq!(get(8, None), None);
         assert_eq!(get(8, Some(9)), Some(9));
         let kept = cache.lock();
-        assert_eq!((kept.bytes, kept.by_age.len(), kept.by_start.len()), (10, 1, 1));
+        assert_eq!((kept.bytes, kept.by_start.len()), (10, 1));
     }
 
     #[test]

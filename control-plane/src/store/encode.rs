@@ -4,9 +4,13 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use headgate_core::{Change, State};
-use headgate_proto::{ChangesBuilder, References, frame::frame, v1};
+use headgate_proto::{
+    ChangesBuilder, References,
+    frame::frame,
+    v1::{self, source_position::Kind},
+};
 
-use super::log::{Entry, LogKey};
+use super::log::{LogKey, LoggedKey};
 use crate::transaction::SourceKind;
 
 /// The versions before and after a step.
@@ -18,18 +22,20 @@ pub(super) struct Span {
     pub(super) is_urgent: bool,
 }
 
+/// The kinds of positions, and their values on the wire.
+const KINDS: [(SourceKind, Kind); 6] = [
+    (SourceKind::Services, Kind::Services),
+    (SourceKind::EndpointSlices, Kind::EndpointSlices),
+    (SourceKind::Nodes, Kind::Nodes),
+    (SourceKind::ServiceCidrs, Kind::ServiceCidrs),
+    (SourceKind::Pods, Kind::Pods),
+    (SourceKind::Files, Kind::Files),
+];
+
 /// The positions of a source on the wire.
 pub(crate) fn positions_to_wire(positions: impl IntoIterator<Item = (SourceKind, u64)>) -> Vec<v1::SourcePosition> {
-    use v1::source_position::Kind;
     let to_wire = |(kind, position)| {
-        let kind = match kind {
-            SourceKind::Services => Kind::Services,
-            SourceKind::EndpointSlices => Kind::EndpointSlices,
-            SourceKind::Nodes => Kind::Nodes,
-            SourceKind::ServiceCidrs => Kind::ServiceCidrs,
-            SourceKind::Pods => Kind::Pods,
-            SourceKind::Files => Kind::Files,
-        };
+        let kind = KINDS.iter().find(|(known, _)| *known == kind).map_or(Kind::Unspecified, |(_, kind)| *kind);
         v1::SourcePosition { kind: kind.into(), position }
     };
     positions.into_iter().map(to_wire).collect()
@@ -38,20 +44,11 @@ pub(crate) fn positions_to_wire(positions: impl IntoIterator<Item = (SourceKind,
 /// Positions by kind. A kind that this program does not know is left out, because its positions
 /// cannot be compared.
 pub(crate) fn positions_from_wire(wire: &[v1::SourcePosition]) -> BTreeMap<SourceKind, u64> {
-    wire.iter().filter_map(|wire| Some((kind(wire.kind())?, wire.position))).collect()
-}
-
-fn kind(wire: v1::source_position::Kind) -> Option<SourceKind> {
-    use v1::source_position::Kind;
-    match wire {
-        Kind::Services => Some(SourceKind::Services),
-        Kind::EndpointSlices => Some(SourceKind::EndpointSlices),
-        Kind::Nodes => Some(SourceKind::Nodes),
-        Kind::ServiceCidrs => Some(SourceKind::ServiceCidrs),
-        Kind::Pods => Some(SourceKind::Pods),
-        Kind::Files => Some(SourceKind::Files),
-        Kind::Unspecified => None,
-    }
+    let from_wire = |wire: &v1::SourcePosition| {
+        let (kind, _) = KINDS.into_iter().find(|(_, kind)| *kind == wire.kind())?;
+        Some((kind, wire.position))
+    };
+    wire.iter().filter_map(from_wire).collect()
 }
 
 /// Encodes a message of the server with its gRPC prefix.
@@ -89,12 +86,12 @@ pub(super) struct Item {
 /// parts of each value.
 pub(super) fn present_all<'a>(
     state: &State,
-    entries: impl IntoIterator<Item = &'a Entry>,
+    entries: impl IntoIterator<Item = &'a LoggedKey>,
     references: impl Fn(&Change) -> References,
 ) -> Vec<Item> {
-    let mut entries: Vec<&Entry> = entries.into_iter().collect();
+    let mut entries: Vec<&LoggedKey> = entries.into_iter().collect();
     entries.sort_unstable_by(|a, b| a.key.order().cmp(&b.key.order()));
-    let item = |entry: &Entry| {
+    let item = |entry: &LoggedKey| {
         let change = present(state, &entry.key);
         Item { trigger_unix_ms: entry.trigger_unix_ms, references: references(&change), change }
     };
@@ -112,14 +109,14 @@ pub(super) fn batch_frames(
     max_split_bytes: usize,
 ) -> Option<Box<[Bytes]>> {
     let Span { previous_version, version, is_urgent } = span;
-    let mut parts = Parts::default();
+    let mut parts = MessageParts::default();
     for change in changes {
         parts.push(change, part_bytes);
         if parts.full_bytes > max_split_bytes {
             return None;
         }
     }
-    let is_slices = |position: &&v1::SourcePosition| position.kind() == v1::source_position::Kind::EndpointSlices;
+    let is_slices = |position: &&v1::SourcePosition| position.kind() == Kind::EndpointSlices;
     let batch = |version: u64, positions: &[v1::SourcePosition], builder: ChangesBuilder| {
         server_frame(v1::server_message::Body::Batch(v1::Batch {
             follows_version: (version.checked_sub(1) != Some(previous_version)).then_some(previous_version),
@@ -137,7 +134,7 @@ pub(super) fn batch_frames(
 
 /// The messages of a part of a snapshot; empty if there are no resources.
 pub(super) fn chunk_frames(changes: impl IntoIterator<Item = Change>, part_bytes: usize) -> Box<[Bytes]> {
-    let mut parts = Parts::default();
+    let mut parts = MessageParts::default();
     for change in changes {
         parts.push(Item { change, trigger_unix_ms: 0, references: References::default() }, part_bytes);
     }
@@ -151,14 +148,14 @@ pub(super) fn chunk_frames(changes: impl IntoIterator<Item = Change>, part_bytes
 
 /// Changes divided into messages.
 #[derive(Default)]
-struct Parts {
+struct MessageParts {
     full: Vec<ChangesBuilder>,
     /// Estimated size of `full`.
     full_bytes: usize,
     last: ChangesBuilder,
 }
 
-impl Parts {
+impl MessageParts {
     fn push(&mut self, Item { change, trigger_unix_ms, references }: Item, part_bytes: usize) {
         if self.last.estimated_bytes() >= part_bytes {
             self.full_bytes += self.last.estimated_bytes();

@@ -4,8 +4,8 @@
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU8, Ordering},
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -13,143 +13,124 @@ use std::{
 use headgate_core::node_state::SourceState;
 use tokio::sync::watch;
 
-use crate::{metrics::Metrics, transaction::SourceKind};
+use super::Store;
+use crate::transaction::SourceKind;
 
-/// The state of the source, and the time at which the source last confirmed each kind.
+/// The state of the source, and the facts that it follows from.
 #[derive(Debug)]
 pub(super) struct Freshness {
-    inner: Mutex<Inner>,
-    state: watch::Sender<SourceState>,
-    /// The index in [`SourceState::ALL`] of the value in `state`. Each stream reads the index at
-    /// each visit, without a lock.
-    index: AtomicU8,
-    is_doubted: AtomicBool,
-    metrics: Arc<Metrics>,
+    facts: Mutex<SourceFacts>,
+    pub(super) state: watch::Sender<SourceState>,
+    pub(super) is_doubted: AtomicBool,
 }
 
 #[derive(Debug)]
-struct Inner {
+pub(super) struct SourceFacts {
     started: Instant,
-    heard: BTreeMap<SourceKind, Instant>,
-    is_listed: bool,
-    problem: Option<String>,
+    pub(super) heard: BTreeMap<SourceKind, Instant>,
+    pub(super) is_listed: bool,
+    pub(super) problem: Option<String>,
+}
+
+impl Default for Freshness {
+    /// The state of a source that has not been listed.
+    fn default() -> Self {
+        let facts = SourceFacts { started: Instant::now(), heard: BTreeMap::new(), is_listed: false, problem: None };
+        let state = watch::Sender::new(SourceState::Unlisted);
+        Self { facts: Mutex::new(facts), state, is_doubted: AtomicBool::new(false) }
+    }
 }
 
 impl Freshness {
-    /// Creates the state of a source that has not been listed.
-    pub(super) fn new(metrics: Arc<Metrics>) -> Self {
-        let inner = Inner { started: Instant::now(), heard: BTreeMap::new(), is_listed: false, problem: None };
-        metrics.set_source_state(SourceState::Unlisted);
-        Self {
-            inner: Mutex::new(inner),
-            state: watch::Sender::new(SourceState::Unlisted),
-            index: AtomicU8::new(SourceState::Unlisted as u8),
-            is_doubted: AtomicBool::new(false),
-            metrics,
-        }
+    pub(super) fn lock(&self) -> MutexGuard<'_, SourceFacts> {
+        self.facts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Store {
+    /// A receiver that wakes when the state of the source changes.
+    #[must_use]
+    pub fn watch_source(&self) -> watch::Receiver<SourceState> {
+        self.freshness.state.subscribe()
     }
 
-    pub(super) fn listed(&self) {
-        self.change(|inner| inner.is_listed = true);
+    /// The state of the source (discovery.proto, section 14).
+    #[must_use]
+    pub fn source_state(&self) -> SourceState {
+        *self.freshness.state.borrow()
     }
 
-    pub(super) fn cut_off(&self, problem: Option<String>) {
-        self.change(|inner| inner.problem = problem);
-    }
-
-    pub(super) fn doubted(&self, is_doubted: bool) {
-        self.is_doubted.store(is_doubted, Ordering::Release);
-    }
-
-    /// The state, with CUT_OFF in place of FOLLOWING while a request to the source has failed or is
-    /// late.
-    pub(super) fn state_for_others(&self) -> SourceState {
-        match self.state() {
-            SourceState::Following if self.is_doubted.load(Ordering::Acquire) => SourceState::CutOff,
+    /// The state of the source that agents of other replicas receive (discovery.proto, section 15):
+    /// CUT_OFF instead of FOLLOWING while a request to the source has failed or is late.
+    #[must_use]
+    pub fn source_state_for_others(&self) -> SourceState {
+        match self.source_state() {
+            SourceState::Following if self.freshness.is_doubted.load(Ordering::Acquire) => SourceState::CutOff,
             state => state,
         }
     }
 
-    pub(super) fn heard(&self, kind: SourceKind) {
-        self.lock().heard.insert(kind, Instant::now());
+    /// True once every kind has been listed and committed.
+    #[must_use]
+    pub fn is_synced(&self) -> bool {
+        self.source_state() != SourceState::Unlisted
     }
 
-    pub(super) fn state(&self) -> SourceState {
-        SourceState::ALL[usize::from(self.index.load(Ordering::Acquire))]
+    /// Why changes do not arrive from the source; `None` if changes arrive.
+    #[must_use]
+    pub fn source_problem(&self) -> Option<String> {
+        self.freshness.lock().problem.clone()
     }
 
-    pub(super) fn watch_state(&self) -> watch::Receiver<SourceState> {
-        self.state.subscribe()
+    /// The longest time since the source last confirmed a kind. Until every kind has been listed,
+    /// the result is the time since the start of the replica.
+    #[must_use]
+    pub fn source_age(&self) -> Duration {
+        let facts = self.freshness.lock();
+        let oldest = facts.heard.values().min().filter(|_| facts.is_listed);
+        oldest.unwrap_or(&facts.started).elapsed()
     }
 
-    pub(super) fn problem(&self) -> Option<String> {
-        self.lock().problem.clone()
+    /// Time since the source last confirmed each kind.
+    #[must_use]
+    pub fn source_ages(&self) -> BTreeMap<SourceKind, Duration> {
+        self.freshness.lock().heard.iter().map(|(kind, heard)| (*kind, heard.elapsed())).collect()
     }
 
-    pub(super) fn age(&self) -> Duration {
-        let inner = self.lock();
-        let oldest = inner.heard.values().min().filter(|_| inner.is_listed);
-        oldest.unwrap_or(&inner.started).elapsed()
-    }
-
-    pub(super) fn ages(&self) -> BTreeMap<SourceKind, Duration> {
-        self.lock().heard.iter().map(|(kind, heard)| (*kind, heard.elapsed())).collect()
-    }
-
-    fn change(&self, change: impl FnOnce(&mut Inner)) {
-        let mut inner = self.lock();
-        change(&mut inner);
-        let state = match (inner.is_listed, &inner.problem) {
+    /// Changes the facts about the source, and publishes the state that follows from them.
+    pub(super) fn change_source(&self, change: impl FnOnce(&mut SourceFacts)) {
+        let mut facts = self.freshness.lock();
+        change(&mut facts);
+        let state = match (facts.is_listed, &facts.problem) {
             (false, _) => SourceState::Unlisted,
             (true, Some(_)) => SourceState::CutOff,
             (true, None) => SourceState::Following,
         };
         // The lock is held until the end of this function, so that states are published in order.
-        self.index.store(state as u8, Ordering::Release);
         self.metrics.set_source_state(state);
-        self.state.send_replace(state);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.freshness.state.send_replace(state);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::{metrics::Metrics, store::Limits, transaction::Sink as _};
 
     #[test]
-    fn a_source_is_unlisted_until_every_kind_is_listed() {
-        let freshness = Freshness::new(Arc::new(Metrics::default()));
-        assert_eq!(freshness.state(), SourceState::Unlisted);
-        freshness.cut_off(Some("refused".into()));
-        assert_eq!(freshness.state(), SourceState::Unlisted);
-        freshness.listed();
-        assert_eq!(freshness.state(), SourceState::CutOff);
-        freshness.cut_off(None);
-        assert_eq!(
-            (freshness.state(), *freshness.watch_state().borrow()),
-            (SourceState::Following, SourceState::Following)
-        );
-    }
-
-    #[test]
-    fn a_source_in_doubt_is_cut_off_only_for_agents_of_other_replicas() {
-        let freshness = Freshness::new(Arc::new(Metrics::default()));
-        freshness.doubted(true);
-        assert_eq!(freshness.state_for_others(), SourceState::Unlisted);
-        freshness.listed();
-        assert_eq!(freshness.state_for_others(), SourceState::CutOff);
-        assert_eq!(freshness.state(), SourceState::Following);
-        freshness.doubted(false);
-        assert_eq!(freshness.state_for_others(), SourceState::Following);
-    }
-
-    #[test]
-    fn the_index_of_a_state_is_its_place_in_the_list_of_all_states() {
-        for (index, state) in SourceState::ALL.into_iter().enumerate() {
-            assert_eq!(usize::from(state as u8), index);
-        }
+    fn a_source_is_unlisted_until_every_kind_is_listed_and_in_doubt_only_for_other_replicas() {
+        let store = Store::new(Limits::default(), Arc::new(Metrics::default()));
+        let states = || (store.source_state(), store.source_state_for_others());
+        store.doubted(true);
+        store.cut_off(Some("refused".into()));
+        assert_eq!(states(), (SourceState::Unlisted, SourceState::Unlisted));
+        store.synced();
+        assert_eq!(states(), (SourceState::CutOff, SourceState::CutOff));
+        store.cut_off(None);
+        assert_eq!(states(), (SourceState::Following, SourceState::CutOff));
+        store.doubted(false);
+        assert_eq!(states(), (SourceState::Following, SourceState::Following));
     }
 }

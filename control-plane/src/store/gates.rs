@@ -19,27 +19,7 @@ pub(crate) struct WaitingPod {
 }
 
 /// All pods that wait.
-#[derive(Debug, Default)]
-pub(super) struct Gates {
-    waiting: HashMap<PodId, WaitingPod>,
-}
-
-impl Gates {
-    pub(super) fn len(&self) -> usize {
-        self.waiting.len()
-    }
-
-    pub(super) fn apply(&mut self, GateChange { pod, waiting }: GateChange) {
-        match waiting {
-            Some(names) => {
-                self.waiting.entry(pod).or_insert(WaitingPod { names, since: Instant::now() });
-            }
-            None => {
-                self.waiting.remove(&pod);
-            }
-        }
-    }
-}
+pub(super) type WaitingPods = HashMap<PodId, WaitingPod>;
 
 impl Store {
     /// A receiver that wakes when a pod begins or ceases to wait.
@@ -49,12 +29,12 @@ impl Store {
 
     /// The pods that wait.
     pub(crate) fn waiting_pods(&self) -> Vec<(PodId, WaitingPod)> {
-        self.read().gates.waiting.iter().map(|(pod, waiting)| (*pod, waiting.clone())).collect()
+        self.read().gates.iter().map(|(pod, waiting)| (*pod, waiting.clone())).collect()
     }
 
     /// True if the pod waits.
     pub(crate) fn is_waiting(&self, pod: PodId) -> bool {
-        self.read().gates.waiting.contains_key(&pod)
+        self.read().gates.contains_key(&pod)
     }
 
     /// The endpoints of a pod in Services that the nodes program.
@@ -66,6 +46,15 @@ impl Store {
 }
 
 impl Inner {
+    pub(super) fn apply_gate(&mut self, GateChange { pod, waiting }: GateChange) {
+        match waiting {
+            Some(names) => {
+                self.gates.entry(pod).or_insert(WaitingPod { names, since: Instant::now() });
+            }
+            None => drop(self.gates.remove(&pod)),
+        }
+    }
+
     fn is_served(&self, key: &ServiceKey, address: IpAddr) -> bool {
         let entry = self.state.entry(key).filter(|entry| entry.service().is_some());
         entry.is_some_and(|entry| entry.endpoints().contains_key(&address))

@@ -7,7 +7,7 @@ use headgate_core::{Change, Endpoint, Family, Service, ServiceKey};
 
 use super::{
     Store, encode,
-    log::{self, Place},
+    log::{self, LogPlace},
 };
 use crate::transaction::Problem;
 
@@ -36,7 +36,7 @@ pub(crate) struct Counts {
 
 /// The place of a watcher in the log.
 #[derive(Debug, Clone, Copy)]
-pub struct WatchCursor(Place);
+pub struct WatchCursor(LogPlace);
 
 /// A page of changes that a watcher has not seen.
 #[derive(Debug)]

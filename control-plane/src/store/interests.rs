@@ -3,12 +3,9 @@
 
 use std::{
     collections::HashMap,
-    hash::{BuildHasher as _, Hash, RandomState},
+    hash::{BuildHasher as _, RandomState},
     net::IpAddr,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -39,7 +36,6 @@ pub(crate) enum Topic<'a> {
 #[derive(Debug, Default)]
 pub(super) struct Interests {
     hasher: RandomState,
-    count: AtomicUsize,
     waiters: Mutex<HashMap<u64, Vec<Arc<Notify>>>>,
 }
 
@@ -52,12 +48,9 @@ pub(crate) struct Interest {
 }
 
 impl Interests {
-    /// The hashes of the topics of a change; nothing if nobody waits.
-    pub(super) fn touched(&self, changes: impl Iterator<Item = impl AsTopic>) -> Vec<u64> {
-        if self.count.load(Ordering::Acquire) == 0 {
-            return Vec::new();
-        }
-        changes.filter_map(|change| change.topic().map(|topic| self.hash(&topic))).collect()
+    /// The hashes of the topics of changes; nothing if nobody waits.
+    pub(super) fn touched<'a>(&self, topics: impl Iterator<Item = Topic<'a>>) -> Vec<u64> {
+        if self.lock().is_empty() { Vec::new() } else { topics.map(|topic| self.hasher.hash_one(topic)).collect() }
     }
 
     pub(super) fn wake(&self, touched: &[u64]) {
@@ -66,10 +59,6 @@ impl Interests {
         }
         let waiters = self.lock();
         touched.iter().filter_map(|topic| waiters.get(topic)).flatten().for_each(|waiter| waiter.notify_one());
-    }
-
-    fn hash(&self, topic: &impl Hash) -> u64 {
-        self.hasher.hash_one(topic)
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Vec<Arc<Notify>>>> {
@@ -93,7 +82,7 @@ impl Interest {
 
     /// Also waits for changes of these topics.
     pub(crate) fn add<'a>(&mut self, topics: impl IntoIterator<Item = Topic<'a>>) {
-        let topics: Vec<u64> = topics.into_iter().map(|topic| self.interests.hash(&topic)).collect();
+        let topics: Vec<u64> = topics.into_iter().map(|topic| self.interests.hasher.hash_one(topic)).collect();
         let mut waiters = self.interests.lock();
         for topic in &topics {
             waiters.entry(*topic).or_default().push(Arc::clone(&self.changed));
@@ -114,18 +103,13 @@ impl Drop for Interest {
                 }
             }
         }
-        self.interests.count.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
-/// A change that belongs to a topic.
-pub(super) trait AsTopic {
-    fn topic(&self) -> Option<Topic<'_>>;
-}
-
-impl AsTopic for &Change {
-    fn topic(&self) -> Option<Topic<'_>> {
-        match self {
+impl<'a> Topic<'a> {
+    /// The topic of a change.
+    pub(super) fn of(change: &'a Change) -> Option<Self> {
+        match change {
             Change::Service(service) => Some(Topic::Service(&service.key)),
             Change::RemoveService(key) => Some(Topic::Service(key)),
             Change::Endpoint(key, endpoint) => Some(Topic::Endpoint(key, endpoint.address)),
@@ -135,18 +119,11 @@ impl AsTopic for &Change {
     }
 }
 
-impl AsTopic for PodId {
-    fn topic(&self) -> Option<Topic<'_>> {
-        Some(Topic::Pod(*self))
-    }
-}
-
 impl Store {
-    /// Begins to wait for changes of topics.
+    /// Begins to wait for changes of topics. Commits look at the waiters first, so the caller looks
+    /// at the store after this call.
     pub(crate) fn interest<'a>(&self, topics: impl IntoIterator<Item = Topic<'a>>) -> Interest {
         let (interests, changed) = (Arc::clone(&self.interests), Arc::new(Notify::new()));
-        // Commits look at the count first, so it grows before the caller looks at the store.
-        interests.count.fetch_add(1, Ordering::AcqRel);
         let mut interest = Interest { interests, topics: Vec::new(), changed };
         interest.add(topics);
         interest

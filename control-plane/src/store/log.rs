@@ -13,6 +13,8 @@ use std::{
 use compact_str::CompactString;
 use headgate_core::{Change, ServiceKey, State, digest};
 
+use super::Limits;
+
 /// Key of a resource that every agent receives.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) enum LogKey {
@@ -25,6 +27,14 @@ pub(super) enum LogKey {
 }
 
 impl LogKey {
+    /// The bucket of the resource.
+    pub(super) fn bucket(&self) -> u16 {
+        match self {
+            Self::Service(key) | Self::Endpoint(key, _) => digest::service_bucket(key),
+            Self::Cidr(name) => digest::service_cidr_bucket(name),
+        }
+    }
+
     /// Order of encoding: ServiceCIDRs, then each service followed by its endpoints.
     pub(super) fn order(&self) -> (Option<&ServiceKey>, Option<IpAddr>, &str) {
         match self {
@@ -36,119 +46,91 @@ impl LogKey {
 }
 
 /// A place in the log: the version, and the number of the change within the version.
-pub(super) type Place = (u64, u32);
+pub(super) type LogPlace = (u64, u32);
 
 /// The first place after `version`.
-pub(super) fn after(version: u64) -> Place {
+pub(super) fn after(version: u64) -> LogPlace {
     (version.saturating_add(1), 0)
 }
 
 /// The last change of one key.
-#[derive(Debug, Clone)]
-pub(super) struct Entry {
+#[derive(Debug)]
+pub(super) struct LoggedKey {
     pub(super) key: LogKey,
     pub(super) trigger_unix_ms: u64,
 }
 
-/// The places of one service's resources in the log, and the bucket of the service.
-#[derive(Debug)]
+/// The places of one service's resources in the log.
+#[derive(Debug, Default)]
 struct ServicePlaces {
-    bucket: u16,
-    service: Option<Place>,
-    endpoints: BTreeMap<IpAddr, Place>,
+    service: Option<LogPlace>,
+    endpoints: BTreeMap<IpAddr, LogPlace>,
 }
 
 /// The compacted log.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Log {
-    entries: BTreeMap<Place, Entry>,
+    entries: BTreeMap<LogPlace, LoggedKey>,
     services: HashMap<Arc<ServiceKey>, ServicePlaces>,
-    cidrs: HashMap<CompactString, Place>,
-    tombstones: BTreeSet<Place>,
-    max_tombstones: usize,
-    max_entries: usize,
+    cidrs: HashMap<CompactString, LogPlace>,
+    tombstones: BTreeSet<LogPlace>,
     floor: u64,
 }
 
 impl Log {
-    /// Creates an empty log for at most `max_entries` keys, of which at most `max_tombstones` are
-    /// removed keys.
-    pub(super) fn new(max_entries: usize, max_tombstones: usize) -> Self {
-        Self {
-            entries: BTreeMap::new(),
-            services: HashMap::new(),
-            cidrs: HashMap::new(),
-            tombstones: BTreeSet::new(),
-            max_tombstones,
-            max_entries,
-            floor: 0,
-        }
-    }
-
     /// The floor: the log contains every change after this version.
     pub(super) fn floor(&self) -> u64 {
         self.floor
     }
 
-    /// The key of the resource that a change adds, changes or removes, and the bucket of the
-    /// resource. The key shares memory with an equal key in the log or in `state`. `state` is the
-    /// state before the change.
-    pub(super) fn intern(&self, change: &Change, state: &State) -> (LogKey, u16) {
+    /// The key of the resource that a change adds, changes or removes. The key shares memory with
+    /// an equal key in the log or in `state`. `state` is the state before the change.
+    pub(super) fn intern(&self, change: &Change, state: &State) -> LogKey {
+        let shared = |key: &ServiceKey| {
+            let known = self.services.get_key_value(key).map(|(shared, _)| shared).or_else(|| state.key(key));
+            known.map_or_else(|| Arc::new(key.clone()), Arc::clone)
+        };
         match change {
-            Change::Service(service) => self.service_key(&service.key, state, LogKey::Service),
-            Change::RemoveService(key) => self.service_key(key, state, LogKey::Service),
-            Change::Endpoint(key, endpoint) => {
-                self.service_key(key, state, |key| LogKey::Endpoint(key, endpoint.address))
-            }
-            Change::RemoveEndpoint(key, address) => self.service_key(key, state, |key| LogKey::Endpoint(key, *address)),
-            Change::ServiceCidr(cidr) => (LogKey::Cidr(cidr.name.clone()), digest::service_cidr_bucket(&cidr.name)),
-            Change::RemoveServiceCidr(name) => (LogKey::Cidr(name.clone()), digest::service_cidr_bucket(name)),
+            Change::Service(service) => LogKey::Service(shared(&service.key)),
+            Change::RemoveService(key) => LogKey::Service(shared(key)),
+            Change::Endpoint(key, endpoint) => LogKey::Endpoint(shared(key), endpoint.address),
+            Change::RemoveEndpoint(key, address) => LogKey::Endpoint(shared(key), *address),
+            Change::ServiceCidr(cidr) => LogKey::Cidr(cidr.name.clone()),
+            Change::RemoveServiceCidr(name) => LogKey::Cidr(name.clone()),
         }
-    }
-
-    fn service_key(
-        &self,
-        key: &ServiceKey,
-        state: &State,
-        make: impl FnOnce(Arc<ServiceKey>) -> LogKey,
-    ) -> (LogKey, u16) {
-        if let Some((shared, places)) = self.services.get_key_value(key) {
-            return (make(Arc::clone(shared)), places.bucket);
-        }
-        let shared = state.key(key).map_or_else(|| Arc::new(key.clone()), Arc::clone);
-        (make(shared), digest::service_bucket(key))
     }
 
     /// Records the last change of a key at `place`, which must be after every other place in the
-    /// log.
-    pub(super) fn record(&mut self, place: Place, entry_key: LogKey, bucket: u16, trigger_unix_ms: u64, removed: bool) {
-        let old = match &entry_key {
-            LogKey::Service(key) => self.places(key, bucket).service.replace(place),
-            LogKey::Endpoint(key, address) => self.places(key, bucket).endpoints.insert(*address, place),
+    /// log. Then drops the oldest removals and the oldest keys beyond the limits.
+    pub(super) fn record(
+        &mut self,
+        place: LogPlace,
+        key: LogKey,
+        trigger_unix_ms: u64,
+        is_removed: bool,
+        limits: &Limits,
+    ) {
+        let old = match &key {
+            LogKey::Service(key) => self.services.entry(Arc::clone(key)).or_default().service.replace(place),
+            LogKey::Endpoint(key, address) => {
+                self.services.entry(Arc::clone(key)).or_default().endpoints.insert(*address, place)
+            }
             LogKey::Cidr(name) => self.cidrs.insert(name.clone(), place),
         };
         if let Some(old) = old {
             self.entries.remove(&old);
             self.tombstones.remove(&old);
         }
-        self.entries.insert(place, Entry { key: entry_key, trigger_unix_ms });
-        if removed {
+        self.entries.insert(place, LoggedKey { key, trigger_unix_ms });
+        if is_removed {
             self.tombstones.insert(place);
         }
-        self.forget_oldest();
-    }
-
-    fn places(&mut self, key: &Arc<ServiceKey>, bucket: u16) -> &mut ServicePlaces {
-        let empty = || ServicePlaces { bucket, service: None, endpoints: BTreeMap::new() };
-        self.services.entry(Arc::clone(key)).or_insert_with(empty)
-    }
-
-    fn forget_oldest(&mut self) {
-        while self.tombstones.len() > self.max_tombstones {
-            let Some(place) = self.tombstones.pop_first() else { return };
+        while self.tombstones.len() > limits.max_tombstones
+            && let Some(place) = self.tombstones.pop_first()
+        {
             self.forget_place(place);
         }
-        while self.entries.len() > self.max_entries
+        while self.entries.len() > limits.max_tombstones.saturating_add(limits.max_delta_changes)
             && let Some((place, _)) = self.entries.first_key_value()
         {
             let place = *place;
@@ -157,7 +139,7 @@ impl Log {
         }
     }
 
-    fn forget_place(&mut self, place: Place) {
+    fn forget_place(&mut self, place: LogPlace) {
         self.floor = self.floor.max(place.0);
         match self.entries.remove(&place).map(|entry| entry.key) {
             Some(LogKey::Cidr(name)) => {
@@ -180,7 +162,7 @@ impl Log {
     }
 
     /// The keys that have changed at or after `from`, in order of their last change.
-    pub(super) fn since(&self, from: Place) -> impl Iterator<Item = (Place, &Entry)> {
+    pub(super) fn since(&self, from: LogPlace) -> impl Iterator<Item = (LogPlace, &LoggedKey)> {
         self.entries.range(from..).map(|(place, entry)| (*place, entry))
     }
 

@@ -21,7 +21,6 @@ mod inspect;
 mod interests;
 mod log;
 mod nodes;
-mod placements;
 mod pods;
 mod resume;
 #[cfg(test)]
@@ -30,7 +29,7 @@ mod usage;
 mod verify;
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, HashMap, VecDeque, hash_map::Entry},
     sync::{
         Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
         atomic::{AtomicU64, Ordering},
@@ -45,7 +44,7 @@ use tokio::sync::watch;
 pub use cursor::{Cursor, Resume, ResumeMode};
 pub(crate) use encode::{positions_from_wire, positions_to_wire, server_frame};
 pub use inspect::{WatchCursor, WatchPage};
-pub use resume::{BehindWait, NodeResumption, NotYet, Resumption, Wait};
+pub use resume::{BehindWait, NotYet, Resumption, Wait};
 
 use crate::{
     metrics::Metrics,
@@ -54,14 +53,13 @@ use crate::{
 use buckets::Buckets;
 use deltas::{DeltaCache, SplitBudget};
 use freshness::Freshness;
-use gates::Gates;
 pub(crate) use gates::WaitingPod;
+use gates::WaitingPods;
 use interests::Interests;
 pub(crate) use interests::Topic;
 use log::{Log, LogKey};
 use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
-use placements::Placements;
 use pods::Pods;
 pub(crate) use pods::{NoPod, PodEndpoints, PodName};
 use usage::Witnesses;
@@ -119,7 +117,7 @@ pub struct Store {
     limits: Limits,
     inner: RwLock<Inner>,
     deltas: DeltaCache,
-    split_budget: Arc<SplitBudget>,
+    split_budget: SplitBudget,
     freshness: Freshness,
     problems: Mutex<Arc<[Problem]>>,
     head: watch::Sender<u64>,
@@ -138,15 +136,18 @@ pub struct Store {
     metrics: Arc<Metrics>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Inner {
     state: State,
     log: Log,
-    placements: Placements,
+    /// For each placement in the state: how many endpoints have it, and the version at which the
+    /// first of them got it. A message may refer to a placement (discovery.proto, section 13) only
+    /// if its receiver holds it.
+    placements: HashMap<Arc<Placement>, (u32, u64)>,
     buckets: Buckets,
     nodes: Nodes,
     pods: Pods,
-    gates: Gates,
+    gates: WaitingPods,
     witnesses: Witnesses,
     version: u64,
     /// The position of each kind, including bookmarks. Positions of agents are compared with these
@@ -167,32 +168,17 @@ impl Store {
     /// Creates an empty store with a new epoch.
     #[must_use]
     pub fn new(limits: Limits, metrics: Arc<Metrics>) -> Self {
-        let epoch = fastrand::u64(1..);
-        let inner = Inner {
-            state: State::default(),
-            log: Log::new(limits.max_tombstones.saturating_add(limits.max_delta_changes), limits.max_tombstones),
-            placements: Placements::default(),
-            buckets: Buckets::new(limits.part_bytes),
-            nodes: Nodes::default(),
-            pods: Pods::default(),
-            gates: Gates::default(),
-            witnesses: Witnesses::default(),
-            version: 0,
-            positions: BTreeMap::new(),
-            changed_positions: BTreeMap::new(),
-            moved_at: BTreeMap::new(),
-            commit_times: VecDeque::new(),
-        };
+        metrics.set_source_state(SourceState::Unlisted);
         Self {
-            epoch,
-            inner: RwLock::new(inner),
+            epoch: fastrand::u64(1..),
+            inner: RwLock::default(),
             deltas: DeltaCache::new(limits.delta_cache_bytes),
-            split_budget: Arc::new(SplitBudget::new(limits.split_bytes)),
+            split_budget: SplitBudget::new(limits.split_bytes),
             limits,
-            freshness: Freshness::new(Arc::clone(&metrics)),
-            problems: Mutex::new(Arc::from([])),
-            head: watch::Sender::new(0),
-            moves: watch::Sender::new(0),
+            freshness: Freshness::default(),
+            problems: Mutex::default(),
+            head: watch::Sender::default(),
+            moves: watch::Sender::default(),
             gates_changed: watch::Sender::default(),
             wanted_positions: watch::Sender::default(),
             position_asked: Mutex::default(),
@@ -220,37 +206,6 @@ impl Store {
     #[must_use]
     pub fn head(&self) -> watch::Receiver<u64> {
         self.head.subscribe()
-    }
-
-    /// A receiver that wakes when the state of the source changes.
-    #[must_use]
-    pub fn watch_source(&self) -> watch::Receiver<SourceState> {
-        self.freshness.watch_state()
-    }
-
-    /// The state of the source (discovery.proto, section 14).
-    #[must_use]
-    pub fn source_state(&self) -> SourceState {
-        self.freshness.state()
-    }
-
-    /// The state of the source that agents of other replicas receive (discovery.proto, section 15):
-    /// CUT_OFF instead of FOLLOWING while a request to the source has failed or is late.
-    #[must_use]
-    pub fn source_state_for_others(&self) -> SourceState {
-        self.freshness.state_for_others()
-    }
-
-    /// Why changes do not arrive from the source; `None` if changes arrive.
-    #[must_use]
-    pub fn source_problem(&self) -> Option<String> {
-        self.freshness.problem()
-    }
-
-    /// True once every kind has been listed and committed.
-    #[must_use]
-    pub fn is_synced(&self) -> bool {
-        self.source_state() != SourceState::Unlisted
     }
 
     /// A receiver that wakes when a position of the source moves, with or without a new version.
@@ -304,13 +259,6 @@ impl Store {
         seen.iter().filter(|(kind, _)| counts(**kind)).find_map(compare)
     }
 
-    /// The longest time since the source last confirmed a kind. Until every kind has been listed,
-    /// the result is the time since the start of the replica.
-    #[must_use]
-    pub fn source_age(&self) -> Duration {
-        self.freshness.age()
-    }
-
     /// The present problems, sorted.
     #[must_use]
     pub fn present_problems(&self) -> Arc<[Problem]> {
@@ -362,12 +310,6 @@ impl Store {
     #[must_use]
     pub fn changed_positions(&self) -> BTreeMap<SourceKind, u64> {
         self.read().changed_positions.clone()
-    }
-
-    /// Time since the source last confirmed each kind.
-    #[must_use]
-    pub fn source_ages(&self) -> BTreeMap<SourceKind, Duration> {
-        self.freshness.ages()
     }
 
     /// The digests of the present state.
@@ -438,18 +380,19 @@ impl Inner {
 
     /// Applies changes as the next version, and returns how many of them had an effect. If no
     /// change had an effect, there is no new version.
-    fn apply(&mut self, changes: Vec<TriggeredChange>) -> usize {
+    fn apply(&mut self, changes: Vec<TriggeredChange>, limits: &Limits) -> usize {
         let version = self.version + 1;
         let mut scratch = Dirty::default();
         let mut effective = 0_u32;
         for TriggeredChange { change, trigger_unix_ms } in changes {
-            let (key, bucket) = self.log.intern(&change, &self.state);
+            let key = self.log.intern(&change, &self.state);
+            let is_removed =
+                matches!(change, Change::RemoveService(_) | Change::RemoveEndpoint(..) | Change::RemoveServiceCidr(_));
             let before = self.placement(&key).cloned();
             if self.state.apply(change, &mut scratch) {
                 self.update_placements(version, &key, before);
-                self.buckets.record(bucket, version, &key, &self.state);
-                let removed = self.is_removed(&key);
-                self.log.record((version, effective), key, bucket, trigger_unix_ms, removed);
+                self.buckets.record(version, &key, &self.state);
+                self.log.record((version, effective), key, trigger_unix_ms, is_removed, limits);
                 effective = effective.saturating_add(1);
             }
         }
@@ -477,9 +420,15 @@ impl Inner {
     /// Records the placement of an endpoint that has changed. The new value is added before the old
     /// value is released, so that an equal placement keeps its version.
     fn update_placements(&mut self, version: u64, key: &LogKey, before: Option<Arc<Placement>>) {
-        let now = self.placement(key).cloned();
-        now.into_iter().for_each(|placement| self.placements.take(version, &placement));
-        before.into_iter().for_each(|placement| self.placements.release(&placement));
+        if let Some(now) = self.placement(key).cloned() {
+            self.placements.entry(now).or_insert((0, version)).0 += 1;
+        }
+        if let Some(Entry::Occupied(mut users)) = before.map(|before| self.placements.entry(before)) {
+            users.get_mut().0 -= 1;
+            if users.get().0 == 0 {
+                users.remove();
+            }
+        }
     }
 
     fn has_service(&self, key: &ServiceKey) -> bool {
@@ -495,20 +444,11 @@ impl Inner {
             _ => return References::default(),
         };
         let has_service = self.has_service(key) && self.log.service_version(key) <= version;
-        let placement = placement.filter(|placement| self.placements.has_held_since(version, placement));
+        let has_held = |placement| self.placements.get(placement).is_some_and(|(_, since)| *since <= version);
+        let placement = placement.filter(|placement| has_held(*placement));
         References {
             service: has_service.then(|| reference::service(key)),
             placement: placement.map(|placement| reference::placement(placement)),
-        }
-    }
-
-    fn is_removed(&self, key: &LogKey) -> bool {
-        match key {
-            LogKey::Service(key) => !self.has_service(key),
-            LogKey::Endpoint(key, address) => {
-                self.state.entry(key).is_none_or(|entry| !entry.endpoints().contains_key(address))
-            }
-            LogKey::Cidr(name) => self.state.service_cidr(name).is_none(),
         }
     }
 }
@@ -531,11 +471,12 @@ impl Sink for Store {
             let nodes_position = changed_nodes_at.or_else(|| inner.nodes_position());
             // A waiter registers before it reads the store, so one that reads the state before this
             // commit is found here.
-            let mut touched = self.interests.touched(changes.iter().map(|triggered| &triggered.change));
-            let effective = inner.apply(changes);
-            let of_pods = pods.into_iter().flat_map(|change| inner.apply_pod(change)).collect::<Vec<_>>();
-            touched.extend(self.interests.touched(of_pods.into_iter()));
-            gates.into_iter().for_each(|change| inner.gates.apply(change));
+            let mut touched =
+                self.interests.touched(changes.iter().filter_map(|triggered| Topic::of(&triggered.change)));
+            let effective = inner.apply(changes, &self.limits);
+            let of_pods = pods.into_iter().flat_map(|change| inner.apply_pod(change));
+            touched.extend(self.interests.touched(of_pods.collect::<Vec<_>>().into_iter().map(Topic::Pod)));
+            gates.into_iter().for_each(|change| inner.apply_gate(change));
             if effective > 0 {
                 inner.publish(received);
             }
@@ -572,19 +513,19 @@ impl Sink for Store {
 
     fn synced(&self) {
         self.listed_version.store(self.version(), Ordering::Release);
-        self.freshness.listed();
+        self.change_source(|facts| facts.is_listed = true);
     }
 
     fn heard(&self, kind: SourceKind) {
-        self.freshness.heard(kind);
+        self.freshness.lock().heard.insert(kind, Instant::now());
     }
 
     fn cut_off(&self, problem: Option<String>) {
-        self.freshness.cut_off(problem);
+        self.change_source(|facts| facts.problem = problem);
     }
 
     fn doubted(&self, is_doubted: bool) {
-        self.freshness.doubted(is_doubted);
+        self.freshness.is_doubted.store(is_doubted, Ordering::Release);
     }
 
     fn problems(&self, problems: Vec<Problem>) {

@@ -26,18 +26,11 @@ pub struct OwnNode {
     pub position: Option<(SourceKind, u64)>,
 }
 
-#[derive(Debug)]
-struct Known {
-    node: Arc<Node>,
-    /// False if `--agent-nodes` does not select the Node.
-    is_selected: bool,
-    position: Option<(SourceKind, u64)>,
-}
-
 /// All Nodes by name, and the observers of their changes.
 #[derive(Default)]
 pub(super) struct Nodes {
-    by_name: HashMap<Arc<str>, Known>,
+    /// Each Node, and whether `--agent-nodes` selects it.
+    by_name: HashMap<Arc<str>, (OwnNode, bool)>,
     /// The position of the source when any Node last changed.
     position: Option<(SourceKind, u64)>,
     observers: Vec<Weak<dyn NodeObserver>>,
@@ -50,14 +43,12 @@ impl Nodes {
 
     /// The names of all Nodes, and whether `--agent-nodes` selects them.
     pub(super) fn names(&self) -> impl Iterator<Item = (&Arc<str>, bool)> {
-        self.by_name.iter().map(|(name, known)| (name, known.is_selected))
+        self.by_name.iter().map(|(name, (_, is_selected))| (name, *is_selected))
     }
 
     pub(super) fn get(&self, name: &str) -> OwnNode {
-        match self.by_name.get(name) {
-            Some(known) => OwnNode { node: Some(Arc::clone(&known.node)), position: known.position },
-            None => OwnNode { node: None, position: self.position },
-        }
+        let known = self.by_name.get(name).map(|(known, _)| known.clone());
+        known.unwrap_or(OwnNode { node: None, position: self.position })
     }
 
     /// Applies a change that the source made at `position`. Returns the name of the Node if its
@@ -68,14 +59,13 @@ impl Nodes {
             NodeChange::ApplyExcluded(node) => (Arc::clone(&node.name), Some(Arc::new(node)), false),
             NodeChange::Remove(name) => (name, None, false),
         };
-        let known = self.by_name.get(&name);
-        if known.map(|known| &known.node) == node.as_ref() && known.is_none_or(|known| known.is_selected == is_selected)
-        {
+        let known = self.by_name.get(&name).map(|(known, is_selected)| (&known.node, *is_selected));
+        if known.unwrap_or((&None, false)) == (&node, is_selected) {
             return None;
         }
         self.position = position;
         match node {
-            Some(node) => self.by_name.insert(Arc::clone(&name), Known { node, is_selected, position }),
+            node @ Some(_) => self.by_name.insert(Arc::clone(&name), (OwnNode { node, position }, is_selected)),
             None => self.by_name.remove(&name),
         };
         Some(name)

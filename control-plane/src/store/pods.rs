@@ -47,7 +47,7 @@ pub(crate) enum NoPod {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct PodEntry {
     service: Arc<ServiceKey>,
     pod: PodId,
     node: Option<Arc<str>>,
@@ -57,7 +57,7 @@ struct Entry {
 /// The pods of all endpoints.
 #[derive(Debug, Default)]
 pub(super) struct Pods {
-    by_address: HashMap<IpAddr, Vec<Entry>>,
+    by_address: HashMap<IpAddr, Vec<PodEntry>>,
     /// The addresses of pods, by the hash of the pod's name.
     by_name: HashMap<u64, BTreeSet<IpAddr>>,
     removed: VecDeque<(IpAddr, Arc<ServiceKey>, PodId)>,
@@ -82,7 +82,7 @@ impl Pods {
         if let Some((pod, node)) = pod {
             self.by_name.entry(pod.name()).or_default().insert(address);
             entries.retain(|entry| !(entry.service == *service && entry.pod == pod));
-            entries.push(Entry { service: Arc::clone(service), pod, node, is_removed: false });
+            entries.push(PodEntry { service: Arc::clone(service), pod, node, is_removed: false });
         }
         while self.removed.len() > MAX_REMOVED
             && let Some((address, service, pod)) = self.removed.pop_front()
@@ -108,13 +108,13 @@ impl Pods {
         }
     }
 
-    fn entries_of(&self, addresses: impl IntoIterator<Item = IpAddr>) -> impl Iterator<Item = (IpAddr, &Entry)> {
+    fn entries_of(&self, addresses: impl IntoIterator<Item = IpAddr>) -> impl Iterator<Item = (IpAddr, &PodEntry)> {
         addresses
             .into_iter()
             .flat_map(|address| self.by_address.get(&address).into_iter().flatten().map(move |entry| (address, entry)))
     }
 
-    fn entries_of_pod(&self, pod: PodId) -> impl Iterator<Item = (IpAddr, &Entry)> {
+    fn entries_of_pod(&self, pod: PodId) -> impl Iterator<Item = (IpAddr, &PodEntry)> {
         let addresses = self.by_name.get(&pod.name()).into_iter().flatten().copied();
         self.entries_of(addresses).filter(move |(_, entry)| entry.pod == pod)
     }
@@ -146,13 +146,13 @@ impl Pods {
             }
         };
         let uid = (!uid.is_empty()).then(|| PodId::new(uid, "").uid());
-        let is_named = |entry: &Entry| match name {
+        let is_named = |entry: &PodEntry| match name {
             PodName::Address(_) => true,
             PodName::Named(namespace, _) => Some(entry.pod.name()) == hash && entry.service.namespace == *namespace,
         };
-        let is_meant = |entry: &Entry| is_named(entry) && uid.is_none_or(|uid| entry.pod.uid() == uid);
+        let is_meant = |entry: &PodEntry| is_named(entry) && uid.is_none_or(|uid| entry.pod.uid() == uid);
         let meant = self.entries_of(candidates).map(|(_, entry)| entry).filter(|entry| is_meant(entry));
-        let (removed, live): (Vec<&Entry>, Vec<&Entry>) = meant.partition(|entry| entry.is_removed);
+        let (removed, live): (Vec<&PodEntry>, Vec<&PodEntry>) = meant.partition(|entry| entry.is_removed);
         let pod = match (live.first(), removed.last()) {
             (Some(first), _) if live.iter().all(|entry| entry.pod == first.pod) => first.pod,
             (Some(_), _) => return Err(NoPod::Ambiguous),

@@ -34,8 +34,16 @@ pub enum NotYet {
 
 impl NotYet {
     /// Checks that this replica has reached the positions in `seen`, for the kinds that `counts`
-    /// selects.
-    fn check(store: &Store, seen: &BTreeMap<SourceKind, u64>, counts: impl Fn(SourceKind) -> bool) -> Result<(), Self> {
+    /// selects. An agent receives an older Node only after its [`BehindWait`] is over.
+    ///
+    /// # Errors
+    /// The reason why the agent has to wait. Retry when the source has been listed or its position
+    /// has moved.
+    pub fn check(
+        store: &Store,
+        seen: &BTreeMap<SourceKind, u64>,
+        counts: impl Fn(SourceKind) -> bool,
+    ) -> Result<(), Self> {
         if !store.is_synced() {
             return Err(Self::Unlisted);
         }
@@ -102,28 +110,6 @@ impl BehindWait {
                 if before.is_none() { Wait::Begins } else { Wait::Continues }
             }
         }
-    }
-}
-
-/// The positions up to which an agent has seen its own Node. The agent receives an older Node only
-/// after its [`BehindWait`] is over.
-#[derive(Debug)]
-pub struct NodeResumption(BTreeMap<SourceKind, u64>);
-
-impl NodeResumption {
-    /// Returns the positions in the state that the agent holds.
-    #[must_use]
-    pub fn begin(resume: Option<&Resume>) -> Self {
-        Self(resume.map(|resume| resume.positions.clone()).unwrap_or_default())
-    }
-
-    /// Checks that the Nodes of this replica are at least as new as the Node that the agent has.
-    ///
-    /// # Errors
-    /// The reason why the agent does not receive its Node yet. Retry when the source has been
-    /// listed or its position has moved.
-    pub fn check(&self, store: &Store) -> Result<(), NotYet> {
-        NotYet::check(store, &self.0, SourceKind::has_nodes)
     }
 }
 

@@ -48,8 +48,8 @@ fn is_ready(bench: &mut Bench, name: &str) -> bool {
 }
 
 fn waiting(bench: &mut Bench) -> Vec<Option<String>> {
-    let changes = bench.model.take_gates().into_iter();
-    changes.map(|change| change.waiting.map(|names| format!("{names} {}", names.uid))).collect()
+    bench.flush();
+    bench.gates.drain(..).map(|change| change.waiting.map(|names| format!("{names} {}", names.uid))).collect()
 }
 
 #[test]
@@ -135,7 +135,10 @@ fn the_pod_of_an_address_is_the_held_one_if_its_entry_counts() {
     let mut serving = of_pod("10.1.0.1", "u2", false);
     serving["conditions"]["serving"] = json!(true);
     bench.apply(&slice("s-2", "s", json!([serving]), http(80)));
-    let pod = |bench: &mut Bench| bench.model.take_pods().pop().unwrap().pod.unwrap().0;
+    let pod = |bench: &mut Bench| {
+        bench.flush();
+        bench.pods.pop().unwrap().pod.unwrap().0
+    };
     assert_eq!(pod(&mut bench), PodId::new("u2", "web-1"));
     put(&mut bench, "u1", WAITING);
     assert!(is_ready(&mut bench, "s"));

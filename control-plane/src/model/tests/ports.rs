@@ -107,7 +107,8 @@ fn the_pod_of_an_address_is_the_one_whose_entry_counts() {
     };
     let mut bench = Bench::with(&[two_ports(), of_pod("a", "one", true), of_pod("b", "two", false)]);
     let pods = |bench: &mut Bench| {
-        bench.model.take_pods().into_iter().filter_map(|change| change.pod).map(|(pod, _)| pod).collect::<Vec<_>>()
+        bench.flush();
+        bench.pods.drain(..).filter_map(|change| change.pod).map(|(pod, _)| pod).collect::<Vec<_>>()
     };
     let id = |name: &str| PodId::new(name, name);
     assert_eq!(pods(&mut bench).last(), Some(&id("one")));

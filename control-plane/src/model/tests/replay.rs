@@ -184,7 +184,7 @@ proptest! {
         prop_assert_eq!(&by_event.nodes, &squashed.nodes);
         values.reverse();
         for kind in ObjectKind::ALL {
-            let listed = values.iter().map(object).filter(|object| object.kind() == kind);
+            let listed = values.iter().map(object).filter(|object| object.key().kind == kind);
             by_event.model.replace(kind, listed.map(|object| Event::Apply(Box::new(object))).collect());
         }
         prop_assert_eq!(by_event.flush(), vec![], "a list of known objects changes nothing");

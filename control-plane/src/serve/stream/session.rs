@@ -8,6 +8,7 @@
 //! it.
 
 use std::{
+    collections::BTreeMap,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -32,10 +33,8 @@ use crate::{
         context::{Context, Lifecycle, Network, PositionWait, Signal, Warning, milliseconds},
         fleet::{Agent, End, Lateness, balance},
     },
-    store::{
-        BehindWait, Cursor, NodeResumption, NotYet, OwnNode, ResumeMode, Resumption, Wait, positions_to_wire,
-        server_frame,
-    },
+    store::{BehindWait, Cursor, NotYet, OwnNode, ResumeMode, Resumption, Wait, positions_to_wire, server_frame},
+    transaction::SourceKind,
 };
 
 /// Returns the end of a stream when the replica stops.
@@ -102,7 +101,8 @@ struct Waiting {
 }
 
 struct NodeWait {
-    resumption: NodeResumption,
+    /// The positions up to which the agent has seen its own Node.
+    seen: BTreeMap<SourceKind, u64>,
     _wait: PositionWait,
 }
 
@@ -146,7 +146,7 @@ impl Session {
         let wait = context.visits.wait_for_position();
         let store = &context.store;
         let node_wait = NodeWait {
-            resumption: NodeResumption::begin(admitted.resume.as_ref()),
+            seen: admitted.resume.as_ref().map(|resume| resume.positions.clone()).unwrap_or_default(),
             _wait: context.visits.wait_for_position(),
         };
         let (mode, begun) = Resumption::begin(store, admitted.resume);
@@ -289,7 +289,7 @@ impl Session {
     /// agent has.
     fn may_send_node(&mut self, now: Instant) -> bool {
         let Some(wait) = &self.node_wait else { return true };
-        if let Err(not_yet) = wait.resumption.check(&self.streams.context.store)
+        if let Err(not_yet) = NotYet::check(&self.streams.context.store, &wait.seen, SourceKind::has_nodes)
             && !wait_is_over(&mut self.behind, not_yet, &self.streams.context, &self.agent, now)
         {
             return false;

@@ -19,11 +19,11 @@ const FILE_LIMIT_BYTES: u64 = 256 * 1024 * 1024;
 const TICK: Duration = Duration::from_millis(20);
 
 /// Device and inode of a file or folder.
-pub(super) type Identity = (u64, u64);
+pub(super) type FileIdentity = (u64, u64);
 
 /// Metadata of a file: identity, size, and the times of the last changes of content and metadata.
 /// An equal stamp means that the file has not changed.
-pub(super) type Stamp = (Identity, u64, [i64; 4]);
+pub(super) type Stamp = (FileIdentity, u64, [i64; 4]);
 
 fn stamp(metadata: &Metadata) -> Stamp {
     let times = [metadata.mtime(), metadata.mtime_nsec(), metadata.ctime(), metadata.ctime_nsec()];
@@ -41,7 +41,7 @@ fn stamp_before_reading(metadata: &Metadata) -> Stamp {
 }
 
 /// The device and inode of a file or folder.
-pub(super) fn identity(metadata: &Metadata) -> Identity {
+pub(super) fn identity(metadata: &Metadata) -> FileIdentity {
     (metadata.dev(), metadata.ino())
 }
 
@@ -52,7 +52,7 @@ pub(super) struct Found {
     /// What cannot be read, with the reason; the root is the empty path.
     pub(super) unreadable: Vec<(PathBuf, String)>,
     /// The folders above the entry that the walk is at, so that a symlink back to one is detected.
-    above: Vec<Identity>,
+    above: Vec<FileIdentity>,
 }
 
 impl Found {

@@ -8,7 +8,7 @@ use serde_path_to_error::Track;
 
 use crate::{
     model::Event,
-    objects::{Header, Object, ObjectKey, ObjectKind},
+    objects::{ManifestHeader, Object, ObjectKey, ObjectKind},
     transaction::Problem,
 };
 
@@ -212,17 +212,17 @@ impl<'a> Document<'a> {
         value: &mut Value,
         parsed: &mut Parsed<'a>,
     ) -> Result<(), (String, String, String)> {
-        let decoded = self.decode(at, |deserializer| Header::deserialize(deserializer), value);
+        let decoded = self.decode(at, |deserializer| ManifestHeader::deserialize(deserializer), value);
         let header = decoded.map_err(|(field, message)| (String::new(), field, message))?;
-        let of_items = KINDS.into_iter().find(|(kind, _)| header.kind.strip_suffix("List") == Some(kind.name()));
+        let of_items = ObjectKind::ALL.into_iter().find(|kind| header.kind.strip_suffix("List") == Some(kind.name()));
         if header.kind == "List" || of_items.is_some() {
             parsed.has_manifest = true;
             let items = Option::<Vec<Value>>::deserialize(value["items"].take());
             let items = items.map_err(|error| (header.kind, format!("{at}items"), format!("{error}: write a list")))?;
             for (index, mut item) in items.into_iter().flatten().enumerate() {
                 // Items of a typed list, such as a ServiceList, may omit their apiVersion and kind.
-                if let (Some((kind, api_version)), Some(fields)) = (of_items, item.as_object_mut()) {
-                    fields.entry("apiVersion").or_insert_with(|| api_version.into());
+                if let (Some(kind), Some(fields)) = (of_items, item.as_object_mut()) {
+                    fields.entry("apiVersion").or_insert_with(|| kind.api_version().into());
                     fields.entry("kind").or_insert_with(|| kind.name().into());
                 }
                 self.read(&format!("{at}items[{index}]."), item, parsed);
@@ -277,18 +277,10 @@ impl<'a> Document<'a> {
     }
 }
 
-/// The kinds that are read, with the newest `apiVersion` of each.
-const KINDS: [(ObjectKind, &str); 4] = [
-    (ObjectKind::Service, "v1"),
-    (ObjectKind::EndpointSlice, "discovery.k8s.io/v1"),
-    (ObjectKind::Node, "v1"),
-    (ObjectKind::ServiceCidr, "networking.k8s.io/v1"),
-];
-
 /// The object that a header names; `None` for kinds that are not read. The error contains the key
 /// of the object if the key is known, the field, and the message.
-fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, &'static str, String)> {
-    let Header { api_version, kind: written, metadata } = header;
+fn identify(header: &ManifestHeader) -> Result<Option<ObjectKey>, (Option<ObjectKey>, &'static str, String)> {
+    let ManifestHeader { api_version, kind: written, metadata } = header;
     for (field, value) in [("apiVersion", api_version), ("kind", written)] {
         if value.is_empty() {
             return Err((None, field, "the field is missing: say what kind of object this is".to_owned()));
@@ -296,14 +288,14 @@ fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, &'
     }
     // Another API group may have a kind with the same name, which is not read.
     let group = |api_version: &str| api_version.rsplit_once('/').map(|(group, _)| group.to_owned());
-    let is_named = |(kind, newest): &(ObjectKind, &str)| kind.name() == written && group(newest) == group(api_version);
-    let Some((kind, newest)) = KINDS.into_iter().find(is_named) else { return Ok(None) };
+    let is_named = |kind: &ObjectKind| kind.name() == written && group(kind.api_version()) == group(api_version);
+    let Some(kind) = ObjectKind::ALL.into_iter().find(is_named) else { return Ok(None) };
     if metadata.name.is_empty() {
         return Err((None, "metadata.name", format!("this {written} has no name: add metadata.name")));
     }
     let key = ObjectKey::new(kind, &metadata.namespace, &metadata.name);
     if ObjectKind::of(api_version, written).is_none() {
-        let message = format!("version {api_version:?} of the API is not supported: write {newest}");
+        let message = format!("version {api_version:?} of the API is not supported: write {}", kind.api_version());
         return Err((Some(key), "apiVersion", message));
     }
     Ok(Some(key))

@@ -16,14 +16,14 @@
 //! - An empty folder defines nothing only if it had manifests before. Otherwise it may be a mount
 //!   or a clone that is not there yet. A folder that is meant to be empty contains an empty List.
 //!
-//! A replica that starts cannot know what stayed in use elsewhere. [`Folder::doubt`] says so.
+//! A replica that starts cannot know what stayed in use elsewhere. [`ManifestFolder::doubt`] says so.
 //!
 //! This module stores only the location and a hash of each definition. The model stores the
 //! content. A definition that has not changed has no effect. When an object loses the definition in
 //! use and another file also defines the object, that other file is read again.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, hash_map::RandomState},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet, hash_map::RandomState},
     fs,
     hash::BuildHasher as _,
     path::{Path, PathBuf},
@@ -32,7 +32,7 @@ use std::{
 };
 
 use super::{
-    disk::{self, Found, Identity, Stamp},
+    disk::{self, FileIdentity, Found, Stamp},
     documents::{self, Definition, Parsed},
     notices::{LONGEST_WRITING, Notices},
 };
@@ -86,17 +86,15 @@ impl Location {
 
 /// An object in the folder.
 #[derive(Debug, Default)]
-struct Known {
+struct KnownObject {
     /// In order of path. The first definition is to be used; without one, the definition in use
     /// stays.
     locations: Vec<Location>,
     /// The hash of the definition in use.
     used: Option<u64>,
-    /// The number of files that define the object or hold it in use.
-    holders: usize,
 }
 
-impl Known {
+impl KnownObject {
     /// The problems of all definitions except the first one.
     fn duplicates(&self, key: &ObjectKey) -> Vec<Problem> {
         let mut origins = self.locations.iter().map(Location::origin);
@@ -119,22 +117,22 @@ pub(super) struct Update {
 
 /// The state of the folder.
 #[derive(Debug)]
-pub(super) struct Folder {
+pub(super) struct ManifestFolder {
     pub(super) root: PathBuf,
     /// The folder of the files: the root, or the folder of a root that is a file.
     base: PathBuf,
     files: BTreeMap<PathBuf, File>,
-    objects: HashMap<Arc<ObjectKey>, Known>,
+    objects: HashMap<Arc<ObjectKey>, KnownObject>,
     /// When the next object has been missing for long enough to be removed.
     pub(super) next_look: Option<Instant>,
     hasher: RandomState,
     /// The last root with a manifest.
-    filled: Option<Identity>,
+    filled: Option<FileIdentity>,
     /// What the last walk could not read, with the reason.
     unreadable: Vec<(PathBuf, String)>,
 }
 
-impl Folder {
+impl ManifestFolder {
     pub(super) fn new(root: PathBuf) -> Self {
         Self {
             base: root.clone(),
@@ -273,8 +271,9 @@ impl Folder {
         file.fault = faults.first().cloned();
         problems.extend(faults);
         file.missing = missing(&file.missing, gone.into_iter(), now);
+        file.keys.extend(defined.keys().cloned());
         for key in defined.keys() {
-            self.objects.entry(Arc::clone(key)).or_default().holders += usize::from(file.keys.insert(Arc::clone(key)));
+            self.objects.entry(Arc::clone(key)).or_default();
         }
         file.has_manifest = has_manifest;
         let mut update = Update { problems: vec![(name, reason, problems)], ..Update::default() };
@@ -338,12 +337,12 @@ impl Folder {
                 now < end
             });
         }
-        for key in gone {
-            let Some(known) = self.objects.get_mut(&key) else { continue };
-            known.holders -= 1;
-            if known.holders == 0 {
-                self.objects.remove(&key);
-                update.events.push((Event::Delete((*key).clone()), String::new()));
+        // Another file may define an object or hold it in use.
+        let held: HashSet<&Arc<ObjectKey>> =
+            if gone.is_empty() { HashSet::new() } else { self.files.values().flat_map(|file| &file.keys).collect() };
+        for key in gone.iter().filter(|key| !held.contains(*key)) {
+            if self.objects.remove(key).is_some() {
+                update.events.push((Event::Delete((**key).clone()), String::new()));
             }
         }
         update

@@ -20,7 +20,7 @@ use std::{
 use tokio_util::sync::CancellationToken;
 
 use self::{
-    folder::{Folder, Update},
+    folder::{ManifestFolder, Update},
     notices::Notices,
 };
 use super::SourceError;
@@ -43,7 +43,8 @@ pub(super) async fn run(
 ) -> Result<(), SourceError> {
     // The reading thread ends when `stop` is closed, also when this future is dropped.
     let (stop, stopped) = UnixStream::pair().map_err(|error| SourceError::WatchEnded(error.to_string()))?;
-    let mut reading = tokio::task::spawn_blocking(move || Reader::start(&folder, agent_nodes, sink).run(&stopped));
+    let mut reading =
+        tokio::task::spawn_blocking(move || FolderReader::start(&folder, agent_nodes, sink).run(&stopped));
     let ended = tokio::select! {
         () = shutdown.cancelled() => {
             drop(stop);
@@ -55,8 +56,8 @@ pub(super) async fn run(
 }
 
 /// The reading thread.
-struct Reader {
-    folder: Folder,
+struct FolderReader {
+    folder: ManifestFolder,
     intake: Intake,
     notices: Notices,
     next_scan: Instant,
@@ -73,7 +74,7 @@ struct Intake {
     cut_off: Option<String>,
 }
 
-impl Reader {
+impl FolderReader {
     /// Starts to watch the folder, and reads all its files once.
     fn start(root: &Path, agent_nodes: NodeSelector, sink: Arc<dyn Sink>) -> Self {
         // Notifications name files by absolute paths.
@@ -81,7 +82,7 @@ impl Reader {
         let model = Model::default().with_agent_nodes(agent_nodes);
         let mut reader = Self {
             notices: Notices::new(root.clone()),
-            folder: Folder::new(root),
+            folder: ManifestFolder::new(root),
             intake: Intake { model, shown_problems: Vec::new(), sink, position_ms: 0, is_synced: false, cut_off: None },
             next_scan: Instant::now(),
         };
@@ -126,7 +127,7 @@ impl Intake {
 
     /// Commits the updates. A replica begins to serve when it knows all that the folder defines:
     /// where another replica keeps a last good value, this replica would serve something else.
-    fn commit(&mut self, folder: &Folder, received: Instant) {
+    fn commit(&mut self, folder: &ManifestFolder, received: Instant) {
         let invalid = || self.model.invalid().map(|key| format!("{key} is invalid: correct it (see its problem)"));
         let doubt = if self.is_synced { folder.unreadable() } else { folder.doubt().or_else(invalid) };
         if doubt.is_none() {
@@ -145,11 +146,11 @@ impl Intake {
         if !self.is_synced && self.cut_off.is_some() {
             return;
         }
-        let ((changes, nodes), pods) = (self.model.take_changes(), self.model.take_pods());
-        if !(self.is_synced && changes.is_empty() && nodes.is_empty() && pods.is_empty()) {
+        let transaction = self.model.take();
+        if !self.is_synced || transaction != Transaction::default() {
             self.position_ms = unix_ms().max(self.position_ms + 1);
-            let (positions, received) = (vec![(SourceKind::Files, self.position_ms)], Some(received));
-            self.sink.commit(Transaction { changes, nodes, pods, positions, received, ..Transaction::default() });
+            let positions = vec![(SourceKind::Files, self.position_ms)];
+            self.sink.commit(Transaction { positions, received: Some(received), ..transaction });
         }
         if !std::mem::replace(&mut self.is_synced, true) {
             self.sink.synced();

@@ -45,13 +45,13 @@ pub(super) const FAILING_LIMIT: Duration = Duration::from_secs(10);
 /// failed, or whether a probe has failed or is late.
 pub(super) struct Contact {
     sink: Arc<dyn Sink>,
-    inner: Mutex<Inner>,
+    inner: Mutex<ContactState>,
     /// Wakes the watches that wait for a retry when the server answers again.
     returned: Notify,
 }
 
 #[derive(Default)]
-struct Inner {
+struct ContactState {
     /// Ticks since the server last sent anything.
     silent_ticks: u32,
     probe_problem: String,
@@ -103,7 +103,7 @@ impl Contact {
     /// Notes an answer of the server. An answer can end the cut-off or the doubt, but does not
     /// begin either of them. So the verdict and the doubt are checked only if the source is cut off
     /// or in doubt.
-    fn answer(&self, note: impl FnOnce(&mut Inner)) {
+    fn answer(&self, note: impl FnOnce(&mut ContactState)) {
         let mut inner = self.lock();
         if std::mem::take(&mut inner.silent_ticks) > PROBE_TICKS {
             self.returned.notify_waiters();
@@ -188,7 +188,7 @@ impl Contact {
     }
 
     /// Reports a new verdict and a new doubt to the sink.
-    fn judge(&self, mut inner: MutexGuard<'_, Inner>) {
+    fn judge(&self, mut inner: MutexGuard<'_, ContactState>) {
         let problem = inner.problem();
         let is_doubted =
             inner.silent_ticks > PROBE_TICKS || inner.failing.values().any(|(_, message)| message.is_some());
@@ -210,12 +210,12 @@ impl Contact {
         self.sink.cut_off(problem);
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, ContactState> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Inner {
+impl ContactState {
     /// Why the source is cut off; `None` if it is not cut off.
     fn problem(&self) -> Option<String> {
         let failing = self.failing.iter().find(|(_, (since, _))| since.elapsed() >= FAILING_LIMIT);

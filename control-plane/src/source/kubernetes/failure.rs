@@ -84,7 +84,7 @@ impl Failure {
     /// An answer with an error code to a request that needs the right `verb`.
     pub(super) fn answer(kind: ObjectKind, verb: &str, code: StatusCode, status: Option<&Status>) -> Self {
         let said = status.map_or_else(|| code.to_string(), |status| format!("{} ({})", status.message, code.as_u16()));
-        let resource = resource(kind);
+        let resource = kind.rbac_resource();
         let (reason, message) = match code {
             StatusCode::UNAUTHORIZED => {
                 ("unauthorized", format!("{said}: the credentials are not accepted; check the token or the kubeconfig"))
@@ -128,25 +128,20 @@ impl Failure {
     }
 }
 
-/// The name of the resource in RBAC rules.
-fn resource(kind: ObjectKind) -> &'static str {
-    match kind {
-        ObjectKind::Service => "services",
-        ObjectKind::EndpointSlice => "endpointslices.discovery.k8s.io",
-        ObjectKind::Node => "nodes",
-        ObjectKind::ServiceCidr => "servicecidrs.networking.k8s.io",
-        ObjectKind::Pod => "pods",
-    }
-}
-
 /// Pauses between retries: random times between 0 and a bound that doubles with each failure. The
 /// pauses are random so that replicas do not retry together.
 #[derive(Debug, Default)]
 pub(crate) struct BackOff {
     failures: u32,
+    pub(super) rng: fastrand::Rng,
 }
 
 impl BackOff {
+    /// A back-off before the first failure, which draws its pauses from `rng`.
+    pub(super) fn new(rng: fastrand::Rng) -> Self {
+        Self { failures: 0, rng }
+    }
+
     /// Returns to the first bound.
     pub(super) fn reset(&mut self) {
         self.failures = 0;
@@ -157,7 +152,7 @@ impl BackOff {
     pub(crate) fn pause(&mut self, retry_after: Option<Duration>) -> Duration {
         let bound = FIRST_PAUSE.saturating_mul(1 << self.failures.min(16)).min(LONGEST_PAUSE);
         self.failures = self.failures.saturating_add(1);
-        let drawn = bound.mul_f64(fastrand::f64());
+        let drawn = bound.mul_f64(self.rng.f64());
         retry_after.map_or(drawn, |asked| asked.min(LONGEST_PAUSE) + drawn)
     }
 }

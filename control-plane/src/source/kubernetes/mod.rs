@@ -187,13 +187,11 @@ impl Applier {
         if !self.unlisted.is_empty() {
             return;
         }
-        let ((changes, nodes), pods) = (self.model.take_changes(), self.model.take_pods());
-        let gates = self.model.take_gates();
-        let positions: Vec<_> = std::mem::take(&mut self.positions).into_iter().collect();
-        let bookmarks: Vec<_> = std::mem::take(&mut self.bookmarks).into_iter().collect();
-        let has_resources = !(changes.is_empty() && nodes.is_empty() && pods.is_empty() && gates.is_empty());
-        if has_resources || !(positions.is_empty() && bookmarks.is_empty()) {
-            self.sink.commit(Transaction { changes, nodes, pods, gates, positions, bookmarks, received });
+        let positions = std::mem::take(&mut self.positions).into_iter().collect();
+        let bookmarks = std::mem::take(&mut self.bookmarks).into_iter().collect();
+        let transaction = Transaction { positions, bookmarks, ..self.model.take() };
+        if transaction != Transaction::default() {
+            self.sink.commit(Transaction { received, ..transaction });
         }
         if !std::mem::replace(&mut self.is_synced, true) {
             self.sink.synced();

@@ -123,8 +123,11 @@ pub(super) enum Step {
         /// Whether the kind counts as listed and empty.
         is_empty: bool,
     },
-    /// This request is sent.
-    Send(Request),
+    /// The kind is listed in pages.
+    List,
+    /// A watch with a time limit is opened. It begins after this version, or with all objects (a
+    /// streaming list).
+    Watch(Option<String>, Duration),
 }
 
 /// Why a list or a watch is over.
@@ -140,16 +143,6 @@ pub(super) enum Cause {
     Absent,
     /// The watch has not reached the version of the server.
     Behind,
-}
-
-/// A list or a watch.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Request {
-    /// A list in pages.
-    List,
-    /// A watch with a time limit. It begins after this version, or with all objects (a streaming
-    /// list).
-    Watch(Option<String>, Duration),
 }
 
 /// What the server has shown in this cycle, in the order of time.
@@ -174,7 +167,6 @@ pub(super) struct Plan {
     kind: ObjectKind,
     /// The length of a cycle without the jitter.
     silence: Duration,
-    rng: fastrand::Rng,
     back_off: BackOff,
     /// True if the server has no streaming lists.
     is_streaming_refused: bool,
@@ -213,8 +205,7 @@ impl Plan {
         Self {
             kind,
             silence,
-            back_off: BackOff::default(),
-            rng,
+            back_off: BackOff::new(rng),
             is_streaming_refused: false,
             is_paged: false,
             is_selector_refused: false,
@@ -235,14 +226,14 @@ impl Plan {
 
     /// The label selector and the field selector. The selectors exclude objects that a service
     /// proxy does not serve. An object that no longer matches arrives as a deletion.
-    pub(super) fn selectors(&self) -> (Option<&'static str>, Option<&'static str>) {
+    pub(super) fn selectors(&self) -> [Option<&'static str>; 2] {
         match self.kind {
             ObjectKind::Service => {
                 let field_selector = (!self.is_selector_refused).then_some("spec.clusterIP!=None");
-                (Some("!service.kubernetes.io/service-proxy-name"), field_selector)
+                [Some("!service.kubernetes.io/service-proxy-name"), field_selector]
             }
-            ObjectKind::EndpointSlice => (Some("!service.kubernetes.io/headless"), None),
-            ObjectKind::Node | ObjectKind::ServiceCidr | ObjectKind::Pod => (None, None),
+            ObjectKind::EndpointSlice => [Some("!service.kubernetes.io/headless"), None],
+            ObjectKind::Node | ObjectKind::ServiceCidr | ObjectKind::Pod => [None, None],
         }
     }
 
@@ -322,13 +313,13 @@ impl Plan {
                 // Servers read whole seconds.
                 self.limit = Duration::from_secs(limit.as_secs() + u64::from(limit.subsec_nanos() > 0));
                 self.over_at = now + self.limit + GRACE;
-                Step::Send(Request::Watch(Some(version), self.limit))
+                Step::Watch(Some(version), self.limit)
             }
-            None if self.is_streaming_refused || std::mem::take(&mut self.is_paged) => Step::Send(Request::List),
+            None if self.is_streaming_refused || std::mem::take(&mut self.is_paged) => Step::List,
             None => {
                 self.is_streaming_list = true;
                 self.limit = STREAMING_LIST;
-                Step::Send(Request::Watch(None, STREAMING_LIST))
+                Step::Watch(None, STREAMING_LIST)
             }
         }
     }
@@ -396,14 +387,14 @@ impl Plan {
     fn failed(&mut self, failure: Failure, now: Instant) -> Step {
         let was_streaming_list = std::mem::take(&mut self.is_streaming_list);
         if failure.code == Some(StatusCode::NOT_FOUND) && self.kind == ObjectKind::ServiceCidr {
-            let pause = ABSENT_PAUSE.mul_f64(0.8 + 0.2 * self.rng.f64());
+            let pause = ABSENT_PAUSE.mul_f64(0.8 + 0.2 * self.back_off.rng.f64());
             return Step::Pause {
                 pause,
                 cause: Cause::Absent,
                 is_empty: !std::mem::replace(&mut self.is_listed, true),
             };
         }
-        if failure.code == Some(StatusCode::BAD_REQUEST) && self.selectors().1.is_some() {
+        if failure.code == Some(StatusCode::BAD_REQUEST) && self.selectors()[1].is_some() {
             self.is_selector_refused = true;
             let what =
                 "the server refuses the field selector, as Kubernetes before 1.31 does; the watch continues without it";
@@ -435,7 +426,7 @@ impl Plan {
     fn new_cycle(&mut self, now: Instant) {
         // Replicas that started together do not ask together for long. The limits of watches are
         // whole seconds.
-        let jitter = Duration::from_secs(self.rng.u64(0..=self.silence.as_secs() / 30));
+        let jitter = Duration::from_secs(self.back_off.rng.u64(0..=self.silence.as_secs() / 30));
         self.cycle_ends = now + self.silence + jitter;
         self.ask_at = Some(self.cycle_ends - lead(self.silence));
         (self.proof, self.is_short) = (Proof::Due, false);

@@ -128,7 +128,8 @@ impl World {
     }
 
     fn happen(&mut self, event: Event) {
-        match self.plan.next(event, self.now) {
+        let step = self.plan.next(event, self.now);
+        match step {
             Step::Stay | Step::Current => {}
             Step::Ask => {
                 self.small.push(self.now);
@@ -161,7 +162,7 @@ impl World {
                 self.now += pause;
                 self.happen(Event::Paused);
             }
-            Step::Send(Request::Watch(Some(_), limit)) => {
+            Step::Watch(Some(_), limit) => {
                 self.small.push(self.now);
                 self.watch = Some((self.now, limit, false));
                 if !self.plan.is_checking() {
@@ -175,10 +176,10 @@ impl World {
                     self.bring();
                 }
             }
-            Step::Send(request) => {
+            Step::List | Step::Watch(..) => {
                 self.lists += 1;
                 self.now += Duration::from_millis(100);
-                self.watch = matches!(request, Request::Watch(..)).then_some((self.now, STREAMING_LIST, false));
+                self.watch = matches!(step, Step::Watch(..)).then_some((self.now, STREAMING_LIST, false));
                 self.listed(self.version());
             }
         }
@@ -347,18 +348,12 @@ fn two_breaks_in_a_row_by_the_server_lead_to_a_list() {
     let error = || Failure::answer(ObjectKind::Service, "watch", StatusCode::INTERNAL_SERVER_ERROR, None);
     let mut world = watching();
     for _ in 0..10 {
-        assert!(
-            matches!(fail(&mut world, Failure::cut()), Step::Send(Request::Watch(Some(_), _))),
-            "a connection was cut"
-        );
+        assert!(matches!(fail(&mut world, Failure::cut()), Step::Watch(Some(_), _)), "a connection was cut");
     }
-    assert!(matches!(fail(&mut world, error()), Step::Send(Request::Watch(Some(_), _))));
+    assert!(matches!(fail(&mut world, error()), Step::Watch(Some(_), _)));
     assert!(matches!(world.plan.next(Event::Line("99999".into()), world.now), Step::Stay));
-    assert!(
-        matches!(fail(&mut world, Failure::malformed("x")), Step::Send(Request::Watch(Some(_), _))),
-        "the version moved"
-    );
-    assert!(matches!(fail(&mut world, error()), Step::Send(Request::Watch(None, _))));
+    assert!(matches!(fail(&mut world, Failure::malformed("x")), Step::Watch(Some(_), _)), "the version moved");
+    assert!(matches!(fail(&mut world, error()), Step::Watch(None, _)));
 }
 
 #[test]
@@ -367,7 +362,7 @@ fn a_server_that_went_back_is_listed_again() {
     assert!(matches!(world.plan.next(Event::Wanted(u64::MAX), world.now), Step::Ask));
     let step = world.plan.next(Event::Asked("5".into()), world.now);
     assert!(matches!(step, Step::Pause { cause: Cause::Failed(failure), .. } if failure.reason == "source_went_back"));
-    assert!(matches!(world.plan.next(Event::Paused, world.now), Step::Send(Request::Watch(None, _))));
+    assert!(matches!(world.plan.next(Event::Paused, world.now), Step::Watch(None, _)));
 }
 
 #[test]
@@ -377,9 +372,7 @@ fn a_position_of_another_replica_is_reached_by_a_short_watch() {
     let (version, now) = (world.version(), world.now);
     assert!(matches!(world.plan.next(Event::Wanted(version - 1), now), Step::Ask));
     assert!(matches!(world.plan.next(Event::Asked(version.to_string()), now), Step::Pause { .. }));
-    assert!(
-        matches!(world.plan.next(Event::Paused, now), Step::Send(Request::Watch(_, limit)) if limit == SHORT_WATCH)
-    );
+    assert!(matches!(world.plan.next(Event::Paused, now), Step::Watch(_, limit) if limit == SHORT_WATCH));
     // A list that is under way is not disturbed.
     let mut world = watching();
     world.server = Server::Stuck;

@@ -6,8 +6,10 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use bytes::Bytes;
-use futures::future::{BoxFuture, OptionFuture};
+use futures::{
+    FutureExt as _,
+    future::{BoxFuture, OptionFuture},
+};
 use http::{HeaderValue, header};
 use http_body_util::{BodyExt as _, Limited};
 use kube::{
@@ -24,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     contact::Contact,
     failure::Failure,
-    plan::{self, Cause, Plan, Request, Step},
+    plan::{self, Cause, Plan, Step},
     wire::{self, Line, Lines, Listed},
 };
 use crate::{
@@ -123,8 +125,12 @@ impl Watch {
         match step {
             Step::Stay => {}
             Step::Current => self.heard(),
-            Step::Ask => self.answer = Some(self.requests.clone().ask()).into(),
-            Step::Check => self.answer = Some(self.requests.clone().check(self.plan.selectors())).into(),
+            Step::Ask => self.answer = Some(self.requests.clone().ask().boxed()).into(),
+            Step::Check => {
+                let (requests, selectors) = (self.requests.clone(), self.plan.selectors());
+                let list = async move { requests.list(selectors).await.map(plan::Event::Checked) };
+                self.answer = Some(list.boxed()).into();
+            }
             Step::TakeList { list, is_stuck } => {
                 let listed = self.pass_on(list).await;
                 if is_stuck {
@@ -144,11 +150,11 @@ impl Watch {
                 self.requests.contact.pause(pause).await;
                 return Ok(plan::Event::Paused);
             }
-            Step::Send(Request::List) => {
+            Step::List => {
                 let list = self.requests.list(self.plan.selectors()).await?;
                 return Ok(self.pass_on(list).await);
             }
-            Step::Send(Request::Watch(version, limit)) => {
+            Step::Watch(version, limit) => {
                 let lines = self.requests.open_watch(self.plan.selectors(), version.as_deref(), limit).await?;
                 let lines = self.lines.insert(lines);
                 if version.is_none() {
@@ -253,7 +259,7 @@ impl Watch {
 }
 
 /// The label selector and the field selector of a request.
-type Selectors = (Option<&'static str>, Option<&'static str>);
+type Selectors = [Option<&'static str>; 2];
 
 /// The requests for one kind.
 #[derive(Clone)]
@@ -267,26 +273,17 @@ struct Requests {
 impl Requests {
     /// Asks for the version of the server: a list of one object without a version is a consistent
     /// read. Selectors would let the server search. Without an answer, the watch goes on.
-    fn ask(self) -> BoxFuture<'static, Result<plan::Event, Failure>> {
-        Box::pin(async move {
-            let parameters = ListParams { limit: Some(1), ..ListParams::default() };
-            let answer = timeout(VERSION_TIMEOUT, self.page(&parameters)).await;
-            Ok(answer.ok().and_then(Result::ok).map_or(plan::Event::Time, |(page, _)| plan::Event::Asked(page.version)))
-        })
-    }
-
-    fn check(self, selectors: Selectors) -> BoxFuture<'static, Result<plan::Event, Failure>> {
-        Box::pin(async move { self.list(selectors).await.map(plan::Event::Checked) })
+    async fn ask(self) -> Result<plan::Event, Failure> {
+        let parameters = ListParams { limit: Some(1), ..ListParams::default() };
+        let answer = timeout(VERSION_TIMEOUT, self.page(&parameters)).await;
+        Ok(answer.ok().and_then(Result::ok).map_or(plan::Event::Time, |(page, _)| plan::Event::Asked(page.version)))
     }
 
     /// Lists the kind in pages.
-    async fn list(&self, (label_selector, field_selector): Selectors) -> Result<Listed, Failure> {
-        let mut parameters = ListParams {
-            label_selector: label_selector.map(str::to_owned),
-            field_selector: field_selector.map(str::to_owned),
-            limit: Some(PAGE_OBJECTS),
-            ..ListParams::default()
-        };
+    async fn list(&self, selectors: Selectors) -> Result<Listed, Failure> {
+        let [label_selector, field_selector] = selectors.map(|selector| selector.map(str::to_owned));
+        let mut parameters =
+            ListParams { label_selector, field_selector, limit: Some(PAGE_OBJECTS), ..ListParams::default() };
         let mut events = Vec::new();
         loop {
             let (page, continue_token) = match self.page(&parameters).await {
@@ -335,31 +332,27 @@ impl Requests {
 
     /// Reads one page, and the token for the next page.
     async fn page(&self, parameters: &ListParams) -> Result<(Listed, Option<String>), Failure> {
-        let request = kube::core::Request::new(wire::path(self.kind)).list(parameters).map_err(Failure::malformed)?;
+        let request = kube::core::Request::new(self.kind.path()).list(parameters).map_err(Failure::malformed)?;
         let read = async {
             let body = self.send(request, "list").await?;
-            body.collect().await.map(http_body_util::Collected::to_bytes).map_err(|error| Failure::dropped(&error))
+            body.collect().await.map_err(|error| Failure::dropped(&error))
         };
-        let bytes = timeout(ANSWER_TIMEOUT, read).await;
-        let bytes: Bytes = bytes.map_err(|_| Failure::silent("a list request was not answered", ANSWER_TIMEOUT))??;
-        wire::page(self.kind, &bytes).map_err(Failure::malformed)
+        let body = timeout(ANSWER_TIMEOUT, read).await;
+        let body = body.map_err(|_| Failure::silent("a list request was not answered", ANSWER_TIMEOUT))??;
+        wire::page(self.kind, &body.to_bytes()).map_err(Failure::malformed)
     }
 
     /// Opens a watch after `version`, or one that begins with all present objects.
-    async fn open_watch(
-        &self,
-        (label_selector, field_selector): Selectors,
-        version: Option<&str>,
-        limit: Duration,
-    ) -> Result<Lines, Failure> {
+    async fn open_watch(&self, selectors: Selectors, version: Option<&str>, limit: Duration) -> Result<Lines, Failure> {
+        let [label_selector, field_selector] = selectors.map(|selector| selector.map(str::to_owned));
         let parameters = WatchParams {
-            label_selector: label_selector.map(str::to_owned),
-            field_selector: field_selector.map(str::to_owned),
+            label_selector,
+            field_selector,
             timeout: u32::try_from(limit.as_secs()).ok(),
             bookmarks: true,
             send_initial_events: version.is_none(),
         };
-        let request = kube::core::Request::new(wire::path(self.kind)).watch(&parameters, version.unwrap_or_default());
+        let request = kube::core::Request::new(self.kind.path()).watch(&parameters, version.unwrap_or_default());
         let mut request = request.map_err(Failure::malformed)?;
         // Servers from 1.37 on compress each event separately, which the client cannot decompress.
         request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));

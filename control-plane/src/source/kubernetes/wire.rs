@@ -17,22 +17,11 @@ use serde_json::value::RawValue;
 use super::failure::Failure;
 use crate::{
     model::Event,
-    objects::{Header, Object, ObjectKey, ObjectKind},
+    objects::{ManifestHeader, Object, ObjectKey, ObjectKind},
 };
 
 /// Maximum size of a line. No object is this large, because etcd accepts only 1.5 MiB by default.
 const LINE_LIMIT_BYTES: usize = 16 * 1024 * 1024;
-
-/// The path of the kind in the API.
-pub(super) fn path(kind: ObjectKind) -> &'static str {
-    match kind {
-        ObjectKind::Service => "/api/v1/services",
-        ObjectKind::EndpointSlice => "/apis/discovery.k8s.io/v1/endpointslices",
-        ObjectKind::Node => "/api/v1/nodes",
-        ObjectKind::ServiceCidr => "/apis/networking.k8s.io/v1/servicecidrs",
-        ObjectKind::Pod => "/api/v1/pods",
-    }
-}
 
 /// One line of a watch.
 #[derive(Debug)]
@@ -121,7 +110,7 @@ impl Listed {
     /// The newest version of an object.
     pub(super) fn newest(&self) -> Option<u64> {
         let version = |event: &Event| match event {
-            Event::Apply(object) => object.names()[2].parse().ok(),
+            Event::Apply(object) => object.names().1[2].parse().ok(),
             Event::Delete(_) | Event::Undecodable { .. } => None,
         };
         self.events.iter().filter_map(version).max()
@@ -170,7 +159,7 @@ fn object(kind: ObjectKind, raw: &RawValue) -> Result<(Event, String), String> {
     let decoded = Object::deserialize(kind, &mut serde_json::Deserializer::from_str(raw.get()));
     match decoded {
         Ok(object) => {
-            let [namespace, name, version] = object.names();
+            let (_, [namespace, name, version]) = object.names();
             check_names(kind, name, namespace, version)?;
             let version = version.to_owned();
             Ok((Event::Apply(Box::new(object)), version))
@@ -191,7 +180,7 @@ fn object(kind: ObjectKind, raw: &RawValue) -> Result<(Event, String), String> {
 }
 
 fn names(kind: ObjectKind, raw: &RawValue) -> Result<(ObjectKey, String), String> {
-    let header: Header = serde_json::from_str(raw.get()).map_err(|error| error.to_string())?;
+    let header: ManifestHeader = serde_json::from_str(raw.get()).map_err(|error| error.to_string())?;
     let names = header.metadata;
     check_names(kind, &names.name, &names.namespace, &names.resource_version)?;
     Ok((ObjectKey::new(kind, &names.namespace, &names.name), names.resource_version))

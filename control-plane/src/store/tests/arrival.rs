@@ -99,7 +99,6 @@ proptest! {
             reader.read_all(&store, cursor);
             reader.assert_holds_all_of(&store);
         }
-        prop_assert!(store.split_budget.used() <= split_bytes);
         let inner = store.read();
         prop_assert!(inner.log.tombstones() <= max_tombstones);
         let live = inner.state.digests().resource_count();

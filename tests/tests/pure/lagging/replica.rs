@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use headgate_control_plane::{
     metrics::Metrics,
-    store::{BehindWait, Cursor, Limits, NodeResumption, OwnNode, Resume, ResumeMode, Resumption, Store},
+    store::{BehindWait, Cursor, Limits, NotYet, OwnNode, Resume, ResumeMode, Resumption, Store},
     transaction::{NodeChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{Change, Dirty, State};
@@ -150,7 +150,8 @@ impl Replica {
 pub(crate) struct Stream {
     pub(crate) replica: usize,
     place: Reading,
-    node_wait: Option<NodeResumption>,
+    /// The positions up to which the agent has seen its own Node.
+    node_wait: Option<BTreeMap<SourceKind, u64>>,
     behind: BehindWait,
     sent_node: Option<OwnNode>,
     node_revision: u64,
@@ -165,7 +166,7 @@ impl Stream {
     /// Answers `Hello` with `Welcome`.
     pub(crate) fn open(index: usize, replica: &Replica, resume: Option<Resume>) -> (Self, ResumeMode, Body) {
         let store = &replica.store;
-        let node_wait = Some(NodeResumption::begin(resume.as_ref()));
+        let node_wait = Some(resume.as_ref().map(|resume| resume.positions.clone()).unwrap_or_default());
         let (mode, begun) = Resumption::begin(store, resume);
         let welcome = v1::Welcome {
             replica: format!("replica-{index}"),
@@ -194,7 +195,7 @@ impl Stream {
         let store = &replica.store;
         let mut is_over = |not_yet| self.behind.look(not_yet, store, BEHIND_WAIT, now).is_over();
         if let Some(wait) = &self.node_wait
-            && wait.check(store).map_or_else(&mut is_over, |()| true)
+            && NotYet::check(store, wait, SourceKind::has_nodes).map_or_else(&mut is_over, |()| true)
         {
             self.node_wait = None;
         }

@@ -14,7 +14,7 @@ use headgate_control_plane::{
     objects::ObjectKind,
     serve, source,
     store::{Limits, Resume, Store},
-    transaction::{Sink as _, Transaction},
+    transaction::Sink as _,
 };
 
 /// Reads a manifest like the source `files`, and serves its objects. `is_json` says whether the
@@ -72,9 +72,7 @@ fn store_of(events: Vec<Event>) -> (Store, usize) {
     for event in events {
         model.event(event, "");
     }
-    let (changes, nodes) = model.take_changes();
-    let gates = model.take_gates();
-    store.commit(Transaction { changes, nodes, gates, ..Transaction::default() });
+    store.commit(model.take());
     store.problems(model.take_problems().unwrap_or_default());
     store.synced();
     (store, count)

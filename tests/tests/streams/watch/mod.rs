@@ -13,7 +13,7 @@ use headgate_control_plane::{
     model::{Event, Model},
     objects::{Object, ObjectKind},
     source::{self, SourceError, SourceSettings, SourceSpec},
-    transaction::{Sink, SourceKind},
+    transaction::{Sink, SourceKind, Transaction},
 };
 use headgate_core::{Dirty, State};
 use headgate_tests::apiserver::{
@@ -97,7 +97,7 @@ fn state_of(objects: &[Value]) -> (State, usize) {
         let kind = ObjectKind::ALL.into_iter().find(|kind| kind.name() == value["kind"]).unwrap();
         model.event(Event::Apply(Box::new(Object::deserialize(kind, value).unwrap())), "");
     }
-    let (changes, nodes) = model.take_changes();
+    let Transaction { changes, nodes, .. } = model.take();
     let mut state = State::default();
     for change in changes {
         state.apply(change.change, &mut Dirty::default());

@@ -13,12 +13,12 @@ use tempfile::TempDir;
 use super::*;
 use crate::{
     model::Model,
-    transaction::{NodeChange, TriggeredChange},
+    transaction::{NodeChange, Transaction, TriggeredChange},
 };
 
 /// A replica that reads a folder. Time passes only in [`Replica::scan`].
 struct Replica {
-    folder: Folder,
+    folder: ManifestFolder,
     notices: Notices,
     model: Model,
     state: State,
@@ -30,7 +30,7 @@ struct Replica {
 
 impl Replica {
     fn new(root: &Path) -> Self {
-        let (folder, notices) = (Folder::new(root.to_owned()), Notices::new(root.to_owned()));
+        let (folder, notices) = (ManifestFolder::new(root.to_owned()), Notices::new(root.to_owned()));
         let (model, state) = (Model::default(), State::default());
         let (nodes, problems, now) = (BTreeMap::new(), BTreeMap::new(), Instant::now());
         Self { folder, notices, model, state, nodes, problems, parsed_files: 0, now }
@@ -59,7 +59,7 @@ impl Replica {
                 model.event(event, &origin);
             }
         });
-        let (changes, nodes) = self.model.take_changes();
+        let Transaction { changes, nodes, .. } = self.model.take();
         for TriggeredChange { change, .. } in changes {
             self.state.apply(change, &mut Dirty::default());
         }
