@@ -10,6 +10,7 @@ use crate::args::{Args, Output};
 use crate::certs::CertsError;
 use crate::client::{self, ConnectError, Replica};
 use crate::render::{self, Style};
+use crate::units;
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -36,15 +37,13 @@ pub enum Failure {
     /// The certificates cannot be created.
     #[error(transparent)]
     Certs(#[from] CertsError),
-    /// Some nodes differ, or are not verified. The output names them.
+    /// Nodes differ or are not verified, or settings of kube-proxy are invalid. The output names
+    /// them.
     #[error("{0}")]
-    Unverified(String),
+    Faulty(String),
     /// kube-proxy's configuration cannot be read.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// Settings of kube-proxy are invalid. The output names them.
-    #[error("{0}")]
-    Invalid(String),
     /// Nodes have not done in time what was waited for.
     #[error("{0}")]
     TimedOut(String),
@@ -74,14 +73,7 @@ impl Failure {
             Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,
             Self::TimedOut(_) => 3,
             Self::Absent(_) => 4,
-            Self::Connect(_)
-            | Self::Certs(_)
-            | Self::Config(_)
-            | Self::Invalid(_)
-            | Self::Unverified(_)
-            | Self::NotFound(_)
-            | Self::Server { .. }
-            | Self::Output(_) => 1,
+            _ => 1,
         }
     }
 }
@@ -147,8 +139,7 @@ pub(crate) fn write_json(out: &mut dyn Write, answer: &impl Serialize) -> Result
 
 /// The current time in milliseconds since the Unix epoch.
 pub(crate) fn now_unix_ms() -> u64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
+    units::milliseconds(std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default())
 }
 
 #[cfg(test)]

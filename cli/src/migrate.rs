@@ -44,8 +44,8 @@ pub(crate) fn check(args: &CheckArgs, output: Output, style: Style, out: &mut dy
     }
     match checked.count(Outcome::Invalid) {
         0 => Ok(()),
-        1 => Err(Failure::Invalid("the agent rejects 1 setting; correct or remove it first".to_owned())),
-        invalid => Err(Failure::Invalid(format!("the agent rejects {invalid} settings; correct or remove them first"))),
+        1 => Err(Failure::Faulty("the agent rejects 1 setting; correct or remove it first".to_owned())),
+        invalid => Err(Failure::Faulty(format!("the agent rejects {invalid} settings; correct or remove them first"))),
     }
 }
 
