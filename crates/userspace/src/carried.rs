@@ -6,6 +6,7 @@ use crate::{
     balance::{EndpointKey, Picked},
     services::Service,
     stats::Stats,
+    threads::EventLoop,
 };
 
 /// A connection or session of a client. It counts as open for the account and for the endpoint
@@ -14,6 +15,8 @@ use crate::{
 pub(crate) struct Carried {
     pub(crate) service: Arc<Service>,
     pub(crate) picked: Picked,
+    /// Tells the tokens from those of earlier connections in the same slot.
+    pub(crate) generation: u32,
     pub(crate) client: SocketAddr,
     /// The address of the Service that the client used.
     pub(crate) destination: SocketAddr,
@@ -32,16 +35,25 @@ impl Carried {
         service: Arc<Service>,
         client: SocketAddr,
         destination: SocketAddr,
-        now_ms: u64,
-        random: u64,
+        event_loop: &mut EventLoop,
     ) -> Option<Self> {
+        let (now_ms, random) = (event_loop.now_ms, event_loop.random());
         let Some(picked) = service.pick(client.ip(), &[], now_ms, random) else {
             service.account.stats.open.subtract(1);
             service.account.stats.without_endpoint.add(1);
             return None;
         };
-        let (opened_ms, active_ms) = (now_ms, now_ms);
-        Some(Self { service, picked, client, destination, opened_ms, active_ms, bytes: [0; 2], datagrams: [0; 2] })
+        Some(Self {
+            service,
+            picked,
+            generation: event_loop.next_generation(),
+            client,
+            destination,
+            opened_ms: now_ms,
+            active_ms: now_ms,
+            bytes: [0; 2],
+            datagrams: [0; 2],
+        })
     }
 
     pub(crate) fn stats(&self) -> &Stats {
@@ -50,8 +62,8 @@ impl Carried {
 
     /// Chooses an endpoint that was not tried. The caller passes it to [`Self::move_to`] or
     /// releases it.
-    pub(crate) fn pick(&self, tried: &[EndpointKey], now_ms: u64, random: u64) -> Option<Picked> {
-        self.service.pick(self.client.ip(), tried, now_ms, random)
+    pub(crate) fn pick(&self, tried: &[EndpointKey], event_loop: &mut EventLoop) -> Option<Picked> {
+        self.service.pick(self.client.ip(), tried, event_loop.now_ms, event_loop.random())
     }
 
     /// Leaves the endpoint for another one.

@@ -19,5 +19,6 @@ pub use list::{ConnectionInfo, ConnectionList, ConnectionState, HowEnded, ListFi
 pub use proxy_header::ProxyVersion;
 pub use services::{Protocol, Scope, ServiceId, ServiceSettings, Services};
 pub use stats::{ServiceStats, TcpStats, UdpStats};
-pub use tcp::{Destination, ListenerId, TcpProxy, TcpSettings};
-pub use udp::{UdpListenerId, UdpProxy, UdpSettings};
+pub use tcp::{Destination, TcpProxy, TcpSettings};
+pub use threads::ListenerId;
+pub use udp::{UdpProxy, UdpSettings};

@@ -4,7 +4,7 @@ use std::{cmp::Reverse, net::SocketAddr, sync::Arc};
 
 use slab::Slab;
 
-use crate::{carried::Carried, services::Protocol};
+use crate::{carried::Carried, relay::Side, services::Protocol};
 
 /// Which connections a list has.
 #[derive(Debug, Clone)]
@@ -149,6 +149,18 @@ pub(crate) trait Listed {
             idle_ms: now_ms.saturating_sub(carried.active_ms),
         }
     }
+}
+
+/// The epoll token of a socket of a connection.
+pub(crate) fn token(slot: usize, generation: u32, side: Side) -> u64 {
+    (u64::from(generation) << 32) | ((slot as u64) << 1) | side as u64
+}
+
+/// The slot of the connection of a token, if it has not ended, and the side of the socket.
+pub(crate) fn find<L: Listed>(connections: &Slab<L>, token: u64) -> Option<(usize, Side)> {
+    let slot = ((token & u64::from(u32::MAX)) >> 1) as usize;
+    let is_same = u64::from(connections.get(slot)?.carried().generation) == token >> 32;
+    is_same.then_some((slot, if token & 1 == 0 { Side::Client } else { Side::Endpoint }))
 }
 
 impl ConnectionList {

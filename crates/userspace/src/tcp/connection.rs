@@ -64,7 +64,6 @@ pub(super) struct Connection {
     pub(super) has_keepalive: bool,
     /// Whether the idle timeout has passed.
     pub(super) is_expired: bool,
-    pub(super) generation: u32,
     pub(super) connect_began: Instant,
 }
 
@@ -98,7 +97,7 @@ pub(super) enum Visit {
 }
 
 impl Connection {
-    pub(super) fn new(carried: Carried, client: OwnedFd, generation: u32) -> Self {
+    pub(super) fn new(carried: Carried, client: OwnedFd) -> Self {
         Self {
             carried,
             client,
@@ -112,7 +111,6 @@ impl Connection {
             is_connected: false,
             has_keepalive: false,
             is_expired: false,
-            generation,
             connect_began: Instant::now(),
         }
     }
