@@ -164,28 +164,17 @@ mod tests {
 
     #[test]
     fn json_contains_every_field_of_the_protocol_under_its_name() {
-        assert_eq!(keys(&v1::ServiceInfo::default()), fields_of("ServiceInfo"));
-        assert_eq!(keys(&v1::ServicePortInfo::default()), fields_of("ServicePortInfo"));
-        assert_eq!(keys(&v1::EndpointInfo::default()), fields_of("EndpointInfo"));
-        assert_eq!(keys(&v1::AgentInfo::default()), fields_of("AgentInfo"));
-        assert_eq!(keys(&v1::GetStatusResponse::default()), fields_of("GetStatusResponse"));
-        assert_eq!(keys(&v1::ReplicaInfo::default()), fields_of("ReplicaInfo"));
-        assert_eq!(keys(&v1::Problem::default()), fields_of("Problem"));
-        assert_eq!(keys(&v1::FleetInfo::default()), fields_of("FleetInfo"));
-        assert_eq!(keys(&v1::SourceAge::default()), fields_of("SourceAge"));
-        assert_eq!(keys(&v1::SourcePosition::default()), fields_of("SourcePosition"));
-        assert_eq!(keys(&v1::WaitAnswer::default()), fields_of("WaitAnswer"));
-        assert_eq!(keys(&v1::Laggard::default()), fields_of("Laggard"));
-        assert_eq!(keys(&v1::WatchEvent::default()), fields_of("WatchEvent"));
-        assert_eq!(keys(&v1::NodeStatus::default()), fields_of("NodeStatus"));
-        assert_eq!(keys(&v1::Rejection::default()), fields_of("Rejection"));
-        assert_eq!(keys(&v1::ServiceCounters::default()), fields_of("ServiceCounters"));
-        assert_eq!(keys(&v1::Connections::default()), fields_of("Connections"));
-        assert_eq!(keys(&v1::OpenConnection::default()), fields_of("OpenConnection"));
-        assert_eq!(keys(&v1::Explanation::default()), fields_of("Explanation"));
-        assert_eq!(keys(&v1::Drift::default()), fields_of("Drift"));
-        assert_eq!(keys(&v1::NodeVerification::default()), fields_of("NodeVerification"));
-        assert_eq!(keys(&v1::ExplainedEndpoint::default()), fields_of("ExplainedEndpoint"));
+        macro_rules! check {
+            ($($message:ident)*) => {
+                $(assert_eq!(keys(&v1::$message::default()), fields_of(stringify!($message)));)*
+            };
+        }
+        check! {
+            ServiceInfo ServicePortInfo EndpointInfo AgentInfo GetStatusResponse ReplicaInfo
+            Problem FleetInfo SourceAge SourcePosition WaitAnswer Laggard
+            WatchEvent NodeStatus Rejection ServiceCounters Connections OpenConnection
+            Explanation Drift NodeVerification ExplainedEndpoint
+        }
     }
 
     #[test]

@@ -182,14 +182,13 @@ fn authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsErr
     match (certificate, key) {
         (Some(certificate), Some(key)) => kept_authority(folder, certificate, &key, now),
         (None, None) => new_authority(folder, now),
-        (Some(_), None) => {
-            let problem =
-                "missing, but ca.crt exists: restore the authority's key, or pass another --out for a new authority";
-            Err(bad_file(&folder.path("ca.key"), problem))
-        }
-        (None, Some(_)) => {
-            let problem = "missing, but ca.key exists: restore the authority's certificate, or pass another --out for a new authority";
-            Err(bad_file(&folder.path("ca.crt"), problem))
+        (certificate, _) => {
+            let (missing, found, part) =
+                if certificate.is_some() { ("ca.key", "ca.crt", "key") } else { ("ca.crt", "ca.key", "certificate") };
+            let problem = format!(
+                "missing, but {found} exists: restore the authority's {part}, or pass another --out for a new authority"
+            );
+            Err(bad_file(&folder.path(missing), problem))
         }
     }
 }

@@ -10,7 +10,7 @@ use headgate_settings::{
     migration::{self, Checked, Outcome},
 };
 
-use crate::answer::Failure;
+use crate::answer::{Failure, write_json};
 use crate::args::{CheckArgs, Output};
 use crate::render::{self, Style};
 
@@ -26,18 +26,7 @@ pub(crate) fn check(args: &CheckArgs, output: Output, style: Style, out: &mut dy
         }
     };
     match output {
-        Output::Json => {
-            let json = |line: &migration::Line| {
-                serde_json::json!({
-                    "setting": line.setting,
-                    "value": line.value,
-                    "outcome": line.outcome.as_str(),
-                    "explanation": line.explanation,
-                })
-            };
-            let lines: serde_json::Value = checked.lines.iter().map(json).collect();
-            writeln!(out, "{lines:#}")?;
-        }
+        Output::Json => write_json(out, &checked.lines)?,
         Output::Table | Output::Wide => {
             out.write_all(text(&checked, output == Output::Wide, style).as_bytes())?;
         }

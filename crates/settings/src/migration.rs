@@ -1,5 +1,6 @@
 //! Says for each setting of a kube-proxy what the node agent makes of it.
 
+use serde::{Serialize, Serializer};
 use serde_json::Value as Json;
 
 use super::{
@@ -38,8 +39,14 @@ impl Outcome {
     }
 }
 
+impl Serialize for Outcome {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.as_str())
+    }
+}
+
 /// One setting.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Line {
     /// The field or the flag.
     pub setting: String,

@@ -1,10 +1,14 @@
-//! What TCP connections and UDP sessions have in common.
+//! What TCP connections and UDP sessions have in common: their data, their tokens and their list.
 
-use std::{net::SocketAddr, sync::Arc};
+use std::{cmp::Reverse, net::SocketAddr, sync::Arc};
+
+use slab::Slab;
 
 use crate::{
     balance::{EndpointKey, Picked},
-    services::Service,
+    list::{ConnectionInfo, ConnectionList, ConnectionState, ListFilter},
+    relay::Side,
+    services::{Protocol, Service},
     stats::Stats,
     threads::EventLoop,
 };
@@ -83,5 +87,61 @@ impl Drop for Carried {
     fn drop(&mut self) {
         self.service.state().pool.release(self.picked.key);
         self.stats().open.subtract(1);
+    }
+}
+
+/// What a thread carries and lists.
+pub(crate) trait Listed {
+    const PROTOCOL: Protocol;
+
+    fn carried(&self) -> &Carried;
+
+    fn state(&self) -> ConnectionState;
+
+    /// What lists and logs show.
+    fn info(&self, now_ms: u64) -> ConnectionInfo {
+        let carried = self.carried();
+        ConnectionInfo {
+            protocol: Self::PROTOCOL,
+            service: Arc::clone(&carried.service.state().settings.name),
+            client: carried.client,
+            destination: carried.destination,
+            endpoint: carried.picked.address,
+            state: self.state(),
+            bytes_to_endpoint: carried.bytes[0],
+            bytes_to_client: carried.bytes[1],
+            datagrams_to_endpoint: carried.datagrams[0],
+            datagrams_to_client: carried.datagrams[1],
+            age_ms: now_ms.saturating_sub(carried.opened_ms),
+            idle_ms: now_ms.saturating_sub(carried.active_ms),
+        }
+    }
+}
+
+/// The epoll token of a socket of a connection.
+pub(crate) fn token(slot: usize, generation: u32, side: Side) -> u64 {
+    (u64::from(generation) << 32) | ((slot as u64) << 1) | side as u64
+}
+
+/// The slot of the connection of a token, if it has not ended, and the side of the socket.
+pub(crate) fn find<L: Listed>(connections: &Slab<L>, token: u64) -> Option<(usize, Side)> {
+    let slot = ((token & u64::from(u32::MAX)) >> 1) as usize;
+    let is_same = u64::from(connections.get(slot)?.carried().generation) == token >> 32;
+    is_same.then_some((slot, if token & 1 == 0 { Side::Client } else { Side::Endpoint }))
+}
+
+impl ConnectionList {
+    /// The list of one thread. Apart from the result, it needs 16 bytes for each connection.
+    pub(crate) fn of<'a, L: Listed + 'a>(connections: &'a Slab<L>, filter: &ListFilter, now_ms: u64) -> Self {
+        let is_wanted = |of: &Carried| filter.account.as_ref().is_none_or(|name| of.service.account.name == *name);
+        let wanted = connections.iter().map(|(_, listed)| listed).filter(|listed| is_wanted(listed.carried()));
+        let mut wanted: Vec<(u64, &L)> = wanted.map(|listed| (listed.carried().bytes.iter().sum(), listed)).collect();
+        let left_out = wanted.len().saturating_sub(filter.limit);
+        if left_out > 0 {
+            wanted.select_nth_unstable_by_key(filter.limit, |(bytes, _)| Reverse(*bytes));
+            wanted.truncate(filter.limit);
+        }
+        let connections = wanted.into_iter().map(|(_, listed)| listed.info(now_ms)).collect();
+        Self { connections, left_out: left_out as u64 }
     }
 }

@@ -10,9 +10,9 @@ mod services;
 mod stats;
 pub mod tcp;
 mod threads;
+mod timers;
 pub mod udp;
 mod unsafe_calls;
-mod wheel;
 
 pub use balance::Algorithm;
 pub use list::{ConnectionInfo, ConnectionList, ConnectionState, HowEnded, ListFilter};

@@ -26,7 +26,7 @@ use rustix::{
 use crate::{
     balance::mix,
     list::{ConnectionList, ListFilter},
-    wheel::Wheel,
+    timers::Timers,
 };
 
 /// The epoll token of the descriptor that wakes a thread.
@@ -64,7 +64,7 @@ pub(crate) trait Worker: Send + 'static {
     /// Called after the events of a turn.
     fn after_events(&mut self) {}
 
-    /// A token of the timer wheel fired.
+    /// A token of the timers fired.
     fn timer(&mut self, token: u64);
 }
 
@@ -91,7 +91,7 @@ impl Shared {
 #[derive(Debug)]
 pub(crate) struct EventLoop {
     pub(crate) epoll: OwnedFd,
-    pub(crate) wheel: Wheel,
+    pub(crate) timers: Timers,
     /// When this turn began, since the start of the proxy.
     pub(crate) now_ms: u64,
     last_generation: u32,
@@ -127,7 +127,7 @@ fn run<W: Worker>(mut worker: W, orders: &Receiver<Order<W>>, shared: &Shared, b
         let due_ms = worker.due_ms(now_ms);
         let inner = worker.event_loop();
         shared.last_turn_ms.store(beat_ms.map_or(IDLE, |_| now_ms), Relaxed);
-        let wait_ms = due_ms.into_iter().chain(beat_ms).chain(inner.wheel.next_ms(now_ms)).min();
+        let wait_ms = due_ms.into_iter().chain(beat_ms).chain(inner.timers.next_ms(now_ms)).min();
         let timeout = wait_ms.and_then(epoll_timeout);
         let ready = match epoll::wait(&inner.epoll, &mut events[..], timeout.as_ref()) {
             Ok((ready, _)) => &*ready,
@@ -153,7 +153,7 @@ fn run<W: Worker>(mut worker: W, orders: &Receiver<Order<W>>, shared: &Shared, b
             }
         }
         worker.after_events();
-        worker.event_loop().wheel.advance(now_ms, &mut fired);
+        worker.event_loop().timers.advance(now_ms, &mut fired);
         for token in fired.drain(..) {
             worker.timer(token);
         }
@@ -207,7 +207,7 @@ impl<W: Worker> Threads<W> {
             epoll::add(&epoll, &wake, EventData::new_u64(WAKE), EventFlags::IN)?;
             let random_state = RandomState::new().hash_one(number);
             let worker =
-                worker(EventLoop { epoll, wheel: Wheel::new(0), now_ms: 0, last_generation: 0, random_state })?;
+                worker(EventLoop { epoll, timers: Timers::new(0), now_ms: 0, last_generation: 0, random_state })?;
             let (orders, received) = mpsc::channel();
             let shared = Arc::new(Shared { wake, last_turn_ms: AtomicU64::new(IDLE) });
             let (began, its_shared) = (threads.began, Arc::clone(&shared));

@@ -20,8 +20,7 @@ use super::{
     worker::TcpWorker,
 };
 use crate::{
-    carried::Carried,
-    list::{Listed as _, token},
+    carried::{Carried, Listed as _, token},
     proxy_header,
     relay::{End, Side},
     services::{Protocol, Scope, plain},
@@ -96,7 +95,7 @@ impl TcpWorker {
                         }
                         connection.endpoint = Some(fd);
                         let timeout_ms = milliseconds(self.settings.connect_timeout);
-                        self.event_loop.wheel.add(token, self.event_loop.now_ms + timeout_ms);
+                        self.event_loop.timers.add(token, self.event_loop.now_ms + timeout_ms);
                         return;
                     }
                     // The next accept waits until the process has descriptors again.

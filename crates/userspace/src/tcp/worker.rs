@@ -20,7 +20,8 @@ use super::{
     pipes::Pipes,
 };
 use crate::{
-    list::{ConnectionList, ListFilter, find, token},
+    carried::{find, token},
+    list::{ConnectionList, ListFilter},
     relay::{End, Side},
     services::{Scope, Services},
     stats::TcpCounters,
@@ -113,35 +114,15 @@ impl TcpWorker {
                 self.connect_failed(slot);
             } else if flags.contains(EventFlags::OUT) {
                 if flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::PRI) {
-                    self.announce(slot, side, flags);
+                    connection.announce(side, flags);
                 }
                 let visit = self.connected(slot);
                 self.after(slot, visit);
             }
             return;
         }
-        self.announce(slot, side, flags);
+        connection.announce(side, flags);
         self.visit(slot);
-    }
-
-    /// Tells the relay what the kernel announced.
-    fn announce(&mut self, slot: usize, side: Side, flags: EventFlags) {
-        let connection = &mut self.connections[slot];
-        if flags.intersects(EventFlags::RDHUP | EventFlags::ERR | EventFlags::HUP) {
-            connection.ending(side);
-        }
-        if flags.contains(EventFlags::PRI) {
-            connection.urgent(side);
-        }
-        if flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::PRI) {
-            connection.relay.readable(side);
-        }
-        if flags.contains(EventFlags::OUT) {
-            connection.relay.writable(side);
-        }
-        if flags.intersects(EventFlags::ERR | EventFlags::HUP) {
-            connection.relay.failed(side);
-        }
     }
 
     fn visit(&mut self, slot: usize) {
@@ -172,7 +153,7 @@ impl TcpWorker {
             if waited_ms >= connect_ms {
                 self.connect_failed(slot);
             } else {
-                self.event_loop.wheel.add(token, now_ms + connect_ms - waited_ms);
+                self.event_loop.timers.add(token, now_ms + connect_ms - waited_ms);
             }
             return;
         }
@@ -186,7 +167,7 @@ impl TcpWorker {
             connection.keep_alive(&self.settings);
         }
         connection.renew_affinity(now_ms);
-        self.event_loop.wheel.add(token, connection.carried.active_ms.saturating_add(idle_ms));
+        self.event_loop.timers.add(token, connection.carried.active_ms.saturating_add(idle_ms));
     }
 
     /// The number of further connections that the settings allow.

@@ -21,8 +21,8 @@ use super::{
     unreachable::Reporter,
 };
 use crate::{
-    carried::Carried,
-    list::{ConnectionList, ConnectionState, ListFilter, Listed, find, token},
+    carried::{Carried, Listed, find, token},
+    list::{ConnectionList, ConnectionState, ListFilter},
     relay::Side,
     services::{Protocol, Scope, Service, Services, plain},
     stats::{Counter, Stats, UdpCounters},
@@ -249,7 +249,7 @@ impl UdpWorker {
             let sessions = &self.sessions;
             of_client.by_age.retain(|token| find(sessions, *token).is_some());
         }
-        self.event_loop.wheel.add(token, self.event_loop.now_ms + self.idle_ms());
+        self.event_loop.timers.add(token, self.event_loop.now_ms + self.idle_ms());
         Ok(slot)
     }
 
@@ -483,7 +483,7 @@ impl Worker for UdpWorker {
             carried.stats().idle.add(1);
             self.close(slot);
         } else {
-            self.event_loop.wheel.add(token, due_ms);
+            self.event_loop.timers.add(token, due_ms);
         }
     }
 }
