@@ -24,12 +24,12 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &AgentsArgs) -> Resul
     if all == 0 {
         return session.write("No Node and no agent is known.\n");
     }
-    let shown = if wanted.limit == 0 { &agents[..] } else { &agents[..agents.len().min(wanted.limit)] };
+    let (shown, more) = render::limited(&agents, wanted.limit);
     let mut text = match shown {
         [] => format!("None of {} nodes matches.\n", render::thousands(all as u64)),
         shown => render::agents(shown, now_unix_ms(), session.output == Output::Wide, session.style),
     };
-    text += &render::more(agents.len() - shown.len());
+    text += &more;
     if wanted.node().is_none() {
         let answer = session.replica.client.get_status(GetStatusRequest::default()).await;
         let status = answer.map_err(|status| session.refused(&status))?.into_inner();

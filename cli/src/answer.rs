@@ -10,6 +10,7 @@ use crate::args::{Args, Output};
 use crate::certs::CertsError;
 use crate::client::{self, ConnectError, Replica};
 use crate::render::{self, Style};
+use crate::units;
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -36,15 +37,13 @@ pub enum Failure {
     /// The certificates cannot be created.
     #[error(transparent)]
     Certs(#[from] CertsError),
-    /// Some nodes differ, or are not verified. The output names them.
+    /// Nodes differ or are not verified, or settings of kube-proxy are invalid. The output names
+    /// them.
     #[error("{0}")]
-    Unverified(String),
+    Faulty(String),
     /// kube-proxy's configuration cannot be read.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// Settings of kube-proxy are invalid. The output names them.
-    #[error("{0}")]
-    Invalid(String),
     /// Nodes have not done in time what was waited for.
     #[error("{0}")]
     TimedOut(String),
@@ -74,14 +73,7 @@ impl Failure {
             Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,
             Self::TimedOut(_) => 3,
             Self::Absent(_) => 4,
-            Self::Connect(_)
-            | Self::Certs(_)
-            | Self::Config(_)
-            | Self::Invalid(_)
-            | Self::Unverified(_)
-            | Self::NotFound(_)
-            | Self::Server { .. }
-            | Self::Output(_) => 1,
+            _ => 1,
         }
     }
 }
@@ -147,8 +139,7 @@ pub(crate) fn write_json(out: &mut dyn Write, answer: &impl Serialize) -> Result
 
 /// The current time in milliseconds since the Unix epoch.
 pub(crate) fn now_unix_ms() -> u64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
+    units::milliseconds(std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default())
 }
 
 #[cfg(test)]
@@ -173,28 +164,17 @@ mod tests {
 
     #[test]
     fn json_contains_every_field_of_the_protocol_under_its_name() {
-        assert_eq!(keys(&v1::ServiceInfo::default()), fields_of("ServiceInfo"));
-        assert_eq!(keys(&v1::ServicePortInfo::default()), fields_of("ServicePortInfo"));
-        assert_eq!(keys(&v1::EndpointInfo::default()), fields_of("EndpointInfo"));
-        assert_eq!(keys(&v1::AgentInfo::default()), fields_of("AgentInfo"));
-        assert_eq!(keys(&v1::GetStatusResponse::default()), fields_of("GetStatusResponse"));
-        assert_eq!(keys(&v1::ReplicaInfo::default()), fields_of("ReplicaInfo"));
-        assert_eq!(keys(&v1::Problem::default()), fields_of("Problem"));
-        assert_eq!(keys(&v1::FleetInfo::default()), fields_of("FleetInfo"));
-        assert_eq!(keys(&v1::SourceAge::default()), fields_of("SourceAge"));
-        assert_eq!(keys(&v1::SourcePosition::default()), fields_of("SourcePosition"));
-        assert_eq!(keys(&v1::WaitAnswer::default()), fields_of("WaitAnswer"));
-        assert_eq!(keys(&v1::Laggard::default()), fields_of("Laggard"));
-        assert_eq!(keys(&v1::WatchEvent::default()), fields_of("WatchEvent"));
-        assert_eq!(keys(&v1::NodeStatus::default()), fields_of("NodeStatus"));
-        assert_eq!(keys(&v1::Rejection::default()), fields_of("Rejection"));
-        assert_eq!(keys(&v1::ServiceCounters::default()), fields_of("ServiceCounters"));
-        assert_eq!(keys(&v1::Connections::default()), fields_of("Connections"));
-        assert_eq!(keys(&v1::OpenConnection::default()), fields_of("OpenConnection"));
-        assert_eq!(keys(&v1::Explanation::default()), fields_of("Explanation"));
-        assert_eq!(keys(&v1::Drift::default()), fields_of("Drift"));
-        assert_eq!(keys(&v1::NodeVerification::default()), fields_of("NodeVerification"));
-        assert_eq!(keys(&v1::ExplainedEndpoint::default()), fields_of("ExplainedEndpoint"));
+        macro_rules! check {
+            ($($message:ident)*) => {
+                $(assert_eq!(keys(&v1::$message::default()), fields_of(stringify!($message)));)*
+            };
+        }
+        check! {
+            ServiceInfo ServicePortInfo EndpointInfo AgentInfo GetStatusResponse ReplicaInfo
+            Problem FleetInfo SourceAge SourcePosition WaitAnswer Laggard
+            WatchEvent NodeStatus Rejection ServiceCounters Connections OpenConnection
+            Explanation Drift NodeVerification ExplainedEndpoint
+        }
     }
 
     #[test]

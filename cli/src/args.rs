@@ -164,34 +164,23 @@ impl Command {
     /// The Service that the command selects; empty if it selects none. An error describes the
     /// correct usage.
     pub fn selected(&self) -> Result<Selected, String> {
-        let one = |service: &str, namespace: &Option<String>| Selection {
-            service: Some(service.to_owned()),
-            namespace: namespace.clone(),
-        };
-        match self {
-            Self::Services(selection) | Self::Endpoints(selection) | Self::Watch(selection) => selection.resolve(),
-            Self::Counters(CountersArgs { service, namespace, .. })
-            | Self::Connections(ConnectionsArgs { of: CountersArgs { service, namespace, .. }, .. }) => {
-                Selection { service: service.clone(), namespace: namespace.clone() }.resolve()
+        let (service, namespace) = match self {
+            Self::Services(of) | Self::Endpoints(of) | Self::Watch(of) => (of.service.as_deref(), &of.namespace),
+            Self::Counters(of) | Self::Connections(ConnectionsArgs { of, .. }) => {
+                (of.service.as_deref(), &of.namespace)
             }
-            Self::Wait(WaitArgs { service, namespace, .. }) => one(service, namespace).resolve(),
-            Self::Explain(wanted) => {
-                if let (Some(from), Some(_)) = (wanted.pod(), wanted.source) {
+            Self::Wait(of) => (Some(of.service.as_str()), &of.namespace),
+            Self::Explain(of) => {
+                if let (Some(from), Some(_)) = (of.pod(), of.source) {
                     return Err(format!(
                         "--source needs a node, and --from {from} is a pod: give the node of the pod as --from"
                     ));
                 }
-                one(&wanted.service, &wanted.namespace).resolve()
+                (Some(of.service.as_str()), &of.namespace)
             }
-            Self::Agents(_)
-            | Self::Node(_)
-            | Self::Verify(_)
-            | Self::Drain(_)
-            | Self::Certs(_)
-            | Self::Ca(_)
-            | Self::Migrate(_)
-            | Self::Status => Ok(Selected { namespace: String::new(), name: String::new() }),
-        }
+            _ => (None, &None),
+        };
+        Selected::resolve(service, namespace.as_deref())
     }
 }
 
@@ -417,28 +406,26 @@ pub struct Selected {
     pub name: String,
 }
 
-impl Selection {
+impl Selected {
     /// Resolves a Service that is given as NAMESPACE/NAME, or as NAME with a namespace. An error
     /// describes the correct usage.
-    pub fn resolve(&self) -> Result<Selected, String> {
-        let (namespace, name) = match (self.service.as_deref(), self.namespace.as_deref()) {
-            (None, namespace) => (namespace.unwrap_or_default(), ""),
-            (Some(service), flag) => match (service.split_once('/'), flag) {
-                (Some((namespace, _)), Some(flag)) if namespace != flag => {
-                    return Err(format!(
-                        "{service} names another namespace than --namespace {flag}: give the namespace only once"
-                    ));
-                }
-                (Some((namespace, name)), _) => (namespace, name),
-                (None, flag) => (flag.unwrap_or("default"), service),
-            },
+    fn resolve(service: Option<&str>, flag: Option<&str>) -> Result<Self, String> {
+        let (namespace, name) = match service.map(|service| service.split_once('/').ok_or(service)) {
+            None => (flag.unwrap_or_default(), ""),
+            Some(Err(name)) => (flag.unwrap_or("default"), name),
+            Some(Ok(both)) => both,
         };
-        let empty_part = self.service.is_some() && (namespace.is_empty() || name.is_empty());
-        if empty_part || name.contains('/') || self.namespace.as_deref() == Some("") {
-            let given = self.service.as_deref().unwrap_or("an empty namespace");
+        if let (Some(service), Some(flag)) = (service, flag.filter(|flag| *flag != namespace)) {
+            return Err(format!(
+                "{service} names another namespace than --namespace {flag}: give the namespace only once"
+            ));
+        }
+        let empty_part = service.is_some() && (namespace.is_empty() || name.is_empty());
+        if empty_part || name.contains('/') || flag == Some("") {
+            let given = service.unwrap_or("an empty namespace");
             return Err(format!("{given} is not a service: write NAMESPACE/NAME, or NAME with --namespace"));
         }
-        Ok(Selected { namespace: namespace.to_owned(), name: name.to_owned() })
+        Ok(Self { namespace: namespace.to_owned(), name: name.to_owned() })
     }
 }
 
@@ -447,8 +434,7 @@ mod tests {
     use super::*;
 
     fn resolve(service: Option<&str>, namespace: Option<&str>) -> Result<(String, String), String> {
-        let selection = Selection { service: service.map(str::to_owned), namespace: namespace.map(str::to_owned) };
-        selection.resolve().map(|selected| (selected.namespace, selected.name))
+        Selected::resolve(service, namespace).map(|selected| (selected.namespace, selected.name))
     }
 
     fn pair(namespace: &str, name: &str) -> Result<(String, String), String> {

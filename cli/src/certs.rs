@@ -10,6 +10,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use headgate_tls::Validity;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
     SanType,
@@ -80,6 +81,15 @@ fn bad_file(path: &Path, problem: impl std::fmt::Display) -> CertsError {
     CertsError::File { path: path.to_owned(), problem: problem.to_string() }
 }
 
+/// What a command has written: as text for people, and as JSON for programs.
+#[derive(Debug)]
+pub struct Written {
+    /// The text, which ends with a line feed.
+    pub text: String,
+    /// The JSON.
+    pub json: serde_json::Value,
+}
+
 /// A certificate authority that can sign certificates.
 struct Authority {
     certificate_pem: String,
@@ -89,23 +99,9 @@ struct Authority {
     is_kept: bool,
 }
 
-/// The created certificates.
-#[derive(Debug)]
-pub struct Made {
-    out: PathBuf,
-    nodes: Vec<String>,
-    readers: Vec<String>,
-    /// The server address for the printed example commands.
-    server: Option<String>,
-    is_authority_kept: bool,
-    authority_not_after: SystemTime,
-    not_after: SystemTime,
-    files: Vec<PathBuf>,
-}
-
 /// Creates the requested certificates. If one certificate cannot be created, the function writes no
 /// file.
-pub fn make(args: &CertsArgs) -> Result<Made, CertsError> {
+pub fn make(args: &CertsArgs) -> Result<Written, CertsError> {
     check(args)?;
     let now = SystemTime::now();
     let mut folder = Folder::open(&args.out, args.force)?;
@@ -120,18 +116,11 @@ pub fn make(args: &CertsArgs) -> Result<Made, CertsError> {
         return Err(bad_file(&args.out.join("ca.crt"), problem));
     }
     let ca = &authority.certificate_pem;
-    let names = server_names(args)?;
-    let server = args.server_name.first().cloned().or_else(|| {
-        args.server_ip.first().map(|ip| match ip {
-            IpAddr::V4(ip) => ip.to_string(),
-            IpAddr::V6(ip) => format!("[{ip}]"),
-        })
-    });
     let valid = (now - CLOCK_TOLERANCE, not_after);
+    let mut names = server_names(args)?;
     if !names.is_empty() {
         // Replicas are clients of each other: see --peers of the control plane.
-        let replica = SanType::URI("headgate://replica/headgate-control-plane".try_into()?);
-        let names = names.into_iter().chain([replica]).collect();
+        names.push(SanType::URI("headgate://replica/headgate-control-plane".try_into()?));
         let usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         leaf(&mut folder, &authority, "control-plane/tls", "headgate-control-plane", names, usages, valid)?;
         folder.add("control-plane/ca.crt", Kind::Authority, ca)?;
@@ -147,16 +136,15 @@ pub fn make(args: &CertsArgs) -> Result<Made, CertsError> {
         folder.add("nodes/ca.crt", Kind::Authority, ca)?;
     }
     let files = folder.write()?;
-    Ok(Made {
-        out: args.out.clone(),
-        nodes: args.node.clone(),
-        readers: args.reader.clone(),
-        server,
-        is_authority_kept: authority.is_kept,
-        authority_not_after: authority.not_after,
-        not_after,
-        files,
-    })
+    let unix_ms = |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs() * 1000;
+    let json = json!({
+        "out": args.out.display().to_string(),
+        "files": files,
+        "not_after_unix_ms": unix_ms(not_after),
+        "authority_is_new": !authority.is_kept,
+        "authority_not_after_unix_ms": unix_ms(authority.not_after),
+    });
+    Ok(Written { text: text(args, &files, &authority, not_after), json })
 }
 
 fn check(args: &CertsArgs) -> Result<(), CertsError> {
@@ -194,14 +182,13 @@ fn authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsErr
     match (certificate, key) {
         (Some(certificate), Some(key)) => kept_authority(folder, certificate, &key, now),
         (None, None) => new_authority(folder, now),
-        (Some(_), None) => {
-            let problem =
-                "missing, but ca.crt exists: restore the authority's key, or pass another --out for a new authority";
-            Err(bad_file(&folder.path("ca.key"), problem))
-        }
-        (None, Some(_)) => {
-            let problem = "missing, but ca.key exists: restore the authority's certificate, or pass another --out for a new authority";
-            Err(bad_file(&folder.path("ca.crt"), problem))
+        (certificate, _) => {
+            let (missing, found, part) =
+                if certificate.is_some() { ("ca.key", "ca.crt", "key") } else { ("ca.crt", "ca.key", "certificate") };
+            let problem = format!(
+                "missing, but {found} exists: restore the authority's {part}, or pass another --out for a new authority"
+            );
+            Err(bad_file(&folder.path(missing), problem))
         }
     }
 }
@@ -218,8 +205,7 @@ fn kept_authority(folder: &Folder, pem: String, key: &str, now: SystemTime) -> R
         let problem = format!("is not the key of {}; restore the right key, or pass another --out", ca_crt.display());
         return Err(bad_file(&ca_key, problem));
     }
-    let seconds = u64::try_from(parsed.validity().not_after.timestamp()).unwrap_or_default();
-    let not_after = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+    let not_after = Validity::of(&parsed).not_after;
     if not_after <= now {
         return Err(bad_file(&ca_crt, "this authority has expired: pass another --out for a new authority"));
     }
@@ -232,14 +218,14 @@ fn kept_authority(folder: &Folder, pem: String, key: &str, now: SystemTime) -> R
 }
 
 fn new_authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsError> {
-    let (authority, key) = fresh_authority(now)?;
-    folder.add("ca.key", Kind::Key, &key)?;
+    let authority = fresh_authority(now)?;
+    folder.add("ca.key", Kind::Key, &authority.issuer.key().serialize_pem())?;
     folder.add("ca.crt", Kind::Authority, &authority.certificate_pem)?;
     Ok(authority)
 }
 
-/// Creates an authority and its key in PEM. Writes no file.
-fn fresh_authority(now: SystemTime) -> Result<(Authority, String), CertsError> {
+/// Creates an authority. Writes no file.
+fn fresh_authority(now: SystemTime) -> Result<Authority, CertsError> {
     let not_after = now + DAY * AUTHORITY_DAYS;
     let mut params = CertificateParams::default();
     params.distinguished_name.push(DnType::CommonName, "headgate trial authority");
@@ -247,10 +233,8 @@ fn fresh_authority(now: SystemTime) -> Result<(Authority, String), CertsError> {
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     (params.not_before, params.not_after) = ((now - CLOCK_TOLERANCE).into(), not_after.into());
     let key = KeyPair::generate()?;
-    let key_pem = key.serialize_pem();
     let certificate_pem = params.self_signed(&key)?.pem();
-    let issuer = Issuer::new(params, key);
-    Ok((Authority { certificate_pem, issuer, not_after, is_kept: false }, key_pem))
+    Ok(Authority { certificate_pem, issuer: Issuer::new(params, key), not_after, is_kept: false })
 }
 
 /// Adds a certificate `FILE.crt` and its key `FILE.key`.
@@ -283,81 +267,65 @@ fn common_name_of(name: &str) -> &str {
     &name[..name.floor_char_boundary(64)]
 }
 
-impl Made {
-    /// Describes the created files and their use as text for people.
-    pub fn text(&self) -> String {
-        let out = quoted(&self.out.display().to_string());
-        let days = |until: SystemTime| {
-            until.duration_since(SystemTime::now()).unwrap_or_default().as_secs().div_ceil(DAY.as_secs())
-        };
-        let mut text = String::new();
-        let mut line = |part: &str| {
-            text.push_str(part);
-            text.push('\n');
-        };
-        line(&format!("Created, valid for {} days:", days(self.not_after)));
-        for file in &self.files {
-            line(&format!("  {}", file.display()));
-        }
-        let authority =
-            if self.is_authority_kept { "The existing authority is reused" } else { "The authority is new" };
-        line(&format!(
-            "{authority}, valid for {} days. Its key {out}/ca.key signs all certificates: keep it secret.",
-            days(self.authority_not_after)
+/// Describes the created files and their use.
+fn text(args: &CertsArgs, files: &[String], authority: &Authority, not_after: SystemTime) -> String {
+    let out = quoted(&args.out.display().to_string());
+    let days = |until: SystemTime| {
+        until.duration_since(SystemTime::now()).unwrap_or_default().as_secs().div_ceil(DAY.as_secs())
+    };
+    let by_address = args.server_ip.first().map(|ip| match ip {
+        IpAddr::V4(ip) => ip.to_string(),
+        IpAddr::V6(ip) => format!("[{ip}]"),
+    });
+    let server = args.server_name.first().cloned().or(by_address);
+    let mut lines = vec![format!("Created, valid for {} days:", days(not_after))];
+    lines.extend(files.iter().map(|file| format!("  {file}")));
+    let origin = if authority.is_kept { "The existing authority is reused" } else { "The authority is new" };
+    lines.push(format!(
+        "{origin}, valid for {} days. Its key {out}/ca.key signs all certificates: keep it secret.",
+        days(authority.not_after)
+    ));
+    if server.is_some() {
+        lines.push("\nControl plane:".to_owned());
+        lines.push(format!(
+            "  headgate-control-plane --source kubernetes --tls-cert {out}/control-plane/tls.crt --tls-key {out}/control-plane/tls.key \
+             --tls-client-ca {out}/control-plane/ca.crt"
         ));
-        let server = self.server.as_deref().unwrap_or("HOST");
-        if self.server.is_some() {
-            line("\nControl plane:");
-            line(&format!(
-                "  headgate-control-plane --source kubernetes --tls-cert {out}/control-plane/tls.crt --tls-key {out}/control-plane/tls.key \
-                 --tls-client-ca {out}/control-plane/ca.crt"
-            ));
-        }
-        if !self.nodes.is_empty() {
-            line("\nAgents, each on its node:");
-        }
-        for node in &self.nodes {
-            line(&format!(
-                "  headgate-node-agent --node-name {node} --control-plane https://{server}:7443 --tls-cert {out}/nodes/{node}.crt --tls-key \
-                 {out}/nodes/{node}.key --tls-ca {out}/nodes/ca.crt"
-            ));
-        }
-        if !self.readers.is_empty() {
-            line("\nFor readers:");
-        }
-        for reader in &self.readers {
-            line(&format!(
-                "  headgatectl --server https://{server}:7444 --tls-cert {out}/readers/{reader}.crt --tls-key {out}/readers/{reader}.key --tls-ca \
-                 {out}/ca.crt status"
-            ));
-        }
-        if self.server.is_some() {
-            line("\nIn a cluster, where agents enrol (repeat after each change; no restart is needed):");
-            for object in [
-                format!("secret generic headgate-control-plane-tls --from-file={out}/control-plane"),
-                format!("secret tls headgate-authority --cert={out}/ca.crt --key={out}/ca.key"),
-                format!("configmap headgate-authority --from-file={out}/ca.crt"),
-            ] {
-                line(&format!(
-                    "  kubectl -n headgate-system create {object} --dry-run=client -o yaml | kubectl apply --server-side -f -"
-                ));
-            }
-        }
-        text
     }
-
-    /// The created files as JSON, for programs.
-    pub fn json(&self) -> serde_json::Value {
-        let unix_ms =
-            |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs() * 1000;
-        json!({
-            "out": self.out.display().to_string(),
-            "files": self.files.iter().map(|file| file.display().to_string()).collect::<Vec<_>>(),
-            "not_after_unix_ms": unix_ms(self.not_after),
-            "authority_is_new": !self.is_authority_kept,
-            "authority_not_after_unix_ms": unix_ms(self.authority_not_after),
-        })
+    let host = server.as_deref().unwrap_or("HOST");
+    let agents = args.node.iter().map(|node| {
+        format!(
+            "  headgate-node-agent --node-name {node} --control-plane https://{host}:7443 --tls-cert {out}/nodes/{node}.crt --tls-key \
+             {out}/nodes/{node}.key --tls-ca {out}/nodes/ca.crt"
+        )
+    });
+    if !args.node.is_empty() {
+        lines.push("\nAgents, each on its node:".to_owned());
     }
+    lines.extend(agents);
+    let readers = args.reader.iter().map(|reader| {
+        format!(
+            "  headgatectl --server https://{host}:7444 --tls-cert {out}/readers/{reader}.crt --tls-key {out}/readers/{reader}.key --tls-ca \
+             {out}/ca.crt status"
+        )
+    });
+    if !args.reader.is_empty() {
+        lines.push("\nFor readers:".to_owned());
+    }
+    lines.extend(readers);
+    if server.is_some() {
+        lines.push("\nIn a cluster, where agents enrol (repeat after each change; no restart is needed):".to_owned());
+        for object in [
+            format!("secret generic headgate-control-plane-tls --from-file={out}/control-plane"),
+            format!("secret tls headgate-authority --cert={out}/ca.crt --key={out}/ca.key"),
+            format!("configmap headgate-authority --from-file={out}/ca.crt"),
+        ] {
+            lines.push(format!(
+                "  kubectl -n headgate-system create {object} --dry-run=client -o yaml | kubectl apply --server-side -f -"
+            ));
+        }
+    }
+    lines.join("\n") + "\n"
 }
 
 /// Quotes a word for the shell.

@@ -22,6 +22,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// `watch`.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
+const CHECK_SERVER: &str = "Check --server (or HEADGATE_SERVER): scheme, host and port.";
+
 /// Why a connection failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
@@ -93,7 +95,7 @@ async fn connect_to(server: String, tls: &TlsArgs) -> Result<Replica, ConnectErr
     // The endpoint's own connect timeout covers only TCP.
     let connected = tokio::time::timeout(ANSWER_TIMEOUT, endpoint.connect()).await;
     let connected = connected.map_err(|_| silent(&server, ANSWER_TIMEOUT))?;
-    let channel = connected.map_err(|error| unreachable(&server, &error))?;
+    let channel = connected.map_err(|error| refused(&server, &error))?;
     let mut client = InspectClient::new(channel);
     let answer = client.get_status(GetStatusRequest { only_this_replica: true }).await;
     match answer.err().and_then(|status| failure(&server, &status)) {
@@ -103,16 +105,18 @@ async fn connect_to(server: String, tls: &TlsArgs) -> Result<Replica, ConnectErr
     }
 }
 
+fn unreachable(server: &str, reason: impl Into<String>, advice: &str) -> ConnectError {
+    ConnectError::Unreachable { server: server.to_owned(), reason: reason.into(), advice: advice.to_owned() }
+}
+
 /// The error for a replica that accepts connections and does not answer.
 pub(crate) fn silent(server: &str, timeout: Duration) -> ConnectError {
-    let time = units::duration(u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX));
-    ConnectError::Unreachable {
-        server: server.to_owned(),
-        reason: format!("the server accepts connections but has not answered within {time}"),
-        advice:
-            "The replica hangs or is overloaded: look at its log and its load, or name another replica with --server."
-                .to_owned(),
-    }
+    let time = units::duration(units::milliseconds(timeout));
+    unreachable(
+        server,
+        format!("the server accepts connections but has not answered within {time}"),
+        "The replica hangs or is overloaded: look at its log and its load, or name another replica with --server.",
+    )
 }
 
 /// The URLs of the replicas that one server URL names, each with the TLS options to use. If the
@@ -124,16 +128,13 @@ async fn addresses_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArg
     let uri = endpoint(server, tls)?.uri().clone();
     let (scheme, host) = (uri.scheme_str().unwrap_or("https"), uri.host().unwrap_or_default());
     let port = uri.port_u16().unwrap_or(if scheme == "http" { 80 } else { 443 });
-    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    let bare = bare(host);
     if bare.parse::<IpAddr>().is_ok() {
         return Ok(itself());
     }
     let found = tokio::net::lookup_host((bare, port)).await;
-    let found = found.map_err(|error| ConnectError::Unreachable {
-        server: server.to_owned(),
-        reason: format!("{bare} does not resolve: {error}"),
-        advice: "Check --server (or HEADGATE_SERVER): scheme, host and port.".to_owned(),
-    })?;
+    let found =
+        found.map_err(|error| unreachable(server, format!("{bare} does not resolve: {error}"), CHECK_SERVER))?;
     let addresses: Vec<SocketAddr> = found.collect();
     // `localhost` resolves to an IPv4 and an IPv6 address of the same replica.
     if addresses.len() < 2 || bare == "localhost" {
@@ -145,7 +146,7 @@ async fn addresses_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArg
 }
 
 fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
-    let usage = |text: String| ConnectError::Usage(text);
+    let usage = ConnectError::Usage;
     let endpoint = Endpoint::from_shared(server.to_owned())
         .map_err(|error| usage(format!("--server {server} is not a valid URL ({error}): write https://HOST:7444")))?
         .connect_timeout(CONNECT_TIMEOUT)
@@ -167,12 +168,9 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
             "--server {server} does not use TLS, but only loopback and test addresses work without TLS: \
              write https:// and give --tls-ca, --tls-cert and --tls-key"
         ))),
-        Some("https") => {
-            let settings = tls_config(tls)?;
-            endpoint
-                .tls_config(settings)
-                .map_err(|error| usage(format!("the TLS files cannot be used: {}: {}", files(tls), chain(&error))))
-        }
+        Some("https") => endpoint
+            .tls_config(tls_config(tls)?)
+            .map_err(|error| usage(format!("the TLS files cannot be used: {}: {}", files(tls), chain(&error)))),
         None if uri.port_u16().is_some() => {
             Err(usage(format!("--server {server} has no scheme: write https://{server}")))
         }
@@ -180,9 +178,13 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
     }
 }
 
+/// The host of a URL without the brackets around an IPv6 address.
+fn bare(host: &str) -> &str {
+    host.trim_start_matches('[').trim_end_matches(']')
+}
+
 fn may_be_plain(host: &str) -> bool {
-    let address = host.trim_start_matches('[').trim_end_matches(']').parse();
-    host == "localhost" || address.is_ok_and(headgate_proto::plaintext::is_allowed)
+    host == "localhost" || bare(host).parse().is_ok_and(headgate_proto::plaintext::is_allowed)
 }
 
 fn tls_config(tls: &TlsArgs) -> Result<ClientTlsConfig, ConnectError> {
@@ -227,8 +229,8 @@ fn read(option: &'static str, path: &Path) -> Result<Vec<u8>, ConnectError> {
     Ok(content)
 }
 
-fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
-    let reason = chain(error);
+/// The error for a server that accepts no connection.
+fn refused(server: &str, error: &tonic::transport::Error) -> ConnectError {
     let cause = causes(error).find_map(|source| source.downcast_ref::<io::Error>());
     let advice = match cause.map(io::Error::kind) {
         _ if cause.is_some_and(headgate_tls::is_not_tls) => {
@@ -242,9 +244,9 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
             "The TLS handshake failed. Check that --tls-ca signed the replica's certificate, and that the certificate names this host \
              (--tls-server-name)."
         }
-        _ => "Check --server (or HEADGATE_SERVER): scheme, host and port.",
+        _ => CHECK_SERVER,
     };
-    ConnectError::Unreachable { server: server.to_owned(), reason, advice: advice.to_owned() }
+    unreachable(server, chain(error), advice)
 }
 
 /// Returns the error for a request that no replica answered: the server hangs, is not a control
@@ -259,29 +261,23 @@ pub(crate) fn failure(server: &str, status: &tonic::Status) -> Option<ConnectErr
 
 /// Returns the error for a server that is not a control plane, or whose URL has the wrong scheme.
 fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
-    let unreachable = |reason: &str, advice: &str| {
-        let (server, reason, advice) = (server.to_owned(), reason.to_owned(), advice.to_owned());
-        Some(ConnectError::Unreachable { server, reason, advice })
-    };
+    let is = |reason: &str, advice: &str| Some(unreachable(server, reason, advice));
     if status.message().starts_with("grpc-status header missing") {
-        return unreachable(
+        return is(
             "the server speaks HTTP, but is not a control plane",
             "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --inspect-listen address, and serves metrics at another address.",
         );
     }
     if status.message().contains(AGENTS_ONLY) {
-        return unreachable(
-            status.message(),
-            "Check the port of --server (or HEADGATE_SERVER): it must be the port of --inspect-listen.",
-        );
+        let advice = "Check the port of --server (or HEADGATE_SERVER): it must be the port of --inspect-listen.";
+        return is(status.message(), advice);
     }
     // tonic reports a TLS alert as one of these codes. A replica rarely sends these codes itself.
     let is_broken = matches!(status.code(), Code::Internal | Code::Unknown | Code::Unavailable | Code::Cancelled);
     let uri: tonic::transport::Uri = server.parse().ok().filter(|_| is_broken)?;
     let is_plain = uri.scheme_str() == Some("http");
-    let host = uri.host()?.trim_start_matches('[').trim_end_matches(']');
-    if is_plain && headgate_tls::speaks_tls((host, uri.port_u16().unwrap_or(80))) {
-        return unreachable(
+    if is_plain && headgate_tls::speaks_tls((bare(uri.host()?), uri.port_u16().unwrap_or(80))) {
+        return is(
             "the server speaks TLS, but the URL begins with http://",
             "Write https:// in --server (or HEADGATE_SERVER), and give --tls-ca, --tls-cert and --tls-key.",
         );
@@ -301,8 +297,7 @@ fn broken(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     } else {
         "The connection broke: the replica may have stopped. Try again."
     };
-    let (server, reason) = (server.to_owned(), chain(broken));
-    Some(ConnectError::Unreachable { server, reason, advice: advice.to_owned() })
+    Some(unreachable(server, chain(broken), advice))
 }
 
 /// An error and its causes.

@@ -1,22 +1,20 @@
 //! `headgatectl drain`: when no node sends new connections to a pod any more.
 
-use std::time::Duration;
-
 use headgate_proto::v1::{DrainPodRequest, barrier_answer::Result as Outcome};
 use serde_json::json;
 
 use crate::answer::{Failure, Session};
 use crate::args::{DrainArgs, Output};
 use crate::render::{plain, thousands};
+use crate::units::milliseconds;
 
 pub(crate) async fn run(session: &mut Session<'_>, wanted: &DrainArgs) -> Result<(), Failure> {
     let (namespace, name) = wanted.pod.split_once('/').unwrap_or(("default", &wanted.pod));
-    let milliseconds = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX).max(1);
     let request = DrainPodRequest {
         namespace: namespace.to_owned(),
         name: name.to_owned(),
-        timeout_ms: milliseconds(wanted.timeout),
-        silent_ms: milliseconds(wanted.silent),
+        timeout_ms: milliseconds(wanted.timeout).max(1),
+        silent_ms: milliseconds(wanted.silent).max(1),
         uid: wanted.uid.clone(),
     };
     let answer = session.replica.client.drain_pod(request).await;

@@ -10,7 +10,7 @@ use headgate_settings::{
     migration::{self, Checked, Outcome},
 };
 
-use crate::answer::Failure;
+use crate::answer::{Failure, write_json};
 use crate::args::{CheckArgs, Output};
 use crate::render::{self, Style};
 
@@ -26,26 +26,15 @@ pub(crate) fn check(args: &CheckArgs, output: Output, style: Style, out: &mut dy
         }
     };
     match output {
-        Output::Json => {
-            let json = |line: &migration::Line| {
-                serde_json::json!({
-                    "setting": line.setting,
-                    "value": line.value,
-                    "outcome": line.outcome.as_str(),
-                    "explanation": line.explanation,
-                })
-            };
-            let lines: serde_json::Value = checked.lines.iter().map(json).collect();
-            writeln!(out, "{lines:#}")?;
-        }
+        Output::Json => write_json(out, &checked.lines)?,
         Output::Table | Output::Wide => {
             out.write_all(text(&checked, output == Output::Wide, style).as_bytes())?;
         }
     }
     match checked.count(Outcome::Invalid) {
         0 => Ok(()),
-        1 => Err(Failure::Invalid("the agent rejects 1 setting; correct or remove it first".to_owned())),
-        invalid => Err(Failure::Invalid(format!("the agent rejects {invalid} settings; correct or remove them first"))),
+        1 => Err(Failure::Faulty("the agent rejects 1 setting; correct or remove it first".to_owned())),
+        invalid => Err(Failure::Faulty(format!("the agent rejects {invalid} settings; correct or remove them first"))),
     }
 }
 

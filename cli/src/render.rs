@@ -235,15 +235,11 @@ fn affinity(service: &ServiceInfo) -> String {
 pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
     let first = endpoints.first().map(|endpoint| (&endpoint.namespace, &endpoint.name));
     let several = endpoints.iter().any(|endpoint| Some((&endpoint.namespace, &endpoint.name)) != first);
-    let state = |of: &EndpointInfo| {
-        let (state, tone) = endpoint_state(of);
-        toned(state, tone)
-    };
     let columns: &[Column<'_, EndpointInfo>] = &[
         ("SERVICE", several, &|of| cell(format!("{}/{}", of.namespace, of.name))),
         ("ADDRESS", true, &|of| cell(&of.address)),
         ("PORTS", true, &|of| cell(of.ports.join(", "))),
-        ("STATE", true, &state),
+        ("STATE", true, &|of| state_cell(of.ready, of.serving, of.terminating)),
         ("NODE", true, &|of| cell(&of.node)),
         ("ZONE", true, &|of| cell(&of.zone)),
         ("HINTS", true, &|of| cell(hints(of))),
@@ -253,8 +249,9 @@ pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
     table(columns, endpoints, style)
 }
 
-fn endpoint_state(endpoint: &EndpointInfo) -> (&'static str, Tone) {
-    state(endpoint.ready, endpoint.serving, endpoint.terminating)
+fn state_cell(ready: bool, serving: bool, terminating: bool) -> Cell {
+    let (state, tone) = state(ready, serving, terminating);
+    toned(state, tone)
 }
 
 fn state(ready: bool, serving: bool, terminating: bool) -> (&'static str, Tone) {
@@ -272,11 +269,13 @@ fn hints(endpoint: &EndpointInfo) -> String {
     zones.chain(endpoint.hint_nodes.iter().map(|node| format!("node {node}"))).collect::<Vec<_>>().join(", ")
 }
 
-/// The line below a table that does not show `hidden` more rows.
-pub fn more(hidden: usize) -> String {
-    match hidden {
-        0 => String::new(),
-        hidden => format!("... and {} more: --limit 0 shows all\n", thousands(hidden as u64)),
+/// The first `limit` rows of a table, or all for 0, and the line below the table about the others.
+pub fn limited<T>(all: &[T], limit: usize) -> (&[T], String) {
+    match all.split_at_checked(limit) {
+        Some((shown, hidden)) if limit > 0 && !hidden.is_empty() => {
+            (shown, format!("... and {} more: --limit 0 shows all\n", thousands(hidden.len() as u64)))
+        }
+        _ => (all, String::new()),
     }
 }
 
@@ -486,7 +485,7 @@ pub fn event(event: &WatchEvent, style: Style) -> String {
             if removed {
                 name.into_owned()
             } else {
-                let (state, tone) = endpoint_state(endpoint);
+                let (state, tone) = state(endpoint.ready, endpoint.serving, endpoint.terminating);
                 let node = if endpoint.node.is_empty() { String::new() } else { format!("  on {}", endpoint.node) };
                 let ports = endpoint.ports.join(", ");
                 format!("{name}  {}  {}{}", plain(&ports), paint(state, tone, style), plain(&node))

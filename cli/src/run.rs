@@ -8,10 +8,7 @@ use tonic::Code;
 
 use crate::answer::{Failure, Session};
 use crate::args::{Args, Command, MigrateArgs, Output, Selected};
-use crate::certs::{
-    self, CertsArgs,
-    rotation::{self, CaArgs},
-};
+use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
 use crate::{agents, drain, explain, migrate, node, verify, wait};
 
@@ -19,8 +16,8 @@ use crate::{agents, drain, explain, migrate, node, verify, wait};
 /// the command ends without an error.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let done = match &args.command {
-        Command::Certs(certs) => make_certs(certs, args.output, out),
-        Command::Ca(ca) => change_authority(ca, args.output, out),
+        Command::Certs(certs) => local(certs::make(certs), args.output, out),
+        Command::Ca(ca) => local(rotation::run(ca), args.output, out),
         Command::Migrate(MigrateArgs::Check(check)) => migrate::check(check, args.output, style, out),
         _ => ask(args, style, out).await,
     };
@@ -30,19 +27,12 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
     }
 }
 
-fn make_certs(args: &CertsArgs, output: Output, out: &mut dyn Write) -> Result<(), Failure> {
-    let made = certs::make(args)?;
+/// Writes what a command has done that contacts no server.
+fn local(written: Result<Written, CertsError>, output: Output, out: &mut dyn Write) -> Result<(), Failure> {
+    let Written { text, json } = written?;
     match output {
-        Output::Json => Ok(writeln!(out, "{:#}", made.json())?),
-        Output::Table | Output::Wide => Ok(out.write_all(made.text().as_bytes())?),
-    }
-}
-
-fn change_authority(args: &CaArgs, output: Output, out: &mut dyn Write) -> Result<(), Failure> {
-    let changed = rotation::run(args)?;
-    match output {
-        Output::Json => Ok(writeln!(out, "{:#}", changed.json())?),
-        Output::Table | Output::Wide => Ok(out.write_all(changed.text().as_bytes())?),
+        Output::Json => Ok(writeln!(out, "{json:#}")?),
+        Output::Table | Output::Wide => Ok(out.write_all(text.as_bytes())?),
     }
 }
 

@@ -2,6 +2,11 @@
 
 use std::time::Duration;
 
+/// A duration in milliseconds.
+pub fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
 /// Formats a duration in its two largest units: `740ms`, `4.2s`, `3m12s`, `5h03m`, `12d4h`.
 pub fn duration(milliseconds: u64) -> String {
     let seconds = milliseconds / 1000;

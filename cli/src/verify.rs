@@ -16,9 +16,8 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &VerifyArgs) -> Resul
     if session.output == Output::Json {
         session.write_json(&found.nodes)?;
     } else if !found.nodes.is_empty() {
-        let all = &found.nodes[..];
-        let shown = if wanted.limit == 0 { all } else { &all[..all.len().min(wanted.limit)] };
-        let mut text = render::verifications(shown, session.style) + &render::more(all.len() - shown.len());
+        let (shown, more) = render::limited(&found.nodes, wanted.limit);
+        let mut text = render::verifications(shown, session.style) + &more;
         if wanted.node.is_none() {
             text += &(found.summary() + "\n");
         }
@@ -117,7 +116,7 @@ impl Found {
         match problems.join("\n") {
             none if none.is_empty() => Ok(()),
             text if is_absent_only => Err(Failure::Absent(text)),
-            text => Err(Failure::Unverified(text)),
+            text => Err(Failure::Faulty(text)),
         }
     }
 }

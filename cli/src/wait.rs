@@ -25,7 +25,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: Sel
         name: service.name,
         endpoint: wait.endpoint.map(|address| address.to_string()).unwrap_or_default(),
         gone: wait.gone,
-        timeout_ms: ms(wait.timeout),
+        timeout_ms: units::milliseconds(wait.timeout),
         allow_absent: wait.allow_absent,
     };
     let limit = wait.timeout + GRACE;
@@ -36,7 +36,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: Sel
     let answers = timeout(limit, asked).await;
     let answers = answers.map_err(|_| Failure::Connect(client::silent(&session.replica.server, limit)))??;
     let mut answer = answers.into_iter().next_back().unwrap_or_default();
-    let took_ms = ms(started.elapsed());
+    let took_ms = units::milliseconds(started.elapsed());
     let result = judge(&answer, wait, &what, took_ms);
     if session.output == Output::Json {
         answer.done = result.is_ok();
@@ -46,10 +46,6 @@ pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: Sel
         return result.map(drop);
     }
     session.write(&result?)
-}
-
-fn ms(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 fn what(wait: &WaitArgs, Selected { namespace, name }: &Selected) -> String {

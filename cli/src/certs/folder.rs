@@ -72,13 +72,12 @@ impl Folder {
     }
 
     /// Writes all files and returns their paths.
-    pub(super) fn write(self) -> Result<Vec<PathBuf>, CertsError> {
-        let mut written = Vec::new();
-        for (path, kind, text) in self.files {
-            write(&path, kind, &text).map_err(|error| bad_file(&path, format!("cannot be written: {error}")))?;
-            written.push(path);
-        }
-        Ok(written)
+    pub(super) fn write(self) -> Result<Vec<String>, CertsError> {
+        let written = self.files.iter().map(|(path, kind, text)| {
+            write(path, *kind, text).map_err(|error| bad_file(path, format!("cannot be written: {error}")))?;
+            Ok(path.display().to_string())
+        });
+        written.collect()
     }
 }
 

@@ -18,7 +18,7 @@ use serde_json::json;
 use x509_parser::{certificate::X509Certificate, extensions::ParsedExtension};
 
 use super::{
-    CertsError, bad_file,
+    CertsError, Written, bad_file,
     folder::{Folder, Kind},
     fresh_authority, kept_authority, new_authority,
 };
@@ -73,19 +73,12 @@ pub enum Step {
     Retire,
 }
 
-/// The files that an action has written.
-#[derive(Debug)]
-pub struct Changed {
-    files: Vec<PathBuf>,
-    next: &'static str,
-}
-
 /// Runs an action.
 ///
 /// # Errors
 ///
 /// [`CertsError`]. Run the action again after the cause that the error names is corrected.
-pub fn run(args: &CaArgs) -> Result<Changed, CertsError> {
+pub fn run(args: &CaArgs) -> Result<Written, CertsError> {
     let now = SystemTime::now();
     match &args.action {
         CaAction::Init(folder) => init(&folder.out, now),
@@ -100,7 +93,7 @@ pub fn run(args: &CaArgs) -> Result<Changed, CertsError> {
     }
 }
 
-fn init(out: &Path, now: SystemTime) -> Result<Changed, CertsError> {
+fn init(out: &Path, now: SystemTime) -> Result<Written, CertsError> {
     let mut folder = Folder::open(out, false)?;
     for name in ["ca.crt", "ca.key"] {
         if folder.read(name)?.is_some() {
@@ -109,10 +102,10 @@ fn init(out: &Path, now: SystemTime) -> Result<Changed, CertsError> {
         }
     }
     new_authority(&mut folder, now)?;
-    Ok(Changed { files: folder.write()?, next: "Create certificates with `headgatectl certs`." })
+    written(folder, "Create certificates with `headgatectl certs`.")
 }
 
-fn trust(mut folder: Folder, now: SystemTime) -> Result<Changed, CertsError> {
+fn trust(mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
     let authorities = authorities(&folder)?;
     if folder.read("next.key")?.is_some() {
         return Err(bad_file(&folder.path("next.key"), "exists already: continue with step sign"));
@@ -122,16 +115,16 @@ fn trust(mut folder: Folder, now: SystemTime) -> Result<Changed, CertsError> {
         return Err(bad_file(&folder.path("ca.crt"), problem));
     }
     check_signer(&folder, &authorities, now)?;
-    let (new, key) = fresh_authority(now)?;
-    folder.add("next.key", Kind::Key, &key)?;
+    let new = fresh_authority(now)?;
+    folder.add("next.key", Kind::Key, &new.issuer.key().serialize_pem())?;
     add_bundle(&mut folder, &[authorities, vec![new.certificate_pem]].concat())?;
-    Ok(Changed {
-        files: folder.write()?,
-        next: "Pass ca.crt on to the control plane, all nodes and all readers. Run step sign when all of them have the file.",
-    })
+    written(
+        folder,
+        "Pass ca.crt on to the control plane, all nodes and all readers. Run step sign when all of them have the file.",
+    )
 }
 
-fn sign(mut folder: Folder, now: SystemTime) -> Result<Changed, CertsError> {
+fn sign(mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
     let mut authorities = authorities(&folder)?;
     let path = folder.path("next.key");
     let Some(key) = folder.read("next.key")? else {
@@ -154,15 +147,15 @@ fn sign(mut folder: Folder, now: SystemTime) -> Result<Changed, CertsError> {
     kept_authority(&folder, authorities[0].clone(), &key, now)?;
     folder.add("ca.key", Kind::Key, &key)?;
     add_bundle(&mut folder, &authorities)?;
-    let files = folder.write()?;
+    let written = written(
+        folder,
+        "Renew all certificates with `headgatectl certs --force`, and pass them on. Run step retire when every program uses its new certificate.",
+    )?;
     fs::remove_file(&path).map_err(|error| bad_file(&path, format!("cannot be deleted: {error}")))?;
-    Ok(Changed {
-        files,
-        next: "Renew all certificates with `headgatectl certs --force`, and pass them on. Run step retire when every program uses its new certificate.",
-    })
+    Ok(written)
 }
 
-fn retire(mut folder: Folder, now: SystemTime) -> Result<Changed, CertsError> {
+fn retire(mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
     let authorities = authorities(&folder)?;
     if folder.read("next.key")?.is_some() {
         return Err(bad_file(
@@ -184,10 +177,14 @@ fn retire(mut folder: Folder, now: SystemTime) -> Result<Changed, CertsError> {
         }
     }
     add_bundle(&mut folder, &authorities[..1])?;
-    Ok(Changed {
-        files: folder.write()?,
-        next: "Pass ca.crt on. Connections with a certificate of the old authority are declined from then on.",
-    })
+    written(folder, "Pass ca.crt on. Connections with a certificate of the old authority are declined from then on.")
+}
+
+/// Writes the files, and describes them and the next step.
+fn written(folder: Folder, next: &str) -> Result<Written, CertsError> {
+    let files = folder.write()?;
+    let list: String = files.iter().map(|file| format!("  {file}\n")).collect();
+    Ok(Written { text: format!("Written:\n{list}{next}\n"), json: json!({ "files": files, "next": next }) })
 }
 
 /// Returns the authorities in `ca.crt`, each as PEM. There is at least one.
@@ -252,7 +249,7 @@ fn parsed<T>(path: &Path, pem: &str, read: impl FnOnce(&X509Certificate<'_>) -> 
 
 /// The identifier of the certificate's own key (RFC 5280, section 4.2.1.2).
 fn own_key_id(certificate: &X509Certificate<'_>) -> Option<Vec<u8>> {
-    certificate.extensions().iter().find_map(|extension| match extension.parsed_extension() {
+    certificate.iter_extensions().find_map(|extension| match extension.parsed_extension() {
         ParsedExtension::SubjectKeyIdentifier(id) => Some(id.0.to_vec()),
         _ => None,
     })
@@ -260,22 +257,8 @@ fn own_key_id(certificate: &X509Certificate<'_>) -> Option<Vec<u8>> {
 
 /// The identifier of the key that signed the certificate (RFC 5280, section 4.2.1.1).
 fn signing_key_id(certificate: &X509Certificate<'_>) -> Option<Vec<u8>> {
-    certificate.extensions().iter().find_map(|extension| match extension.parsed_extension() {
+    certificate.iter_extensions().find_map(|extension| match extension.parsed_extension() {
         ParsedExtension::AuthorityKeyIdentifier(id) => id.key_identifier.as_ref().map(|id| id.0.to_vec()),
         _ => None,
     })
-}
-
-impl Changed {
-    /// Describes the written files and the next step as text for people.
-    pub fn text(&self) -> String {
-        let files: String = self.files.iter().map(|file| format!("  {}\n", file.display())).collect();
-        format!("Written:\n{files}{}\n", self.next)
-    }
-
-    /// The written files and the next step as JSON, for programs.
-    pub fn json(&self) -> serde_json::Value {
-        let files: Vec<_> = self.files.iter().map(|file| file.display().to_string()).collect();
-        json!({ "files": files, "next": self.next })
-    }
 }

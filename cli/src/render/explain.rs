@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use headgate_proto::v1::{ExplainedEndpoint, Explanation};
 
-use super::{Column, Style, Tone, cell, note, paint, plain, table, toned};
+use super::{Column, Style, Tone, cell, note, paint, plain, state_cell, table, toned};
 
 /// The width at which steps are wrapped, in characters.
 const WIDTH: usize = 100;
@@ -25,17 +25,13 @@ pub fn explanation(explanation: &Explanation, style: Style) -> String {
         return output;
     }
     output.push('\n');
-    let state = |of: &ExplainedEndpoint| {
-        let (state, tone) = super::state(of.ready, of.serving, of.terminating);
-        toned(state, tone)
-    };
     let chosen = |of: &ExplainedEndpoint| match of.is_chosen {
         true => toned("yes", Tone::Good),
         false => toned(format!("no: {}", of.reason), Tone::Attention),
     };
     let columns: &[Column<'_, ExplainedEndpoint>] = &[
         ("ENDPOINT", true, &|of| cell(address(of))),
-        ("STATE", true, &state),
+        ("STATE", true, &|of| state_cell(of.ready, of.serving, of.terminating)),
         ("NODE", true, &|of| cell(&of.node)),
         ("ZONE", true, &|of| cell(&of.zone)),
         (">WEIGHT", endpoints.iter().any(|of| of.weight != 1), &|of| cell(of.weight.to_string())),

@@ -3,11 +3,13 @@
 
 use std::{iter::Peekable, slice::Iter};
 
+use serde_json::Value as Json;
+
 use super::{
     fields::{FIELDS, Field},
     raw::{Findings, Raw},
     remark::Remark,
-    value::{Kind, Value},
+    value::{Kind, shown},
 };
 
 /// Flags that belong to the program and are no settings. The agent has these flags too.
@@ -51,9 +53,8 @@ pub(super) fn read(arguments: &[String]) -> (Raw, Vec<ProgramFlag>, Findings) {
             let value = match kind.map(|kind| parse(kind, value, &mut arguments)) {
                 None if has_value => Err("takes no value; write the flag alone".to_owned()),
                 None => Ok(String::new()),
-                Some(Ok(Value::Text(text))) if text.is_empty() => Err("has no value; write text".to_owned()),
-                Some(Ok(Value::Text(text))) => Ok(text),
-                Some(value) => value.map(|value| value.to_json().to_string()),
+                Some(Ok(Json::String(text))) if text.is_empty() => Err("has no value; write text".to_owned()),
+                Some(value) => value.map(|value| shown(&value)),
             };
             match value {
                 Ok(_) if is_repeated => findings.problems.push(Remark::new(flag, "appears more than once; keep one")),
@@ -91,7 +92,7 @@ fn split(argument: &str) -> Option<(String, Option<String>)> {
 }
 
 /// Parses the value of a flag, which may be the next one of the arguments.
-fn parse(kind: Kind, value: Option<String>, arguments: &mut Peekable<Iter<'_, String>>) -> Result<Value, String> {
+fn parse(kind: Kind, value: Option<String>, arguments: &mut Peekable<Iter<'_, String>>) -> Result<Json, String> {
     // As for the agent, an argument with a dash is another flag, except a negative number.
     let is_value = |next: &str| match next.strip_prefix('-') {
         Some(rest) if matches!(kind, Kind::Int(..)) => rest.starts_with(|c: char| c.is_ascii_digit()),

@@ -280,10 +280,10 @@ impl Checker<'_> {
                 _ => false,
             },
         };
-        let (setting, mode) = (raw.name("mode"), raw.text("mode"));
-        let mode = if mode.is_empty() { "auto" } else { &mode };
-        let ids = FIELDS.iter().map(Field::id).filter(|id| is_unused(id) && raw.is_changed(id));
-        self.notes.extend(ids.map(|id| Remark::new(raw.name(id), format!("not used while {setting} is {mode}"))));
+        let mode = raw.text("mode");
+        for id in FIELDS.iter().map(Field::id).filter(|id| is_unused(id) && raw.is_changed(id)) {
+            self.note_unused(id, "mode", if mode.is_empty() { "auto" } else { &mode });
+        }
     }
 
     /// As in kube-proxy, the flag `--masquerade-all` applies to each mode. In a file, mode nftables
@@ -299,11 +299,12 @@ impl Checker<'_> {
 
     fn bind_address(&mut self) -> IpAddr {
         let any = IpAddr::from(Ipv4Addr::UNSPECIFIED);
-        if self.raw.text("bindAddress").is_empty() {
+        let text = self.raw.text("bindAddress");
+        if text.is_empty() {
             return any;
         }
-        self.raw.address("bindAddress").unwrap_or_else(|problem| {
-            self.problems.push(problem);
+        text.parse().unwrap_or_else(|_| {
+            self.problem("bindAddress", &format!("{text:?} is not an IP address; write one such as 0.0.0.0"));
             any
         })
     }
@@ -314,11 +315,12 @@ impl Checker<'_> {
     fn server(&mut self, id: &str, default: &str, port_flag: &str) -> Option<SocketAddr> {
         let text = self.raw.text(id);
         let port = u16::try_from(self.raw.int(port_flag)).unwrap_or(0);
-        let is_off = text.is_empty() && self.raw.is_set(id) && self.raw.origin == Origin::Flags;
+        let is_given = self.raw.given(id).is_some();
+        let is_off = text.is_empty() && is_given && self.raw.origin == Origin::Flags;
         if is_off || port == 0 {
             return None;
         }
-        let text = if self.raw.is_set(id) && !text.is_empty() { text } else { default.to_owned() };
+        let text = if is_given && !text.is_empty() { text } else { default.to_owned() };
         let any_v6 =
             || text.strip_prefix(':')?.parse().ok().map(|port| SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)));
         let alone = || text.trim_matches(['[', ']']).parse::<IpAddr>().ok().map(|address| (address, port).into());
@@ -342,15 +344,17 @@ impl Checker<'_> {
 
     fn ipvs(&mut self) -> IpvsSettings {
         const SCHEDULER: &str = "ipvs.scheduler";
+        const EXCLUDED: &str = "ipvs.excludeCIDRs";
         let name = self.raw.text(SCHEDULER);
         let scheduler = if name.is_empty() { Some(Scheduler::default()) } else { Scheduler::parse(&name) };
         if scheduler.is_none() {
             let known: Vec<&str> = Scheduler::ALL.iter().map(|scheduler| scheduler.as_str()).collect();
             self.problem(SCHEDULER, &format!("{name:?} is not a scheduler of IPVS; write one of {}", known.join(", ")));
         }
+        let excluded = self.raw.list(EXCLUDED);
         IpvsSettings {
             scheduler: scheduler.unwrap_or_default(),
-            exclude_cidrs: self.cidrs("ipvs.excludeCIDRs"),
+            exclude_cidrs: excluded.iter().filter_map(|part| self.cidr(EXCLUDED, part)).collect(),
             strict_arp: self.raw.bool("ipvs.strictARP"),
             tcp_timeout: self.raw.duration("ipvs.tcpTimeout"),
             tcp_fin_timeout: self.raw.duration("ipvs.tcpFinTimeout"),
@@ -358,61 +362,59 @@ impl Checker<'_> {
         }
     }
 
-    /// Parses a list of CIDRs.
-    fn cidrs(&mut self, id: &str) -> Vec<IpNet> {
-        let parsed = self.raw.list(id).into_iter().map(|part| self.raw.cidr(id, &part));
-        parsed.filter_map(|cidr| cidr.map_err(|problem| self.problems.push(problem)).ok()).collect()
+    /// Parses `text`, a part of the setting `id`, as a CIDR. As in kube-proxy, the bits after the
+    /// prefix are cleared: `10.244.1.5/16` becomes `10.244.0.0/16`. The kernel clears these bits in
+    /// rules too. If the agent kept the bits, the rules in the kernel would never match the wanted
+    /// rules.
+    fn cidr(&mut self, id: &str, text: &str) -> Option<IpNet> {
+        let cidr = text.trim().parse::<IpNet>();
+        if cidr.is_err() {
+            self.problem(id, &format!("{:?} is not a CIDR; write one such as 10.0.0.0/8", text.trim()));
+        }
+        cidr.ok().map(|cidr| cidr.trunc())
     }
 
     /// Parses CIDRs separated by commas. Two CIDRs of one family are recorded as a problem.
     fn one_per_family(&mut self, id: &str) -> Vec<IpNet> {
         let text = self.raw.text(id);
         let mut cidrs: Vec<IpNet> = Vec::new();
-        for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
-            match self.raw.cidr(id, part) {
-                Err(problem) => self.problems.push(problem),
-                Ok(cidr) => {
-                    let family = Family::of(cidr.addr());
-                    if let Some(other) = cidrs.iter().find(|other| Family::of(other.addr()) == family) {
-                        let what = format!(
-                            "{other} and {cidr} are both {family}; pass one CIDR per family, such as 10.0.0.0/8,fd00::/48"
-                        );
-                        self.problem(id, &what);
-                    }
-                    cidrs.push(cidr);
-                }
+        for part in text.split(',').filter(|part| !part.trim().is_empty()) {
+            let Some(cidr) = self.cidr(id, part) else { continue };
+            let family = Family::of(cidr.addr());
+            if let Some(other) = cidrs.iter().find(|other| Family::of(other.addr()) == family) {
+                let what = format!(
+                    "{other} and {cidr} are both {family}; pass one CIDR per family, such as 10.0.0.0/8,fd00::/48"
+                );
+                self.problem(id, &what);
             }
+            cidrs.push(cidr);
         }
         cidrs
     }
 
     fn detect_local(&mut self) -> DetectLocal {
+        const BRIDGE: &str = "detectLocal.bridgeInterface";
+        const PREFIX: &str = "detectLocal.interfaceNamePrefix";
         let cidrs = self.one_per_family("clusterCIDR");
         let mode = self.raw.text("detectLocalMode");
-        let used = match mode.as_str() {
-            "NodeCIDR" => DetectLocal::NodeCidr,
-            "BridgeInterface" => {
-                DetectLocal::BridgeInterface(self.interface("detectLocal.bridgeInterface", "BridgeInterface"))
-            }
-            "InterfaceNamePrefix" => DetectLocal::InterfaceNamePrefix(
-                self.interface("detectLocal.interfaceNamePrefix", "InterfaceNamePrefix"),
-            ),
-            _ => DetectLocal::ClusterCidr(cidrs),
+        let (used, setting) = match mode.as_str() {
+            "NodeCIDR" => (DetectLocal::NodeCidr, ""),
+            "BridgeInterface" => (DetectLocal::BridgeInterface(self.interface(BRIDGE, &mode)), BRIDGE),
+            "InterfaceNamePrefix" => (DetectLocal::InterfaceNamePrefix(self.interface(PREFIX, &mode)), PREFIX),
+            _ => (DetectLocal::ClusterCidr(cidrs), "clusterCIDR"),
         };
-        let unused = [
-            ("clusterCIDR", matches!(used, DetectLocal::ClusterCidr(_))),
-            ("detectLocal.bridgeInterface", matches!(used, DetectLocal::BridgeInterface(_))),
-            ("detectLocal.interfaceNamePrefix", matches!(used, DetectLocal::InterfaceNamePrefix(_))),
-        ];
-        for (id, is_used) in unused {
-            if !is_used && !self.raw.text(id).is_empty() {
-                let setting = self.raw.name("detectLocalMode");
-                let mode = if mode.is_empty() { "ClusterCIDR" } else { &mode };
-                let why = format!("not used while {setting} is {mode}");
-                self.notes.push(Remark::new(self.raw.name(id), why));
+        for id in ["clusterCIDR", BRIDGE, PREFIX] {
+            if id != setting && !self.raw.text(id).is_empty() {
+                self.note_unused(id, "detectLocalMode", if mode.is_empty() { "ClusterCIDR" } else { &mode });
             }
         }
         used
+    }
+
+    /// Notes that a setting has no effect while `by` has its value.
+    fn note_unused(&mut self, id: &str, by: &str, value: &str) {
+        let why = format!("not used while {} is {value}", self.raw.name(by));
+        self.notes.push(Remark::new(self.raw.name(id), why));
     }
 
     fn interface(&mut self, id: &str, mode: &str) -> String {
@@ -447,12 +449,7 @@ impl Checker<'_> {
                 "localhost" => &["127.0.0.0/8", "::1/128"],
                 _ => std::slice::from_ref(&part),
             };
-            for range in ranges {
-                match self.raw.cidr(ID, range) {
-                    Ok(cidr) => selected.cidrs.push(cidr),
-                    Err(problem) => self.problems.push(problem),
-                }
-            }
+            selected.cidrs.extend(ranges.iter().filter_map(|range| self.cidr(ID, range)));
         }
         selected
     }

@@ -18,7 +18,7 @@ pub use raw::{Findings, Origin, Raw};
 
 use std::{collections::BTreeMap, io, path::Path};
 
-use self::remark::Remark;
+use self::{remark::Remark, yaml::Tree};
 
 /// The configuration cannot be used. The operator must change it before another attempt.
 #[derive(Debug, thiserror::Error)]
@@ -105,21 +105,13 @@ pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
 /// # Errors
 /// The same errors as [`read_file`], except errors of reading the file.
 pub fn parse(path: &str, text: String) -> Result<ConfigFile, ConfigError> {
-    let (raw, Findings { mut problems, notes }) = Raw::from_tree(&tree(path, &text)?);
+    let (raw, Findings { mut problems, notes }) = Raw::from_tree(&Tree::parse(path, &text)?);
     // Report invalid combinations of settings together with invalid single values.
     problems.extend(Settings::check(&raw).err().unwrap_or_default());
     if problems.is_empty() {
         return Ok(ConfigFile { raw, notes, text });
     }
     Err(ConfigError::Invalid { from: path.to_owned(), problems })
-}
-
-/// Parses the text of a file with one YAML document.
-fn tree(path: &str, text: &str) -> Result<yaml::Tree, ConfigError> {
-    yaml::Tree::parse(text).map_err(|mistake| match mistake {
-        yaml::Mistake::Syntax(error) => ConfigError::Syntax { path: path.to_owned(), error },
-        yaml::Mistake::Several => ConfigError::Several(path.to_owned()),
-    })
 }
 
 /// Writes the defaults as a configuration file that [`read_file`] reads back.

@@ -1,13 +1,16 @@
 //! Says for each setting of a kube-proxy what the node agent makes of it.
 
+use serde::{Serialize, Serializer};
 use serde_json::Value as Json;
 
 use super::{
     ConfigError, ProxyMode, arguments,
     effective::{self, Settings},
     fields::{FIELDS, Field, Meaning},
-    raw::{Findings, Origin, Raw},
+    raw::{Findings, KIND, Origin, Raw},
     remark::Remark,
+    value::shown,
+    yaml::Tree,
 };
 
 /// What the agent makes of a setting.
@@ -36,8 +39,14 @@ impl Outcome {
     }
 }
 
+impl Serialize for Outcome {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.as_str())
+    }
+}
+
 /// One setting.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Line {
     /// The field or the flag.
     pub setting: String,
@@ -68,15 +77,6 @@ impl Checked {
     }
 }
 
-/// The source of the settings.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Source {
-    /// The text of a `KubeProxyConfiguration`.
-    Document(String),
-    /// Arguments of kube-proxy without the program's name.
-    Arguments(Vec<String>),
-}
-
 const MODE: &str = "kube-proxy: iptables, from 1.40 on nftables. Headgate: auto, which takes nftables where no Service behaves differently";
 const MIN_SYNC: &str = "kube-proxy: 1s. Headgate: 0s, because it writes only what changed";
 
@@ -87,13 +87,48 @@ const MIN_SYNC: &str = "kube-proxy: 1s. Headgate: 0s, because it writes only wha
 /// The file is not YAML, or holds no configuration of kube-proxy. Invalid settings are no error:
 /// they are lines of the answer.
 pub fn check_file(path: &str, text: &str) -> Result<Checked, ConfigError> {
-    match source(path, text)? {
-        Source::Document(text) => {
-            let (raw, findings) = Raw::from_tree(&super::tree(path, &text)?);
-            Ok(checked(&raw, Vec::new(), findings))
+    let tree = Tree::parse(path, text)?;
+    let document = tree.to_json();
+    let none = |what: String| ConfigError::NoConfiguration { path: path.to_owned(), what };
+    let name = || {
+        let part = |key| document["metadata"][key].as_str().filter(|text| !text.is_empty());
+        [part("namespace"), part("name")].into_iter().flatten().collect::<Vec<_>>().join("/")
+    };
+    match document["kind"].as_str() {
+        Some("ConfigMap") => {
+            let data = document["data"].as_object().cloned().unwrap_or_default();
+            let mut unreadable = Vec::new();
+            for (key, text) in data.iter().filter_map(|(key, text)| Some((key, text.as_str()?))) {
+                match Tree::parse(&format!("the key {key} in {path}"), text) {
+                    Ok(tree) if tree.to_json()["kind"] == KIND => return Ok(check_document(&tree)),
+                    Ok(_) => {}
+                    // The configuration is perhaps a text that cannot be parsed.
+                    Err(error) => unreadable.push((!text.contains(KIND), error)),
+                }
+            }
+            let unreadable = unreadable.into_iter().min_by_key(|(is_other, _)| *is_other);
+            let keys = || data.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            let missing = || none(format!("the ConfigMap {} holds no {KIND} in its keys ({})", name(), keys()));
+            Err(unreadable.map_or_else(missing, |(_, error)| error))
         }
-        Source::Arguments(arguments) => Ok(check_arguments(&arguments)),
+        Some(kind @ ("Pod" | "DaemonSet")) => {
+            let pod = if kind == "Pod" { &document["spec"] } else { &document["spec"]["template"]["spec"] };
+            let found = arguments_of(pod)
+                .ok_or_else(|| none(format!("the {kind} {} runs no kube-proxy", name())))?
+                .map_err(|why| {
+                    let remedy = "pass the flags of kube-proxy: headgatectl migrate check -- FLAGS";
+                    none(format!("the {kind} {}: {why}; {remedy}", name()))
+                });
+            Ok(check_arguments(&found?))
+        }
+        Some("List") => Err(none("it is a list; pass one object".to_owned())),
+        _ => Ok(check_document(&tree)),
     }
+}
+
+fn check_document(tree: &Tree) -> Checked {
+    let (raw, findings) = Raw::from_tree(tree);
+    checked(&raw, Vec::new(), findings)
 }
 
 /// Checks arguments of kube-proxy, without the program's name.
@@ -107,47 +142,6 @@ pub fn check_arguments(arguments: &[String]) -> Checked {
         explanation: what.to_owned(),
     };
     checked(&raw, program_flags.into_iter().map(line).collect(), findings)
-}
-
-/// Finds the configuration in a manifest.
-fn source(path: &str, text: &str) -> Result<Source, ConfigError> {
-    let document = super::tree(path, text)?.to_json();
-    let none = |what: String| ConfigError::NoConfiguration { path: path.to_owned(), what };
-    let name = || {
-        let part = |key| document["metadata"][key].as_str().filter(|text| !text.is_empty());
-        [part("namespace"), part("name")].into_iter().flatten().collect::<Vec<_>>().join("/")
-    };
-    match document["kind"].as_str() {
-        Some("ConfigMap") => {
-            let data = document["data"].as_object().cloned().unwrap_or_default();
-            let texts = || data.iter().filter_map(|(key, text)| Some((key, text.as_str()?)));
-            let is_configuration =
-                |text: &str| super::tree(path, text).is_ok_and(|tree| tree.to_json()["kind"] == super::raw::KIND);
-            if let Some((_, text)) = texts().find(|(_, text)| is_configuration(text)) {
-                return Ok(Source::Document(text.to_owned()));
-            }
-            // The configuration is perhaps a text that cannot be parsed.
-            let error = |(key, text)| super::tree(&format!("the key {key} in {path}"), text).err().zip(Some(text));
-            let unreadable = texts().filter_map(error).min_by_key(|(_, text)| !text.contains(super::raw::KIND));
-            let keys = || data.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-            let missing =
-                || none(format!("the ConfigMap {} holds no {} in its keys ({})", name(), super::raw::KIND, keys()));
-            Err(unreadable.map_or_else(missing, |(error, _)| error))
-        }
-        Some(kind @ ("Pod" | "DaemonSet")) => {
-            let pod = if kind == "Pod" { &document["spec"] } else { &document["spec"]["template"]["spec"] };
-            match arguments_of(pod) {
-                Some(Ok(arguments)) => Ok(Source::Arguments(arguments)),
-                Some(Err(why)) => Err(none(format!(
-                    "the {kind} {}: {why}; pass the flags of kube-proxy: headgatectl migrate check -- FLAGS",
-                    name()
-                ))),
-                None => Err(none(format!("the {kind} {} runs no kube-proxy", name()))),
-            }
-        }
-        Some("List") => Err(none("it is a list; pass one object".to_owned())),
-        _ => Ok(Source::Document(text.to_owned())),
-    }
 }
 
 /// The arguments of kube-proxy in the specification of a pod, or the reason why they cannot be
@@ -235,7 +229,7 @@ fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
     let mut lines = Vec::new();
     for field in FIELDS {
         let name = raw.name(field.id());
-        let value = raw.given().find(|(given, _)| given.id() == field.id()).map(|(_, value)| value.to_json());
+        let value = raw.given(field.id());
         let (problem, note) = (take(&mut problems, &name), take(&mut notes, &name));
         let default = mode.filter(|_| value.is_none()).and_then(|mode| other_default(field.id(), mode, raw.origin));
         let (outcome, explanation) = if let Some(problem) = problem {
@@ -249,7 +243,7 @@ fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
         } else {
             continue;
         };
-        let value = value.map(|value| shown(&value)).unwrap_or_default();
+        let value = value.map(shown).unwrap_or_default();
         lines.push(Line { setting: name, value, outcome, explanation });
     }
     lines.extend(program_flags);
@@ -263,9 +257,10 @@ fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
 /// A note for each given flag beside `--config`. As in kube-proxy, only flags of the program still
 /// have an effect, such as `--hostname-override`.
 fn replaced_by_file(raw: &Raw) -> Vec<Remark> {
-    let used = raw.given().filter(|(field, _)| matches!(field.meaning, Meaning::Used(_)));
+    let is_used = |field: &&Field| raw.given(field.id()).is_some() && matches!(field.meaning, Meaning::Used(_));
     let why = "--config is given, and the file replaces kube-proxy's flags";
-    raw.without_effect().into_iter().chain(used.map(|(field, _)| Remark::new(raw.name(field.id()), why))).collect()
+    let used = FIELDS.iter().filter(is_used).map(|field| Remark::new(raw.name(field.id()), why));
+    raw.without_effect().into_iter().chain(used).collect()
 }
 
 /// The difference, if Headgate's default of this setting differs from kube-proxy's in this mode.
@@ -290,15 +285,6 @@ fn take(remarks: &mut Vec<Remark>, setting: &str) -> Option<String> {
 fn meaning(field: &Field) -> String {
     let (Meaning::Used(what) | Meaning::Ignored(what)) = field.meaning;
     what.split_once(". ").map_or(what, |(first, _)| first).replace('`', "")
-}
-
-/// A value as in a configuration file, without quotation marks around a text.
-fn shown(value: &Json) -> String {
-    match value {
-        Json::String(text) => text.clone(),
-        Json::Array(list) => list.iter().map(shown).collect::<Vec<_>>().join(","),
-        other => other.to_string(),
-    }
 }
 
 #[cfg(test)]

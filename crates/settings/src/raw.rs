@@ -1,14 +1,13 @@
 //! The settings that flags or a file contain, before they are checked together.
 
-use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+use std::{collections::BTreeMap, time::Duration};
 
-use ipnet::IpNet;
 use serde_json::Value as Json;
 
 use super::{
     fields::{self, FIELDS, Field, Meaning},
     remark::Remark,
-    value::{Kind, Value},
+    value::{Kind, parse_duration},
     yaml::Tree,
 };
 
@@ -32,7 +31,7 @@ pub enum Origin {
 pub struct Raw {
     /// The source of the settings.
     pub origin: Origin,
-    values: BTreeMap<&'static str, Value>,
+    values: BTreeMap<&'static str, Json>,
 }
 
 /// Problems and notes about a file.
@@ -48,27 +47,26 @@ pub struct Findings {
 impl Raw {
     /// Sets a value. Elements of a list, and feature gates, are added to the elements that are
     /// already set.
-    pub fn set(&mut self, id: &'static str, value: Value) {
+    pub fn set(&mut self, id: &'static str, value: Json) {
         match (self.values.get_mut(id), value) {
-            (Some(Value::List(held)), Value::List(more)) => held.extend(more),
-            (Some(Value::Any(Json::Object(held))), Value::Any(Json::Object(more))) => held.extend(more),
+            (Some(Json::Array(held)), Json::Array(more)) => held.extend(more),
+            (Some(Json::Object(held)), Json::Object(more)) => held.extend(more),
             (_, value) => {
                 self.values.insert(id, value);
             }
         }
     }
 
-    /// True when the setting was given.
+    /// The value, if the setting was given.
     #[must_use]
-    pub fn is_set(&self, id: &str) -> bool {
-        self.values.contains_key(id)
+    pub fn given(&self, id: &str) -> Option<&Json> {
+        self.values.get(id)
     }
 
     /// True when the setting was given and differs from the default.
     #[must_use]
     pub fn is_changed(&self, id: &str) -> bool {
-        let field = fields::by_id(id);
-        self.values.get(id).zip(field).is_some_and(|(value, field)| !is_default(field, value))
+        self.given(id).zip(fields::by_id(id)).is_some_and(|(value, field)| !is_default(field, value))
     }
 
     /// The name of a setting in messages: its flag or its field.
@@ -82,57 +80,53 @@ impl Raw {
 
     /// The value, or the default if the setting was not given.
     #[must_use]
-    pub fn value(&self, id: &str) -> Option<Value> {
-        let default = || fields::by_id(id).filter(|f| !f.default.is_empty()).and_then(|f| f.kind.parse(f.default).ok());
-        self.values.get(id).cloned().or_else(default)
+    pub fn value(&self, id: &str) -> Json {
+        let default = || fields::by_id(id).map_or(Json::Null, default);
+        self.given(id).cloned().unwrap_or_else(default)
     }
 
     /// A boolean; false when unset.
     #[must_use]
     pub fn bool(&self, id: &str) -> bool {
-        matches!(self.value(id), Some(Value::Bool(true)))
+        self.value(id) == true
     }
 
     /// A number; 0 when unset.
     #[must_use]
     pub fn int(&self, id: &str) -> i64 {
-        if let Some(Value::Int(number)) = self.value(id) { number } else { 0 }
+        self.value(id).as_i64().unwrap_or_default()
     }
 
     /// A text, trimmed; empty when unset.
     #[must_use]
     pub fn text(&self, id: &str) -> String {
-        if let Some(Value::Text(text)) = self.value(id) { text.trim().to_owned() } else { String::new() }
+        self.value(id).as_str().unwrap_or_default().trim().to_owned()
     }
 
     /// A list; empty when unset.
     #[must_use]
     pub fn list(&self, id: &str) -> Vec<String> {
-        if let Some(Value::List(list)) = self.value(id) { list } else { Vec::new() }
+        self.value(id).as_array().into_iter().flatten().filter_map(Json::as_str).map(str::to_owned).collect()
     }
 
     /// A duration; zero when unset.
     #[must_use]
     pub fn duration(&self, id: &str) -> Duration {
-        if let Some(Value::Duration(duration)) = self.value(id) { duration } else { Duration::ZERO }
+        self.value(id).as_str().and_then(parse_duration).unwrap_or_default()
     }
 
     /// Feature gates by name; empty when unset.
     #[must_use]
     pub fn gates(&self, id: &str) -> BTreeMap<String, bool> {
-        let Some(Value::Any(Json::Object(gates))) = self.value(id) else { return BTreeMap::new() };
-        gates.into_iter().filter_map(|(name, value)| Some((name, value.as_bool()?))).collect()
-    }
-
-    /// The given settings, in the order of the table.
-    pub fn given(&self) -> impl Iterator<Item = (&'static Field, &Value)> {
-        FIELDS.iter().filter_map(|field| Some((field, self.values.get(field.id())?)))
+        let value = self.value(id);
+        let gates = value.as_object().into_iter().flatten();
+        gates.filter_map(|(name, value)| Some((name.clone(), value.as_bool()?))).collect()
     }
 
     /// The given settings that have no effect, each with the reason.
     #[must_use]
     pub fn without_effect(&self) -> Vec<Remark> {
-        let given = FIELDS.iter().filter(|field| self.is_set(field.id()));
+        let given = FIELDS.iter().filter(|field| self.given(field.id()).is_some());
         let why = |field: &Field| match field.meaning {
             Meaning::Ignored(why) => Some(Remark::new(self.name(field.id()), why)),
             Meaning::Used(_) => None,
@@ -145,12 +139,11 @@ impl Raw {
     pub fn to_json(&self) -> Json {
         let mut root = serde_json::json!({ "apiVersion": API_VERSION, "kind": KIND });
         for field in FIELDS.iter().filter(|field| !field.path.is_empty()) {
-            let value = self.value(field.id()).map_or_else(|| empty(field.kind), |value| value.to_json());
             let mut place = &mut root;
             for part in field.path.split('.') {
                 place = &mut place[part];
             }
-            *place = value;
+            *place = self.value(field.id());
         }
         root
     }
@@ -211,41 +204,15 @@ impl Raw {
             Err(error) => findings.problems.push(Remark::new(field.path, error)),
         }
     }
-
-    /// The IP address in a setting.
-    ///
-    /// # Errors
-    /// The value is not an address. The error names the setting and the remedy.
-    pub fn address(&self, id: &str) -> Result<IpAddr, Remark> {
-        let text = self.text(id);
-        let wrong = |_| Remark::new(self.name(id), format!("{text:?} is not an IP address; write one such as 0.0.0.0"));
-        text.parse().map_err(wrong)
-    }
-
-    /// Parses `text`, a part of the setting `id`, as a CIDR. As in kube-proxy, the bits after the
-    /// prefix are cleared: `10.244.1.5/16` becomes `10.244.0.0/16`. The kernel clears these bits in
-    /// rules too. If the agent kept the bits, the rules in the kernel would never match the wanted
-    /// rules.
-    ///
-    /// # Errors
-    /// The text is not a CIDR. The error names the setting and the remedy.
-    pub fn cidr(&self, id: &str, text: &str) -> Result<IpNet, Remark> {
-        let text = text.trim();
-        let cidr: Result<IpNet, _> = text.parse();
-        let wrong = |_| Remark::new(self.name(id), format!("{text:?} is not a CIDR; write one such as 10.0.0.0/8"));
-        cidr.map(|cidr| cidr.trunc()).map_err(wrong)
-    }
 }
 
-/// The value that a written configuration file contains for an unset setting.
-fn empty(kind: Kind) -> Json {
-    match kind {
-        Kind::Bool => Json::from(false),
-        Kind::Int(..) => Json::from(0),
-        Kind::Text | Kind::Choice(_) => Json::from(""),
-        Kind::List => Json::Array(Vec::new()),
-        Kind::Duration => Json::from("0s"),
-        Kind::Gates | Kind::Any => Json::Object(serde_json::Map::new()),
+/// The default. A setting that is unset by default has an empty value, as in a configuration file.
+fn default(field: &Field) -> Json {
+    match field.kind {
+        Kind::List if field.default.is_empty() => Json::Array(Vec::new()),
+        Kind::Gates | Kind::Any if field.default.is_empty() => Json::Object(serde_json::Map::new()),
+        // The test of the table parses each default.
+        kind => kind.parse(field.default).unwrap_or_default(),
     }
 }
 
@@ -255,10 +222,10 @@ fn means_unset(field: &Field, json: &Json) -> bool {
     match json {
         Json::Null => true,
         Json::String(text) if text.is_empty() => true,
-        Json::String(_) if field.kind == Kind::Duration => {
+        Json::String(text) if field.kind == Kind::Duration => {
             // The durations of conntrack are pointers in the API, and zero keeps the kernel's
             // value.
-            !field.path.starts_with("conntrack.") && field.kind.from_json(json) == Ok(Value::Duration(Duration::ZERO))
+            !field.path.starts_with("conntrack.") && parse_duration(text) == Some(Duration::ZERO)
         }
         Json::Array(list) => list.is_empty(),
         Json::Object(map) => map.is_empty(),
@@ -269,13 +236,10 @@ fn means_unset(field: &Field, json: &Json) -> bool {
 }
 
 /// True for the default, and for a value that kubeadm writes for an unset field.
-fn is_default(field: &Field, value: &Value) -> bool {
-    let default = field.kind.parse(field.default);
-    match value {
-        Value::Any(json) => is_unset(json) || json.to_string().trim_matches('"') == field.default,
-        Value::Text(text) if field.default.is_empty() => text.is_empty(),
-        Value::List(list) if field.default.is_empty() => list.is_empty(),
-        value => !field.default.is_empty() && default.is_ok_and(|default| default == *value),
+fn is_default(field: &Field, value: &Json) -> bool {
+    match field.kind {
+        Kind::Gates | Kind::Any => is_unset(value) || value.to_string().trim_matches('"') == field.default,
+        _ => default(field) == *value,
     }
 }
 

@@ -139,11 +139,11 @@ fn fields_of_mode_iptables_do_not_apply_to_a_file_with_mode_nftables() {
 
 #[test]
 fn flags_of_mode_iptables_apply_to_each_mode_except_ipvs() {
-    let period = |seconds| value::Value::Duration(Duration::from_secs(seconds));
+    let period = |seconds| value::show_duration(Duration::from_secs(seconds)).into();
     for (mode, seconds) in [("auto", 60), ("iptables", 60), ("nftables", 60), ("userspace", 60), ("ipvs", 30)] {
         let mut raw = Raw::default();
-        raw.set("mode", value::Value::Text(mode.to_owned()));
-        raw.set("iptables.masqueradeAll", value::Value::Bool(true));
+        raw.set("mode", mode.into());
+        raw.set("iptables.masqueradeAll", true.into());
         raw.set("iptables.syncPeriod", period(60));
         raw.set("iptables.minSyncPeriod", period(3));
         let settings = Settings::check(&raw).unwrap();

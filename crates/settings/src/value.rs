@@ -1,25 +1,9 @@
-//! Values of settings: parses and formats them for flags and configuration files.
+//! Values of settings: parses and formats them for flags and configuration files. A value is the
+//! JSON that a configuration file contains; durations are texts such as `1m0s`.
 
 use std::time::Duration;
 
 use serde_json::Value as Json;
-
-/// The value of a setting.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Value {
-    /// `true` or `false`.
-    Bool(bool),
-    /// A whole number.
-    Int(i64),
-    /// Text.
-    Text(String),
-    /// A list of texts.
-    List(Vec<String>),
-    /// A duration.
-    Duration(Duration),
-    /// Any JSON. Used for settings without effect and for feature gates.
-    Any(Json),
-}
 
 /// The kind of values that a setting accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,65 +51,45 @@ impl Kind {
     ///
     /// # Errors
     /// The value is not of this kind. The error contains the value and the remedy.
-    pub fn parse(self, text: &str) -> Result<Value, String> {
-        let wrong = || format!("{text:?} cannot be used; {}", self.expected());
-        match self {
-            Self::Bool => parse_bool(text).map(Value::Bool).ok_or_else(wrong),
+    pub fn parse(self, text: &str) -> Result<Json, String> {
+        let value = match self {
+            Self::Bool => parse_bool(text).map(Json::from),
             Self::Int(min, max) => {
-                let number = text.parse::<i64>().ok().filter(|number| (min..=max).contains(number));
-                number.map(Value::Int).ok_or_else(wrong)
+                text.parse().ok().filter(|number: &i64| (min..=max).contains(number)).map(Json::from)
             }
-            Self::Text => Ok(Value::Text(text.to_owned())),
-            Self::Choice(choices) => choices.contains(&text).then(|| Value::Text(text.to_owned())).ok_or_else(wrong),
-            Self::List => {
-                let elements = text.split(',').map(str::trim).filter(|element| !element.is_empty());
-                Ok(Value::List(elements.map(str::to_owned).collect()))
-            }
-            Self::Duration => parse_duration(text).map(Value::Duration).ok_or_else(wrong),
-            Self::Gates => parse_gates(text).map(Value::Any).ok_or_else(wrong),
-            Self::Any => {
-                let number = serde_json::from_str(text).ok().filter(Json::is_number);
-                Ok(Value::Any(number.unwrap_or_else(|| Json::String(text.to_owned()))))
-            }
-        }
+            Self::Text => Some(Json::from(text)),
+            Self::Choice(choices) => choices.contains(&text).then(|| Json::from(text)),
+            Self::List => Some(text.split(',').map(str::trim).filter(|element| !element.is_empty()).collect()),
+            Self::Duration => parse_duration(text).map(|duration| show_duration(duration).into()),
+            Self::Gates => parse_gates(text),
+            Self::Any => serde_json::from_str(text).ok().filter(Json::is_number).or_else(|| Some(Json::from(text))),
+        };
+        value.ok_or_else(|| format!("{text:?} cannot be used; {}", self.expected()))
     }
 
-    /// Converts the value of a field in a file.
+    /// Checks the value of a field in a file.
     ///
     /// # Errors
     /// The same errors as [`Self::parse`].
-    pub fn from_json(self, json: &Json) -> Result<Value, String> {
-        let wrong = || format!("{json} cannot be used; {}", self.expected());
-        match (self, json) {
-            (Self::Any, json) => Ok(Value::Any(json.clone())),
-            (Self::Gates, Json::Object(gates)) if gates.values().all(Json::is_boolean) => Ok(Value::Any(json.clone())),
-            (Self::Bool, Json::Bool(value)) => Ok(Value::Bool(*value)),
-            (Self::Int(min, max), json) => {
-                let number = json.as_i64().filter(|number| (min..=max).contains(number));
-                number.map(Value::Int).ok_or_else(wrong)
-            }
-            (Self::Text | Self::Choice(_) | Self::Duration, Json::String(text)) => self.parse(text),
-            (Self::List, Json::Array(elements)) => {
-                let texts = elements.iter().map(|element| element.as_str().map(str::to_owned));
-                texts.collect::<Option<Vec<String>>>().map(Value::List).ok_or_else(wrong)
-            }
-            _ => Err(wrong()),
-        }
+    pub fn from_json(self, json: &Json) -> Result<Json, String> {
+        let is_valid = match (self, json) {
+            (Self::Text | Self::Choice(_) | Self::Duration, Json::String(text)) => return self.parse(text),
+            (Self::Any, _) | (Self::Bool, Json::Bool(_)) => true,
+            (Self::Gates, Json::Object(gates)) => gates.values().all(Json::is_boolean),
+            (Self::Int(min, max), json) => json.as_i64().is_some_and(|number| (min..=max).contains(&number)),
+            (Self::List, Json::Array(elements)) => elements.iter().all(Json::is_string),
+            _ => false,
+        };
+        if is_valid { Ok(json.clone()) } else { Err(format!("{json} cannot be used; {}", self.expected())) }
     }
 }
 
-impl Value {
-    /// The value as it is written in a configuration file.
-    #[must_use]
-    pub fn to_json(&self) -> Json {
-        match self {
-            Self::Bool(value) => Json::from(*value),
-            Self::Int(value) => Json::from(*value),
-            Self::Text(value) => Json::from(value.as_str()),
-            Self::List(values) => Json::from(values.clone()),
-            Self::Duration(value) => Json::from(show_duration(*value)),
-            Self::Any(value) => value.clone(),
-        }
+/// A value as in a configuration file, without quotation marks around a text.
+pub(super) fn shown(value: &Json) -> String {
+    match value {
+        Json::String(text) => text.clone(),
+        Json::Array(list) => list.iter().map(shown).collect::<Vec<_>>().join(","),
+        other => other.to_string(),
     }
 }
 

@@ -2,37 +2,36 @@
 
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::{
+    Deserialize,
+    de::{Deserializer, Error, MapAccess, Visitor},
+};
 use serde_json::Value as Json;
 
+use super::ConfigError;
+
 /// A YAML document, or a part of a document.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(untagged, expecting = "a key must be text")]
 pub(super) enum Tree {
-    /// A scalar.
-    Scalar(Json),
     /// A sequence.
     Sequence(Vec<Tree>),
     /// A mapping with all its entries in order, including repeated keys.
+    #[serde(deserialize_with = "entries")]
     Mapping(Vec<(String, Tree)>),
-}
-
-/// Why a text cannot be parsed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Mistake {
-    /// The text is not YAML. Contains the place and the reason.
-    Syntax(String),
-    /// The text has several documents.
-    Several,
+    /// A scalar.
+    Scalar(Json),
 }
 
 impl Tree {
-    /// Parses a text with one document. An empty text is an empty mapping.
-    pub(super) fn parse(text: &str) -> Result<Self, Mistake> {
+    /// Parses a text with one document. An empty text is an empty mapping. Errors name the file as
+    /// `path`.
+    pub(super) fn parse(path: &str, text: &str) -> Result<Self, ConfigError> {
         let options = serde_saphyr::options! { duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins };
         let tree: Option<Self> =
             serde_saphyr::from_str_with_options(text, options).map_err(|error| match error.without_snippet() {
-                serde_saphyr::Error::MultipleDocuments { .. } => Mistake::Several,
-                _ => Mistake::Syntax(error.to_string()),
+                serde_saphyr::Error::MultipleDocuments { .. } => ConfigError::Several(path.to_owned()),
+                _ => ConfigError::Syntax { path: path.to_owned(), error: error.to_string() },
             })?;
         Ok(tree.unwrap_or_else(|| Self::Mapping(Vec::new())))
     }
@@ -47,72 +46,31 @@ impl Tree {
     }
 }
 
-impl<'de> Deserialize<'de> for Tree {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(TreeVisitor)
-    }
+fn entries<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<(String, Tree)>, D::Error> {
+    deserializer.deserialize_map(Entries)
 }
 
-struct TreeVisitor;
+struct Entries;
 
-impl<'de> Visitor<'de> for TreeVisitor {
-    type Value = Tree;
+impl<'de> Visitor<'de> for Entries {
+    type Value = Vec<(String, Tree)>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("YAML")
+        f.write_str("a mapping")
     }
 
-    fn visit_bool<E: Error>(self, value: bool) -> Result<Tree, E> {
-        Ok(Tree::Scalar(value.into()))
-    }
-
-    fn visit_i64<E: Error>(self, value: i64) -> Result<Tree, E> {
-        Ok(Tree::Scalar(value.into()))
-    }
-
-    fn visit_u64<E: Error>(self, value: u64) -> Result<Tree, E> {
-        Ok(Tree::Scalar(value.into()))
-    }
-
-    fn visit_f64<E: Error>(self, value: f64) -> Result<Tree, E> {
-        Ok(Tree::Scalar(value.into()))
-    }
-
-    fn visit_str<E: Error>(self, value: &str) -> Result<Tree, E> {
-        Ok(Tree::Scalar(value.into()))
-    }
-
-    fn visit_unit<E: Error>(self) -> Result<Tree, E> {
-        Ok(Tree::Scalar(Json::Null))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Tree, A::Error> {
-        let mut elements = Vec::new();
-        while let Some(element) = access.next_element()? {
-            elements.push(element);
-        }
-        Ok(Tree::Sequence(elements))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Tree, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Self::Value, A::Error> {
         let mut entries = Vec::new();
-        while let Some((Key(key), tree)) = access.next_entry()? {
+        while let Some((key, tree)) = access.next_entry()? {
+            // YAML also allows numbers and booleans as keys; these become text.
+            let key = match key {
+                Tree::Scalar(Json::String(text)) => text,
+                Tree::Scalar(json) => json.to_string(),
+                Tree::Sequence(_) | Tree::Mapping(_) => return Err(A::Error::custom("a key must be text")),
+            };
             entries.push((key, tree));
         }
-        Ok(Tree::Mapping(entries))
-    }
-}
-
-/// A key of a mapping. YAML also allows numbers and booleans as keys; these become text.
-struct Key(String);
-
-impl<'de> Deserialize<'de> for Key {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        match Tree::deserialize(deserializer)? {
-            Tree::Scalar(Json::String(text)) => Ok(Self(text)),
-            Tree::Scalar(json) => Ok(Self(json.to_string())),
-            Tree::Sequence(_) | Tree::Mapping(_) => Err(D::Error::custom("a key must be text")),
-        }
+        Ok(entries)
     }
 }
 
@@ -121,23 +79,28 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
+    fn parse(text: &str) -> Result<Tree, String> {
+        Tree::parse("f", text).map_err(|error| error.to_string())
+    }
+
     #[test]
     fn repeated_keys_are_kept() {
-        let tree = Tree::parse("a: 1\nb: {c: x, c: null}\na: [true, '2']\n7: z\n").unwrap();
+        let tree = parse("a: 1\nb: {c: x, c: null}\na: [true, '2']\n7: z\n").unwrap();
         let Tree::Mapping(entries) = &tree else { panic!("{tree:?}") };
         let keys: Vec<&str> = entries.iter().map(|(key, _)| key.as_str()).collect();
         assert_eq!(keys, ["a", "b", "a", "7"]);
         assert_eq!(tree.to_json(), serde_json::json!({"a": [true, "2"], "b": {"c": null}, "7": "z"}));
-        assert_eq!(Tree::parse("").unwrap(), Tree::Mapping(vec![]));
-        assert!(matches!(Tree::parse("a: ["), Err(Mistake::Syntax(_))));
+        assert_eq!(parse("").unwrap(), Tree::Mapping(vec![]));
+        assert!(parse("a: [").unwrap_err().starts_with("f is not YAML"));
+        assert!(parse("a: {[b]: 1}").unwrap_err().contains("a key must be text"));
     }
 
     #[test]
     fn a_text_may_have_document_markers_but_only_one_document() {
-        let expected = Tree::parse("a: 1").unwrap();
+        let expected = parse("a: 1");
         for text in ["---\na: 1\n", "# words\n---\na: 1\n...\n", "\u{feff}a: 1\r\n"] {
-            assert_eq!(Tree::parse(text), Ok(expected.clone()), "{text:?}");
+            assert_eq!(parse(text), expected, "{text:?}");
         }
-        assert_eq!(Tree::parse("a: 1\n---\nb: 2\n"), Err(Mistake::Several));
+        assert!(parse("a: 1\n---\nb: 2\n").unwrap_err().starts_with("f holds several YAML documents"));
     }
 }

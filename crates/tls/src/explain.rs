@@ -22,10 +22,6 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    fn new(reason: &'static str, sentence: String) -> Self {
-        Self { reason, sentence }
-    }
-
     /// Whether the other side rejects the certificate of this side.
     #[must_use]
     pub fn is_by_peer(&self) -> bool {
@@ -38,12 +34,12 @@ impl Refusal {
 #[must_use]
 pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
     let error = error.get_ref()?.downcast_ref::<Error>()?;
-    Some(match error {
+    let (reason, sentence) = match error {
         Error::InvalidCertificate(error) => certificate(error, files),
         Error::NoCertificatesPresented => {
             let text =
                 "the client presents no certificate; give the client a certificate with its --tls-cert and --tls-key";
-            Refusal::new("no_certificate", text.to_owned())
+            ("no_certificate", text.to_owned())
         }
         Error::AlertReceived(alert) => alerted(*alert, files),
         Error::InvalidMessage(_) => {
@@ -54,53 +50,51 @@ pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
                      --tls-client-ca, or check the port"
                 }
             };
-            Refusal::new("not_tls", format!("{text} ({error})"))
+            ("not_tls", format!("{text} ({error})"))
         }
-        _ => Refusal::new("other", format!("TLS: {error}")),
-    })
+        _ => ("other", format!("TLS: {error}")),
+    };
+    Some(Refusal { reason, sentence })
 }
 
 /// Explains why this side rejects the other side's certificate.
-fn certificate(error: &CertificateError, files: &Files) -> Refusal {
+fn certificate(error: &CertificateError, files: &Files) -> (&'static str, String) {
     let (whose, usage) = match files.side {
         Side::Server => ("the client's certificate", "clientAuth"),
         Side::Client => ("the control plane's certificate", "serverAuth"),
     };
     let (option, ca) = (files.side.ca_option(), files.ca.display());
+    let renew = "renew it, or check this machine's clock";
     match error {
-        CertificateError::Expired => {
-            Refusal::new("certificate_expired", format!("{whose} has expired; renew it, or check this machine's clock"))
+        CertificateError::Expired => ("certificate_expired", format!("{whose} has expired; {renew}")),
+        CertificateError::ExpiredContext { not_after, .. } => {
+            ("certificate_expired", format!("{whose} expired at {}; {renew}", moment(*not_after)))
         }
-        CertificateError::ExpiredContext { not_after, .. } => Refusal::new(
-            "certificate_expired",
-            format!("{whose} expired at {}; renew it, or check this machine's clock", moment(*not_after)),
-        ),
-        CertificateError::NotValidYet => Refusal::new(
-            "certificate_not_yet_valid",
-            format!("{whose} is not valid yet; check the clocks of both machines"),
-        ),
-        CertificateError::NotValidYetContext { not_before, .. } => Refusal::new(
+        CertificateError::NotValidYet => {
+            ("certificate_not_yet_valid", format!("{whose} is not valid yet; check the clocks of both machines"))
+        }
+        CertificateError::NotValidYetContext { not_before, .. } => (
             "certificate_not_yet_valid",
             format!("{whose} is not valid before {}; check the clocks of both machines", moment(*not_before)),
         ),
         // If an authority has the same name but another key, the signature does not verify.
-        CertificateError::UnknownIssuer | CertificateError::BadSignature => Refusal::new(
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => (
             "unknown_authority",
             format!(
                 "{whose} is not signed by an authority of {option} {ca}; have one of these authorities sign it, or add its authority to the file"
             ),
         ),
-        CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => Refusal::new(
+        CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => (
             "wrong_usage",
             format!("{whose} lacks the extended key usage {usage}; issue a new certificate with that usage"),
         ),
-        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => Refusal::new(
+        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => (
             "wrong_name",
             format!(
                 "the control plane's {error}; connect to a name that the certificate contains, or issue a new certificate with the name or address of the URL"
             ),
         ),
-        _ => Refusal::new("bad_certificate", format!("{whose} cannot be used ({error}); issue a new certificate")),
+        _ => ("bad_certificate", format!("{whose} cannot be used ({error}); issue a new certificate")),
     }
 }
 
@@ -109,14 +103,14 @@ fn moment(time: UnixTime) -> String {
 }
 
 /// Explains why the other side rejects this side's certificate or ends the handshake.
-fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
+fn alerted(alert: AlertDescription, files: &Files) -> (&'static str, String) {
     let cert = files.cert.display();
     if files.side == Side::Server {
         let text = format!(
             "the client rejects the certificate of --tls-cert {cert} ({alert:?}); give the client the authority of this certificate (--tls-ca), and connect to an \
              address that the certificate names"
         );
-        return Refusal::new(REFUSED_BY_CLIENT, text);
+        return (REFUSED_BY_CLIENT, text);
     }
     let own = format!("the control plane rejects the certificate of --tls-cert {cert}");
     let text = match alert {
@@ -136,5 +130,5 @@ fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
             "{own} ({other:?}); the control plane's log shows the reason, and docs/tls.md the requirements for certificates"
         ),
     };
-    Refusal::new(REFUSED_BY_CONTROL_PLANE, text)
+    (REFUSED_BY_CONTROL_PLANE, text)
 }

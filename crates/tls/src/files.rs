@@ -69,19 +69,12 @@ pub struct FileError {
     pub remedy: String,
 }
 
-/// The contents of the files as read.
+/// The contents of the files as read. The type has no debug output, which would contain the key.
 #[derive(PartialEq, Eq)]
 pub(crate) struct Contents {
     cert: Vec<u8>,
     key: Vec<u8>,
     ca: Vec<u8>,
-}
-
-impl fmt::Debug for Contents {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Debug output must not contain the key.
-        f.debug_struct("Contents").finish_non_exhaustive()
-    }
 }
 
 /// The checked contents of the files: complete, with matching certificate and key, suitable for
@@ -98,18 +91,81 @@ pub struct Material {
     pub authorities_not_after: SystemTime,
 }
 
+/// One of the three files.
+struct PemFile<'a> {
+    option: &'static str,
+    path: &'a Path,
+    expected: &'static str,
+}
+
+impl PemFile<'_> {
+    fn fault(&self, problem: String, remedy: impl Into<String>) -> FileError {
+        FileError { option: self.option, file: self.path.to_owned(), problem, remedy: remedy.into() }
+    }
+
+    fn malformed(&self, problem: &dyn fmt::Display) -> FileError {
+        self.fault(problem.to_string(), format!("it must be a PEM file with {}", self.expected))
+    }
+
+    fn read(&self) -> Result<Vec<u8>, FileError> {
+        let read = || -> io::Result<Vec<u8>> {
+            let mut bytes = Vec::new();
+            // Opening a pipe would block until another program writes to it.
+            if !fs::metadata(self.path)?.is_file() {
+                return Err(io::Error::other("it is not a regular file"));
+            }
+            File::open(self.path)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        let bytes = read().map_err(|error| {
+            let remedy = format!("it must be a PEM file with {} that this program may read", self.expected);
+            self.fault(format!("cannot read the file: {error}"), remedy)
+        })?;
+        if bytes.len() as u64 > MAX_FILE_BYTES {
+            return Err(self.malformed(&format!("it is larger than {MAX_FILE_BYTES} bytes")));
+        }
+        Ok(bytes)
+    }
+
+    fn certificates(&self, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, FileError> {
+        let certificates = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>();
+        let certificates = certificates.map_err(|error| self.malformed(&error))?;
+        if certificates.is_empty() {
+            return Err(self.malformed(&"the file contains no certificate"));
+        }
+        Ok(certificates)
+    }
+
+    fn parse<'a>(&self, der: &'a CertificateDer<'_>) -> Result<X509Certificate<'a>, FileError> {
+        let parsed = X509Certificate::from_der(der).map(|(_, certificate)| certificate);
+        parsed.map_err(|error| self.malformed(&format!("a certificate in the file is malformed: {error}")))
+    }
+}
+
 impl Files {
+    fn cert_file(&self) -> PemFile<'_> {
+        PemFile { option: "--tls-cert", path: &self.cert, expected: "this program's certificate and its chain" }
+    }
+
+    fn key_file(&self) -> PemFile<'_> {
+        PemFile { option: "--tls-key", path: &self.key, expected: "a private key (PKCS#8, PKCS#1 or SEC1)" }
+    }
+
+    fn ca_file(&self) -> PemFile<'_> {
+        let expected = match self.side {
+            Side::Server => "the authorities that sign clients' certificates",
+            Side::Client => "the authorities that sign control planes' certificates",
+        };
+        PemFile { option: self.side.ca_option(), path: &self.ca, expected }
+    }
+
     /// Reads the three files. Blocks.
     ///
     /// # Errors
     ///
     /// Returns the error of the first file that cannot be read.
     pub(crate) fn read(&self) -> Result<Contents, FileError> {
-        Ok(Contents {
-            cert: self.read_one("--tls-cert", &self.cert)?,
-            key: self.read_one("--tls-key", &self.key)?,
-            ca: self.read_one(self.side.ca_option(), &self.ca)?,
-        })
+        Ok(Contents { cert: self.cert_file().read()?, key: self.key_file().read()?, ca: self.ca_file().read()? })
     }
 
     /// Reads only the authorities. Leaves out expired authorities. Blocks.
@@ -118,40 +174,7 @@ impl Files {
     ///
     /// The file cannot be read, or contains no valid authority. Retry after the file has changed.
     pub fn read_authorities(&self, now: SystemTime) -> Result<RootCertStore, FileError> {
-        let pem = self.read_one(self.side.ca_option(), &self.ca)?;
-        self.authorities(&pem, now).map(|(roots, _)| roots)
-    }
-
-    fn read_one(&self, option: &'static str, file: &Path) -> Result<Vec<u8>, FileError> {
-        let read = || -> io::Result<Vec<u8>> {
-            let mut bytes = Vec::new();
-            // Opening a pipe would block until another program writes to it.
-            if !fs::metadata(file)?.is_file() {
-                return Err(io::Error::other("it is not a regular file"));
-            }
-            File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
-            Ok(bytes)
-        };
-        let bytes = read().map_err(|error| {
-            let remedy = format!("it must be a PEM file with {} that this program may read", self.expected(option));
-            fault(option, file, format!("cannot read the file: {error}"), remedy)
-        })?;
-        if bytes.len() as u64 > MAX_FILE_BYTES {
-            let problem = format!("it is larger than {MAX_FILE_BYTES} bytes");
-            return Err(fault(option, file, problem, format!("it must be a PEM file with {}", self.expected(option))));
-        }
-        Ok(bytes)
-    }
-
-    fn expected(&self, option: &'static str) -> &'static str {
-        match option {
-            "--tls-key" => "a private key (PKCS#8, PKCS#1 or SEC1)",
-            "--tls-cert" => "this program's certificate and its chain",
-            _ => match self.side {
-                Side::Server => "the authorities that sign clients' certificates",
-                Side::Client => "the authorities that sign control planes' certificates",
-            },
-        }
+        self.authorities(&self.ca_file().read()?, now).map(|(roots, _)| roots)
     }
 
     /// Checks the contents of the files.
@@ -161,15 +184,13 @@ impl Files {
     /// Returns the first fault of the files.
     pub(crate) fn check(&self, contents: &Contents, now: SystemTime) -> Result<Material, FileError> {
         let (authorities, authorities_not_after) = self.authorities(&contents.ca, now)?;
-        let chain = self.certificates("--tls-cert", &self.cert, &contents.cert)?;
+        let chain = self.cert_file().certificates(&contents.cert)?;
         let validity = self.check_own(&chain[0], now)?;
-        let key = PrivateKeyDer::from_pem_slice(&contents.key).map_err(|error| {
-            let remedy = format!("it must be a PEM file with {}", self.expected("--tls-key"));
-            fault("--tls-key", &self.key, error.to_string(), remedy)
-        })?;
+        let file = self.key_file();
+        let key = PrivateKeyDer::from_pem_slice(&contents.key).map_err(|error| file.malformed(&error))?;
         let own = CertifiedKey::from_der(chain, key, &ring::default_provider()).map_err(|error| {
             let problem = format!("it is not the key of --tls-cert {}: {error}", self.cert.display());
-            fault("--tls-key", &self.key, problem, "use the private key of the certificate".into())
+            file.fault(problem, "use the private key of the certificate")
         })?;
         Ok(Material { own: Arc::new(own), authorities, validity, authorities_not_after })
     }
@@ -177,93 +198,53 @@ impl Files {
     /// Reads the authorities. Leaves out expired authorities, because rustls would trust an expired
     /// authority.
     fn authorities(&self, pem: &[u8], now: SystemTime) -> Result<(RootCertStore, SystemTime), FileError> {
-        let (option, file) = (self.side.ca_option(), &self.ca);
+        let file = self.ca_file();
         let mut roots = RootCertStore::empty();
-        let (mut first, mut last_expired) = (None, None);
-        for certificate in self.certificates(option, file, pem)? {
-            let validity = self.parse(option, file, &certificate).map(|parsed| Validity::of(&parsed))?;
+        let (mut valid, mut expired) = (Vec::new(), Vec::new());
+        for certificate in file.certificates(pem)? {
+            let validity = Validity::of(&file.parse(&certificate)?);
             if validity.has_expired(now) {
-                last_expired = last_expired.max(Some(validity.not_after));
+                expired.push(validity.not_after);
                 continue;
             }
-            first = Some(first.map_or(validity.not_after, |first: SystemTime| first.min(validity.not_after)));
-            roots.add(certificate).map_err(|error| self.malformed(option, file, &error.to_string()))?;
+            valid.push(validity.not_after);
+            roots.add(certificate).map_err(|error| file.malformed(&error))?;
         }
-        match (first, last_expired) {
-            (Some(first), _) => Ok((roots, first)),
-            (None, expired) => {
-                let when = expired.map(date).unwrap_or_default();
-                let problem = format!("every authority in the file has expired, the last at {when}");
-                Err(fault(option, file, problem, "replace them, or check this machine's clock".into()))
-            }
-        }
+        let not_after = valid.into_iter().min().ok_or_else(|| {
+            let when = expired.into_iter().max().map(date).unwrap_or_default();
+            let problem = format!("every authority in the file has expired, the last at {when}");
+            file.fault(problem, "replace them, or check this machine's clock")
+        })?;
+        Ok((roots, not_after))
     }
 
     fn check_own(&self, certificate: &CertificateDer<'_>, now: SystemTime) -> Result<Validity, FileError> {
-        let (option, file) = ("--tls-cert", &self.cert);
-        let parsed = self.parse(option, file, certificate)?;
-        let fail = |problem: String, remedy: &str| Err(fault(option, file, problem, remedy.to_owned()));
+        let file = self.cert_file();
+        let parsed = file.parse(certificate)?;
         let validity = Validity::of(&parsed);
         if validity.has_expired(now) {
             let problem = format!("the certificate expired at {}", date(validity.not_after));
-            return fail(problem, "renew it, or check this machine's clock");
+            return Err(file.fault(problem, "renew it, or check this machine's clock"));
         }
         if now < validity.not_before {
             let problem = format!("the certificate is not valid before {}", date(validity.not_before));
-            return fail(problem, "check this machine's clock, or wait");
+            return Err(file.fault(problem, "check this machine's clock, or wait"));
         }
-        let malformed = |error: x509_parser::error::X509Error| self.malformed(option, file, &error.to_string());
-        let (usage, remedy) = match self.side {
-            Side::Server => ("serverAuth", "issue a new certificate with the extended key usage serverAuth"),
-            Side::Client => ("clientAuth", "issue a new certificate with the extended key usage clientAuth"),
-        };
-        let allows = parsed.extended_key_usage().map_err(malformed)?.is_none_or(|extension| {
-            let value = extension.value;
-            value.any || if self.side == Side::Server { value.server_auth } else { value.client_auth }
-        });
-        if !allows {
-            return fail(format!("the certificate's extended key usage lacks {usage}"), remedy);
+        let is_server = self.side == Side::Server;
+        let usage = if is_server { "serverAuth" } else { "clientAuth" };
+        let usages = parsed.extended_key_usage().map_err(|error| file.malformed(&error))?.map(|usages| usages.value);
+        if !usages.is_none_or(|of| of.any || if is_server { of.server_auth } else { of.client_auth }) {
+            let remedy = format!("issue a new certificate with the extended key usage {usage}");
+            return Err(file.fault(format!("the certificate's extended key usage lacks {usage}"), remedy));
         }
-        let names = parsed.subject_alternative_name().map_err(malformed)?;
+        let names = parsed.subject_alternative_name().map_err(|error| file.malformed(&error))?;
         let mut names = names.iter().flat_map(|extension| &extension.value.general_names);
         let has_address = names.any(|name| matches!(name, GeneralName::DNSName(_) | GeneralName::IPAddress(_)));
-        if self.side == Side::Server && !has_address {
+        if is_server && !has_address {
             let problem = "the certificate names no address in its subject alternative names".to_owned();
-            return fail(problem, "issue a new certificate with the DNS names and IP addresses that agents connect to");
+            let remedy = "issue a new certificate with the DNS names and IP addresses that agents connect to";
+            return Err(file.fault(problem, remedy));
         }
         Ok(validity)
     }
-
-    fn certificates(
-        &self,
-        option: &'static str,
-        file: &Path,
-        pem: &[u8],
-    ) -> Result<Vec<CertificateDer<'static>>, FileError> {
-        let certificates = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>();
-        let certificates = certificates.map_err(|error| self.malformed(option, file, &error.to_string()))?;
-        if certificates.is_empty() {
-            return Err(self.malformed(option, file, "the file contains no certificate"));
-        }
-        Ok(certificates)
-    }
-
-    fn parse<'a>(
-        &self,
-        option: &'static str,
-        file: &Path,
-        der: &'a CertificateDer<'_>,
-    ) -> Result<X509Certificate<'a>, FileError> {
-        let parsed = X509Certificate::from_der(der).map(|(_, certificate)| certificate);
-        parsed
-            .map_err(|error| self.malformed(option, file, &format!("a certificate in the file is malformed: {error}")))
-    }
-
-    fn malformed(&self, option: &'static str, file: &Path, problem: &str) -> FileError {
-        fault(option, file, problem.to_owned(), format!("it must be a PEM file with {}", self.expected(option)))
-    }
-}
-
-fn fault(option: &'static str, file: &Path, problem: String, remedy: String) -> FileError {
-    FileError { option, file: file.to_owned(), problem, remedy }
 }

@@ -148,18 +148,6 @@ impl Pool {
         true
     }
 
-    /// The number of endpoints.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.endpoints.len()
-    }
-
-    /// Whether the pool has no endpoints.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.endpoints.is_empty()
-    }
-
     /// Whether the endpoint of a connection is still in the pool.
     #[must_use]
     pub fn contains(&self, key: EndpointKey) -> bool {

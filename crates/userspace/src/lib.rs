@@ -10,14 +10,15 @@ mod services;
 mod stats;
 pub mod tcp;
 mod threads;
+mod timers;
 pub mod udp;
 mod unsafe_calls;
-mod wheel;
 
 pub use balance::Algorithm;
 pub use list::{ConnectionInfo, ConnectionList, ConnectionState, HowEnded, ListFilter};
 pub use proxy_header::ProxyVersion;
 pub use services::{Protocol, Scope, ServiceId, ServiceSettings, Services};
 pub use stats::{ServiceStats, TcpStats, UdpStats};
-pub use tcp::{Destination, ListenerId, TcpProxy, TcpSettings};
-pub use udp::{UdpListenerId, UdpProxy, UdpSettings};
+pub use tcp::{Destination, TcpProxy, TcpSettings};
+pub use threads::ListenerId;
+pub use udp::{UdpProxy, UdpSettings};

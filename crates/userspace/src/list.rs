@@ -2,9 +2,7 @@
 
 use std::{cmp::Reverse, net::SocketAddr, sync::Arc};
 
-use slab::Slab;
-
-use crate::{carried::Carried, services::Protocol};
+use crate::services::Protocol;
 
 /// Which connections a list has.
 #[derive(Debug, Clone)]
@@ -117,55 +115,7 @@ pub struct ConnectionInfo {
     pub idle_ms: u64,
 }
 
-impl ConnectionInfo {
-    fn bytes(&self) -> u64 {
-        self.bytes_to_endpoint + self.bytes_to_client
-    }
-}
-
-/// What a thread carries and lists.
-pub(crate) trait Listed {
-    const PROTOCOL: Protocol;
-
-    fn carried(&self) -> &Carried;
-
-    fn state(&self) -> ConnectionState;
-
-    /// What lists and logs show.
-    fn info(&self, now_ms: u64) -> ConnectionInfo {
-        let carried = self.carried();
-        ConnectionInfo {
-            protocol: Self::PROTOCOL,
-            service: Arc::clone(&carried.service.state().settings.name),
-            client: carried.client,
-            destination: carried.destination,
-            endpoint: carried.picked.address,
-            state: self.state(),
-            bytes_to_endpoint: carried.bytes[0],
-            bytes_to_client: carried.bytes[1],
-            datagrams_to_endpoint: carried.datagrams[0],
-            datagrams_to_client: carried.datagrams[1],
-            age_ms: now_ms.saturating_sub(carried.opened_ms),
-            idle_ms: now_ms.saturating_sub(carried.active_ms),
-        }
-    }
-}
-
 impl ConnectionList {
-    /// The list of one thread. Apart from the result, it needs 16 bytes for each connection.
-    pub(crate) fn of<'a, L: Listed + 'a>(connections: &'a Slab<L>, filter: &ListFilter, now_ms: u64) -> Self {
-        let is_wanted = |of: &Carried| filter.account.as_ref().is_none_or(|name| of.service.account.name == *name);
-        let wanted = connections.iter().map(|(_, listed)| listed).filter(|listed| is_wanted(listed.carried()));
-        let mut wanted: Vec<(u64, &L)> = wanted.map(|listed| (listed.carried().bytes.iter().sum(), listed)).collect();
-        let left_out = wanted.len().saturating_sub(filter.limit);
-        if left_out > 0 {
-            wanted.select_nth_unstable_by_key(filter.limit, |(bytes, _)| Reverse(*bytes));
-            wanted.truncate(filter.limit);
-        }
-        let connections = wanted.into_iter().map(|(_, listed)| listed.info(now_ms)).collect();
-        Self { connections, left_out: left_out as u64 }
-    }
-
     /// Joins lists of several threads or proxies.
     #[must_use]
     pub fn join(lists: impl IntoIterator<Item = Self>, limit: usize) -> Self {
@@ -174,7 +124,7 @@ impl ConnectionList {
             joined.left_out += list.left_out;
             joined
         });
-        joined.connections.sort_by_key(|connection| (Reverse(connection.bytes()), Reverse(connection.age_ms)));
+        joined.connections.sort_by_key(|of| (Reverse(of.bytes_to_endpoint + of.bytes_to_client), Reverse(of.age_ms)));
         joined.left_out += joined.connections.len().saturating_sub(limit) as u64;
         joined.connections.truncate(limit);
         joined

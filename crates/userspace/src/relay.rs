@@ -103,54 +103,40 @@ pub enum SinkState {
     Full,
     /// The sink reported an error, such as EPIPE. It accepts no more bytes.
     Failed,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Source {
-    Open,
-    Ended,
-    Failed,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Sink {
-    Open,
+    /// The sink was shut down after the last byte.
     Shut,
-    Failed,
 }
 
 /// One direction of a connection.
 #[derive(Debug, Clone, Copy)]
 struct Direction {
-    source: Source,
-    sink: Sink,
-    is_readable: bool,
-    is_writable: bool,
+    source: SourceState,
+    sink: SinkState,
     /// The bytes that were taken from the source and have not reached the sink.
     held_bytes: u32,
 }
 
 impl Direction {
-    const fn new() -> Self {
-        Self { source: Source::Open, sink: Sink::Open, is_readable: false, is_writable: false, held_bytes: 0 }
+    const NEW: Self = Self { source: SourceState::Empty, sink: SinkState::Full, held_bytes: 0 };
+
+    fn has_sink(&self) -> bool {
+        matches!(self.sink, SinkState::Ready | SinkState::Full)
     }
 
     /// Whether no action of this direction remains.
     fn is_settled(&self) -> bool {
-        self.sink != Sink::Open || (self.source == Source::Failed && self.held_bytes == 0)
+        !self.has_sink() || (self.source == SourceState::Failed && self.held_bytes == 0)
     }
 
     fn next(&self, from: Side) -> Option<Action> {
-        if self.sink != Sink::Open {
+        match (self.held_bytes, self.source, self.sink) {
             // The bytes have nowhere to go. Reading goes on only to find out that the source
             // failed or ended, see `Relay::next`.
-            return None;
-        }
-        match (self.held_bytes, self.source) {
-            (0, Source::Open) => (self.is_readable && self.is_writable).then_some(Action::Carry(from)),
-            (0, Source::Ended) => Some(Action::Shut(from.other())),
-            (0, Source::Failed) => None,
-            (_, _) => self.is_writable.then_some(Action::Flush(from)),
+            _ if !self.has_sink() => None,
+            (0, SourceState::Ended, _) => Some(Action::Shut(from.other())),
+            (0, SourceState::Ready, SinkState::Ready) => Some(Action::Carry(from)),
+            (1.., _, SinkState::Ready) => Some(Action::Flush(from)),
+            _ => None,
         }
     }
 }
@@ -167,19 +153,25 @@ pub struct Relay {
 
 impl Default for Relay {
     fn default() -> Self {
-        Self { directions: [Direction::new(); 2], end: None, turn: Side::Client }
+        Self { directions: [Direction::NEW; 2], end: None, turn: Side::Client }
     }
 }
 
 impl Relay {
     /// The kernel announced bytes, a FIN or an error of this side.
     pub fn readable(&mut self, side: Side) {
-        self.directions[side as usize].is_readable = true;
+        let source = &mut self.directions[side as usize].source;
+        if *source == SourceState::Empty {
+            *source = SourceState::Ready;
+        }
     }
 
     /// The kernel announced that this side accepts bytes, or that it failed.
     pub fn writable(&mut self, side: Side) {
-        self.directions[side.other() as usize].is_writable = true;
+        let sink = &mut self.directions[side.other() as usize].sink;
+        if *sink == SinkState::Full {
+            *sink = SinkState::Ready;
+        }
     }
 
     /// The kernel announced that this side failed (EPOLLERR or EPOLLHUP). Its last bytes are still
@@ -187,7 +179,7 @@ impl Relay {
     pub fn failed(&mut self, side: Side) {
         self.readable(side);
         self.writable(side);
-        if self.directions[side as usize].source != Source::Open {
+        if matches!(self.directions[side as usize].source, SourceState::Ended | SourceState::Failed) {
             self.fail_sink(side);
             self.settle();
         }
@@ -207,13 +199,13 @@ impl Relay {
     /// Whether this side has sent its last byte (FIN).
     #[must_use]
     pub fn has_ended(&self, side: Side) -> bool {
-        self.directions[side as usize].source == Source::Ended
+        self.directions[side as usize].source == SourceState::Ended
     }
 
     /// Whether the opposite side of this source failed, so that bytes of this source were dropped.
     #[must_use]
     pub fn is_sink_failed(&self, from: Side) -> bool {
-        self.directions[from as usize].sink == Sink::Failed
+        self.directions[from as usize].sink == SinkState::Failed
     }
 
     /// The next action. The caller carries it out and calls [`Self::done`], except after
@@ -236,7 +228,7 @@ impl Relay {
                 if moved.sink == SinkState::Failed {
                     self.fail_sink(to);
                 } else {
-                    self.directions[to.other() as usize].sink = Sink::Shut;
+                    self.directions[to.other() as usize].sink = SinkState::Shut;
                 }
             }
             Action::Wait | Action::Finish(_) => {}
@@ -247,16 +239,13 @@ impl Relay {
     fn carried(&mut self, from: Side, moved: Moved) {
         let direction = &mut self.directions[from as usize];
         direction.held_bytes = (direction.held_bytes + moved.taken).saturating_sub(moved.given);
-        match moved.source {
-            SourceState::Ready => {}
-            SourceState::Empty => direction.is_readable = false,
-            SourceState::Ended => direction.source = Source::Ended,
-            SourceState::Failed => direction.source = Source::Failed,
+        if moved.source != SourceState::Ready {
+            direction.source = moved.source;
         }
         match moved.sink {
-            SinkState::Ready => {}
-            SinkState::Full => direction.is_writable = false,
+            SinkState::Full => direction.sink = SinkState::Full,
             SinkState::Failed => self.fail_sink(from.other()),
+            SinkState::Ready | SinkState::Shut => {}
         }
         if moved.source == SourceState::Failed {
             // A socket that failed for reading also fails for writing.
@@ -269,8 +258,8 @@ impl Relay {
     /// to its error or its end.
     fn fail_sink(&mut self, side: Side) {
         let into = &mut self.directions[side.other() as usize];
-        if into.sink == Sink::Open {
-            into.sink = Sink::Failed;
+        if into.has_sink() {
+            into.sink = SinkState::Failed;
             into.held_bytes = 0;
         }
         self.readable(side);
@@ -280,7 +269,7 @@ impl Relay {
         if self.end.is_some() || !self.directions.iter().all(Direction::is_settled) {
             return;
         }
-        let is_clean = self.directions.iter().all(|direction| direction.sink == Sink::Shut);
+        let is_clean = self.directions.iter().all(|direction| direction.sink == SinkState::Shut);
         self.end = Some(if is_clean { End::Closed } else { End::Reset });
     }
 }

@@ -250,18 +250,9 @@ impl Services {
         (accounts, totals)
     }
 
-    /// The Service of an address that a client used.
-    pub(crate) fn find(&self, scope: Scope, protocol: Protocol, address: SocketAddr) -> Option<Arc<Service>> {
-        self.find_with_removals(scope, protocol, address).map(|(service, _)| service)
-    }
-
-    /// Like [`Self::find`], with [`Service::removals`] at a time when the Service had the address.
-    pub(crate) fn find_with_removals(
-        &self,
-        scope: Scope,
-        protocol: Protocol,
-        address: SocketAddr,
-    ) -> Option<(Arc<Service>, u64)> {
+    /// The Service of an address that a client used, with [`Service::removals`] at a time when the
+    /// Service had the address.
+    pub(crate) fn find(&self, scope: Scope, protocol: Protocol, address: SocketAddr) -> Option<(Arc<Service>, u64)> {
         let table = self.read();
         let of = |address| {
             let service = table.addresses.get(&(protocol, address))?.get(&scope)?;

@@ -17,21 +17,18 @@ mod worker;
 use std::{
     io,
     os::fd::OwnedFd,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use rustix::net::sockopt;
-use worker::{Command, TcpWorker};
+use worker::{StreamListener, TcpWorker};
 
 use crate::{
     list::{ConnectionInfo, ConnectionList, HowEnded, ListFilter},
     services::{Scope, Services},
     stats::{TcpCounters, TcpStats},
-    threads::Threads,
+    threads::{ListenerId, Threads},
 };
 
 /// The settings of the TCP proxy.
@@ -79,16 +76,11 @@ pub enum Destination {
     Local,
 }
 
-/// A listener of the proxy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct ListenerId(u64);
-
 /// A running TCP proxy. Dropping the proxy resets its connections.
 #[derive(Debug)]
 pub struct TcpProxy {
-    threads: Threads<Command>,
+    threads: Threads<TcpWorker>,
     counters: Arc<TcpCounters>,
-    next_listener: AtomicU64,
 }
 
 impl TcpProxy {
@@ -102,7 +94,7 @@ impl TcpProxy {
         let threads = Threads::start("tcp-proxy", settings.threads, |event_loop| {
             TcpWorker::new(event_loop, settings.clone(), Arc::clone(services), Arc::clone(&counters))
         })?;
-        Ok(Self { threads, counters, next_listener: AtomicU64::new(0) })
+        Ok(Self { threads, counters })
     }
 
     /// Accepts the connections of a listening socket, on all threads. The destinations of the
@@ -116,8 +108,9 @@ impl TcpProxy {
         rustix::io::ioctl_fionbio(&socket, true)?;
         // Accepted sockets inherit this option.
         sockopt::set_tcp_nodelay(&socket, true)?;
-        let id = ListenerId(self.next_listener.fetch_add(1, Ordering::Relaxed));
-        self.threads.send_to_all(|| Command::Listen { id, socket: Arc::clone(&socket), scope, destination });
+        let listener = StreamListener { id: self.threads.next_listener(), socket, scope, destination };
+        let id = listener.id;
+        self.threads.ask(move |worker| worker.listen(listener));
         Ok(id)
     }
 
@@ -125,8 +118,7 @@ impl TcpProxy {
     /// Returns when all threads have done so. The kernel resets connections that arrive between the
     /// last accept and the close: the caller first sends new connections elsewhere.
     pub fn stop_listening(&self, id: Option<ListenerId>) {
-        let all_done = self.threads.ask(|done| Command::StopListening { id, done });
-        all_done.iter().for_each(drop);
+        self.threads.ask(move |worker| worker.stop_listening(id)).iter().for_each(drop);
     }
 
     /// The time since any thread last began a turn of its loop, because a connection does not wait

@@ -1,15 +1,14 @@
 //! The threads of a proxy, and the event loop that they share.
 
 use std::{
-    collections::VecDeque,
     hash::{BuildHasher as _, RandomState},
     io,
     mem::MaybeUninit,
     os::fd::{AsFd, OwnedFd},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
-        mpsc,
+        mpsc::{self, Receiver, Sender, TryRecvError},
     },
     thread::{Builder, JoinHandle},
     time::{Duration, Instant},
@@ -27,10 +26,10 @@ use rustix::{
 use crate::{
     balance::mix,
     list::{ConnectionList, ListFilter},
-    wheel::Wheel,
+    timers::Timers,
 };
 
-/// The epoll token of an inbox.
+/// The epoll token of the descriptor that wakes a thread.
 const WAKE: u64 = u64::MAX;
 /// The bit in the epoll tokens of listeners. The other bits are the slot.
 pub(crate) const LISTENER: u64 = 1 << 63;
@@ -42,12 +41,13 @@ const HEARTBEAT_MS: u64 = 100;
 /// The time of the last turn of a thread that has no listener, and need not turn.
 const IDLE: u64 = u64::MAX;
 
+/// A listener of a proxy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ListenerId(pub(crate) u64);
+
 /// What a thread of a proxy does in its event loop.
 pub(crate) trait Worker: Send + 'static {
-    /// A command of another thread.
-    type Command: Send + 'static;
-
-    fn event_loop(&mut self) -> &mut EventLoop<Self::Command>;
+    fn event_loop(&mut self) -> &mut EventLoop;
 
     /// Whether the thread has a listener, so that its loop turns often.
     fn is_listening(&self) -> bool;
@@ -57,8 +57,6 @@ pub(crate) trait Worker: Send + 'static {
         None
     }
 
-    fn obey(&mut self, command: Self::Command);
-
     fn list(&self, filter: &ListFilter) -> ConnectionList;
 
     fn event(&mut self, token: u64, flags: EventFlags);
@@ -66,66 +64,41 @@ pub(crate) trait Worker: Send + 'static {
     /// Called after the events of a turn.
     fn after_events(&mut self) {}
 
-    /// A token of the timer wheel fired.
+    /// A token of the timers fired.
     fn timer(&mut self, token: u64);
 }
 
-#[derive(Debug)]
-enum Command<C> {
-    OfWorker(C),
-    List(Arc<ListFilter>, mpsc::Sender<ConnectionList>),
-    End,
-}
+/// What another thread asks a worker to do.
+type Order<W> = Box<dyn FnOnce(&mut W) + Send>;
 
 /// What other threads and the thread itself share.
 #[derive(Debug)]
-struct Inbox<C> {
-    commands: Mutex<VecDeque<Command<C>>>,
-    /// The descriptor that is readable while commands wait.
+struct Shared {
+    /// The descriptor that is readable while orders wait.
     wake: OwnedFd,
     /// When the thread last began a turn of its loop, or [`IDLE`].
     last_turn_ms: AtomicU64,
 }
 
-impl<C> Inbox<C> {
-    fn new() -> io::Result<Self> {
-        let wake = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
-        Ok(Self { commands: Mutex::default(), wake, last_turn_ms: AtomicU64::new(IDLE) })
-    }
-
-    fn send(&self, command: Command<C>) {
-        self.commands.lock().unwrap_or_else(PoisonError::into_inner).push_back(command);
+impl Shared {
+    fn wake(&self) {
         // The write fails only when the counter is full, and then the thread is awake.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
-    }
-
-    fn take(&self) -> VecDeque<Command<C>> {
-        // The read fails only when nobody wrote, and then there is nothing to reset.
-        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
-        std::mem::take(&mut self.commands.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 /// The event loop of a thread.
 #[derive(Debug)]
-pub(crate) struct EventLoop<C> {
+pub(crate) struct EventLoop {
     pub(crate) epoll: OwnedFd,
-    pub(crate) wheel: Wheel,
+    pub(crate) timers: Timers,
     /// When this turn began, since the start of the proxy.
     pub(crate) now_ms: u64,
-    inbox: Arc<Inbox<C>>,
-    began: Instant,
     last_generation: u32,
     random_state: u64,
 }
 
-impl<C> EventLoop<C> {
-    fn new(inbox: Arc<Inbox<C>>, began: Instant, random_state: u64) -> io::Result<Self> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        epoll::add(&epoll, &inbox.wake, EventData::new_u64(WAKE), EventFlags::IN)?;
-        Ok(Self { epoll, wheel: Wheel::new(0), now_ms: 0, inbox, began, last_generation: 0, random_state })
-    }
-
+impl EventLoop {
     /// Adds a socket to epoll.
     pub(crate) fn watch(&self, socket: impl AsFd, token: u64, flags: EventFlags) -> rustix::io::Result<()> {
         epoll::add(&self.epoll, socket, EventData::new_u64(token), flags)
@@ -144,24 +117,24 @@ impl<C> EventLoop<C> {
     }
 }
 
-/// Runs until the command to end. Returns an error only if epoll itself fails.
-fn run(mut worker: impl Worker) -> io::Result<()> {
+/// Runs until nobody can send orders any more. Returns an error only if epoll itself fails.
+fn run<W: Worker>(mut worker: W, orders: &Receiver<Order<W>>, shared: &Shared, began: Instant) -> io::Result<()> {
     let mut events = [MaybeUninit::<epoll::Event>::uninit(); EVENTS];
     let mut fired = Vec::new();
     loop {
-        let now_ms = milliseconds(worker.event_loop().began.elapsed());
+        let now_ms = milliseconds(began.elapsed());
         let beat_ms = worker.is_listening().then_some(HEARTBEAT_MS);
         let due_ms = worker.due_ms(now_ms);
         let inner = worker.event_loop();
-        inner.inbox.last_turn_ms.store(beat_ms.map_or(IDLE, |_| now_ms), Relaxed);
-        let wait_ms = due_ms.into_iter().chain(beat_ms).chain(inner.wheel.next_ms(now_ms)).min();
+        shared.last_turn_ms.store(beat_ms.map_or(IDLE, |_| now_ms), Relaxed);
+        let wait_ms = due_ms.into_iter().chain(beat_ms).chain(inner.timers.next_ms(now_ms)).min();
         let timeout = wait_ms.and_then(epoll_timeout);
         let ready = match epoll::wait(&inner.epoll, &mut events[..], timeout.as_ref()) {
             Ok((ready, _)) => &*ready,
             Err(Errno::INTR) => &[],
             Err(error) => return Err(error.into()),
         };
-        let now_ms = milliseconds(inner.began.elapsed());
+        let now_ms = milliseconds(began.elapsed());
         inner.now_ms = now_ms;
         for event in ready {
             let token = event.data.u64();
@@ -169,17 +142,18 @@ fn run(mut worker: impl Worker) -> io::Result<()> {
                 worker.event(token, event.flags);
                 continue;
             }
-            for command in worker.event_loop().inbox.take() {
-                match command {
-                    Command::OfWorker(command) => worker.obey(command),
-                    // The caller may have stopped waiting.
-                    Command::List(filter, answer) => drop(answer.send(worker.list(&filter))),
-                    Command::End => return Ok(()),
+            // The read fails only when nobody wrote, and then there is nothing to reset.
+            let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
+            loop {
+                match orders.try_recv() {
+                    Ok(order) => order(&mut worker),
+                    Err(TryRecvError::Empty) => break,
+                    Err(TryRecvError::Disconnected) => return Ok(()),
                 }
             }
         }
         worker.after_events();
-        worker.event_loop().wheel.advance(now_ms, &mut fired);
+        worker.event_loop().timers.advance(now_ms, &mut fired);
         for token in fired.drain(..) {
             worker.timer(token);
         }
@@ -192,83 +166,106 @@ fn epoll_timeout(wait_ms: u64) -> Option<Timespec> {
     Timespec::try_from(Duration::from_millis(wait_ms)).ok()
 }
 
-/// The threads of a proxy, each with an inbox for commands. Dropping this value ends the threads.
 #[derive(Debug)]
-pub(crate) struct Threads<C> {
-    began: Instant,
-    inboxes: Vec<Arc<Inbox<C>>>,
-    handles: Vec<JoinHandle<io::Result<()>>>,
+struct Thread<W> {
+    orders: Sender<Order<W>>,
+    shared: Arc<Shared>,
+    handle: JoinHandle<io::Result<()>>,
 }
 
-impl<C: Send + 'static> Threads<C> {
+impl<W> Thread<W> {
+    fn send(&self, order: impl FnOnce(&mut W) + Send + 'static) {
+        // A thread that lost epoll obeys no orders.
+        let _ = self.orders.send(Box::new(order));
+        self.shared.wake();
+    }
+}
+
+/// The threads of a proxy. Dropping this value ends the threads.
+#[derive(Debug)]
+pub(crate) struct Threads<W> {
+    began: Instant,
+    threads: Vec<Thread<W>>,
+    next_listener: AtomicU64,
+}
+
+impl<W: Worker> Threads<W> {
     /// Starts at least one thread.
     ///
     /// # Errors
     ///
     /// The kernel refused a descriptor or a thread.
-    pub(crate) fn start<W: Worker<Command = C>>(
+    pub(crate) fn start(
         name: &str,
         count: usize,
-        mut worker: impl FnMut(EventLoop<C>) -> io::Result<W>,
+        mut worker: impl FnMut(EventLoop) -> io::Result<W>,
     ) -> io::Result<Self> {
-        let mut threads = Self { began: Instant::now(), inboxes: Vec::new(), handles: Vec::new() };
+        let mut threads = Self { began: Instant::now(), threads: Vec::new(), next_listener: AtomicU64::new(0) };
         for number in 0..count.max(1) {
-            let inbox = Arc::new(Inbox::new()?);
-            let seed = RandomState::new().hash_one(number);
-            let worker = worker(EventLoop::new(Arc::clone(&inbox), threads.began, seed)?)?;
-            threads.handles.push(Builder::new().name(format!("{name}-{number}")).spawn(|| run(worker))?);
-            threads.inboxes.push(inbox);
+            let wake = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+            let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+            epoll::add(&epoll, &wake, EventData::new_u64(WAKE), EventFlags::IN)?;
+            let random_state = RandomState::new().hash_one(number);
+            let worker =
+                worker(EventLoop { epoll, timers: Timers::new(0), now_ms: 0, last_generation: 0, random_state })?;
+            let (orders, received) = mpsc::channel();
+            let shared = Arc::new(Shared { wake, last_turn_ms: AtomicU64::new(IDLE) });
+            let (began, its_shared) = (threads.began, Arc::clone(&shared));
+            let builder = Builder::new().name(format!("{name}-{number}"));
+            let handle = builder.spawn(move || run(worker, &received, &its_shared, began))?;
+            threads.threads.push(Thread { orders, shared, handle });
         }
         Ok(threads)
     }
-}
 
-impl<C> Threads<C> {
-    /// Sends a command to one thread. Each number belongs to one thread.
-    pub(crate) fn send_to_one(&self, number: u64, command: C) {
-        let thread = number % self.inboxes.len() as u64;
-        self.inboxes[usize::try_from(thread).unwrap_or_default()].send(Command::OfWorker(command));
+    /// A number for a new listener.
+    pub(crate) fn next_listener(&self) -> ListenerId {
+        ListenerId(self.next_listener.fetch_add(1, Relaxed))
     }
 
-    /// Sends a command to each thread.
-    pub(crate) fn send_to_all(&self, command: impl Fn() -> C) {
-        self.inboxes.iter().for_each(|inbox| inbox.send(Command::OfWorker(command())));
+    /// Sends an order to the thread of a listener that belongs to one thread.
+    pub(crate) fn send_to_owner(&self, listener: ListenerId, order: impl FnOnce(&mut W) + Send + 'static) {
+        let thread = listener.0 % self.threads.len() as u64;
+        self.threads[usize::try_from(thread).unwrap_or_default()].send(order);
     }
 
-    /// Sends a command with a channel for the answer to each thread. Returns the answers. The
-    /// channel ends when each thread has answered or has ended.
-    pub(crate) fn ask<A>(&self, command: impl Fn(mpsc::Sender<A>) -> C) -> mpsc::Receiver<A> {
-        let (answer, answers) = mpsc::channel();
-        self.send_to_all(|| command(answer.clone()));
+    /// Asks each thread. Returns the answers, which end when each thread has answered or has ended.
+    pub(crate) fn ask<A: Send + 'static>(
+        &self,
+        question: impl FnOnce(&mut W) -> A + Clone + Send + 'static,
+    ) -> Receiver<A> {
+        let (sender, answers) = mpsc::channel();
+        for thread in &self.threads {
+            let (question, sender) = (question.clone(), sender.clone());
+            // The caller may have stopped waiting.
+            thread.send(move |worker| drop(sender.send(question(worker))));
+        }
         answers
     }
 
     /// What the threads carry, the most bytes first.
     pub(crate) fn list(&self, filter: ListFilter) -> ConnectionList {
-        let (limit, filter) = (filter.limit, Arc::new(filter));
-        let (answer, answers) = mpsc::channel();
-        for inbox in &self.inboxes {
-            inbox.send(Command::List(Arc::clone(&filter), answer.clone()));
-        }
-        drop(answer);
-        ConnectionList::join(answers, limit)
+        let limit = filter.limit;
+        ConnectionList::join(self.ask(move |worker| worker.list(&filter)), limit)
     }
 
     /// The time since each thread last began a turn of its loop. It is zero for a thread that has
     /// no listener.
     pub(crate) fn since_last_turns(&self) -> impl Iterator<Item = Duration> {
         let now_ms = milliseconds(self.began.elapsed());
-        let last_ms = self.inboxes.iter().map(|inbox| inbox.last_turn_ms.load(Relaxed));
+        let last_ms = self.threads.iter().map(|thread| thread.shared.last_turn_ms.load(Relaxed));
         last_ms.map(move |last_ms| Duration::from_millis(now_ms.saturating_sub(last_ms)))
     }
 }
 
-impl<C> Drop for Threads<C> {
+impl<W> Drop for Threads<W> {
     fn drop(&mut self) {
-        for inbox in &self.inboxes {
-            inbox.send(Command::End);
-        }
-        for handle in self.handles.drain(..) {
+        let end = |Thread { orders, shared, handle }: Thread<W>| {
+            drop(orders);
+            shared.wake();
+            handle
+        };
+        for handle in self.threads.drain(..).map(end).collect::<Vec<_>>() {
             // A thread that panicked or lost epoll has closed its sockets.
             let _ = handle.join();
         }

@@ -14,20 +14,17 @@ use std::{
     io,
     net::SocketAddr,
     os::fd::OwnedFd,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use worker::{Command, UdpWorker};
+use worker::UdpWorker;
 
 use crate::{
     list::{ConnectionList, ListFilter},
     services::{Scope, Services},
     stats::{UdpCounters, UdpStats},
-    threads::Threads,
+    threads::{ListenerId, Threads},
 };
 
 /// The settings of the UDP proxy.
@@ -56,16 +53,11 @@ impl Default for UdpSettings {
     }
 }
 
-/// A listener of the proxy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct UdpListenerId(u64);
-
 /// A running UDP proxy. Dropping the proxy ends its sessions.
 #[derive(Debug)]
 pub struct UdpProxy {
-    threads: Threads<Command>,
+    threads: Threads<UdpWorker>,
     counters: Arc<UdpCounters>,
-    next_listener: AtomicU64,
 }
 
 impl UdpProxy {
@@ -80,7 +72,7 @@ impl UdpProxy {
         let threads = Threads::start("udp-proxy", settings.threads, |event_loop| {
             Ok(UdpWorker::new(event_loop, settings.clone(), Arc::clone(services), Arc::clone(&counters)))
         })?;
-        Ok(Self { threads, counters, next_listener: AtomicU64::new(0) })
+        Ok(Self { threads, counters })
     }
 
     /// Serves a bound UDP socket on one thread. Its datagrams are for `destination`, an address of
@@ -89,22 +81,17 @@ impl UdpProxy {
     /// # Errors
     ///
     /// The kernel refused an option.
-    pub fn listen(
-        &self,
-        socket: impl Into<OwnedFd>,
-        scope: Scope,
-        destination: SocketAddr,
-    ) -> io::Result<UdpListenerId> {
+    pub fn listen(&self, socket: impl Into<OwnedFd>, scope: Scope, destination: SocketAddr) -> io::Result<ListenerId> {
         let socket = socket.into();
         rustix::io::ioctl_fionbio(&socket, true)?;
-        let id = self.next_listener.fetch_add(1, Ordering::Relaxed);
-        self.threads.send_to_one(id, Command::Listen { id, socket, scope, destination });
-        Ok(UdpListenerId(id))
+        let id = self.threads.next_listener();
+        self.threads.send_to_owner(id, move |worker| worker.listen(id, socket, scope, destination));
+        Ok(id)
     }
 
     /// Closes a listener. The caller first sends its datagrams elsewhere.
-    pub fn stop_listening(&self, id: UdpListenerId) {
-        self.threads.send_to_one(id.0, Command::StopListening(id.0));
+    pub fn stop_listening(&self, id: ListenerId) {
+        self.threads.send_to_owner(id, move |worker| worker.stop_listening(id));
     }
 
     /// The longest time since a thread with listeners last began a turn of its loop. While no such
@@ -121,7 +108,7 @@ impl UdpProxy {
     pub fn drain(&self, deadline: Duration) -> u64 {
         let until = Instant::now() + deadline;
         loop {
-            let busy = self.threads.ask(Command::CountBusy).iter().sum();
+            let busy = self.threads.ask(|worker| worker.busy()).iter().sum();
             if busy == 0 || Instant::now() >= until {
                 return busy;
             }

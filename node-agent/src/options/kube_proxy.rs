@@ -5,8 +5,9 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches, par
 use headgate_settings::{
     Raw,
     fields::{FIELDS, Field, Meaning},
-    value::{Kind, Value},
+    value::Kind,
 };
+use serde_json::Value;
 
 /// The heading of these flags in `--help`.
 const HEADING: &str = "Flags of kube-proxy";

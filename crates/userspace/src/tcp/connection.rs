@@ -6,6 +6,7 @@ use std::{
 };
 
 use rustix::{
+    event::epoll::EventFlags,
     io::{Errno, write},
     net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown, sockopt},
     pipe::{SpliceFlags, splice},
@@ -14,8 +15,8 @@ use rustix::{
 use super::pipes::{MIN_CAPACITY_BYTES, Pipe, Pipes};
 use crate::{
     balance::EndpointKey,
-    carried::Carried,
-    list::{ConnectionState, Listed},
+    carried::{Carried, Listed},
+    list::ConnectionState,
     relay::{Action, End, Moved, Relay, Side, SinkState, SourceState},
     services::Protocol,
 };
@@ -64,7 +65,6 @@ pub(super) struct Connection {
     pub(super) has_keepalive: bool,
     /// Whether the idle timeout has passed.
     pub(super) is_expired: bool,
-    pub(super) generation: u32,
     pub(super) connect_began: Instant,
 }
 
@@ -98,7 +98,7 @@ pub(super) enum Visit {
 }
 
 impl Connection {
-    pub(super) fn new(carried: Carried, client: OwnedFd, generation: u32) -> Self {
+    pub(super) fn new(carried: Carried, client: OwnedFd) -> Self {
         Self {
             carried,
             client,
@@ -112,20 +112,25 @@ impl Connection {
             is_connected: false,
             has_keepalive: false,
             is_expired: false,
-            generation,
             connect_began: Instant::now(),
         }
     }
 
-    /// Notes that the kernel announced a FIN or an error of this side.
-    pub(super) fn ending(&mut self, side: Side) {
-        self.is_ending[side as usize] = true;
-    }
-
-    /// Notes that the kernel announced urgent data of this side. `recv` drops the urgent byte, as
-    /// for every program that does not ask for it.
-    pub(super) fn urgent(&mut self, side: Side) {
-        self.is_urgent[side as usize] = true;
+    /// Notes what the kernel announced of this side. `recv` drops the urgent byte, as for every
+    /// program that does not ask for it.
+    pub(super) fn announce(&mut self, side: Side, flags: EventFlags) {
+        let has_failed = flags.intersects(EventFlags::ERR | EventFlags::HUP);
+        self.is_ending[side as usize] |= has_failed || flags.contains(EventFlags::RDHUP);
+        self.is_urgent[side as usize] |= flags.contains(EventFlags::PRI);
+        if flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::PRI) {
+            self.relay.readable(side);
+        }
+        if flags.contains(EventFlags::OUT) {
+            self.relay.writable(side);
+        }
+        if has_failed {
+            self.relay.failed(side);
+        }
     }
 
     /// Carries out actions until the connection waits, ends, or has had its share of the thread.
@@ -144,9 +149,7 @@ impl Connection {
                     break;
                 }
                 Action::Shut(to) => self.shut(to),
-                Action::Carry(from) if self.is_bulk[from as usize] && tools.pipes.prepare() => {
-                    self.splice_in(from, tools)
-                }
+                Action::Carry(from) if self.is_bulk[from as usize] => self.splice_in(from, tools),
                 Action::Carry(from) => self.copy(from, tools),
                 Action::Flush(from) => {
                     let (given, sink) = self.splice_out(from);
@@ -223,9 +226,11 @@ impl Connection {
     /// Reads into the shared buffer and writes to the sink. Bytes that the sink does not accept go
     /// into a pipe. If no pipe is left, they stay in the source's socket.
     fn copy(&mut self, from: Side, tools: &mut Tools) -> Moved {
-        let has_pipe = tools.pipes.prepare();
+        let Tools { pipes, buffer } = tools;
+        // A pipe that stays empty returns after this action.
+        self.pipes[from as usize] = pipes.borrow();
+        let has_pipe = self.pipes[from as usize].is_some();
         let flags = if has_pipe { RecvFlags::empty() } else { RecvFlags::PEEK };
-        let Tools { pipes, buffer, .. } = tools;
         let read = self.socket(from).and_then(|fd| recv(fd, &mut buffer[..], flags)).map(|(count, _)| count);
         let (taken, mut source) = source_state(read);
         if taken == 0 {
@@ -244,9 +249,7 @@ impl Connection {
         }
         if given < taken && sink != SinkState::Failed {
             let rest = &buffer[given as usize..count];
-            let pipe = pipes.borrow();
-            let kept = pipe.as_ref().map_or(Ok(0), |pipe| write(&pipe.writer, rest));
-            self.pipes[from as usize] = pipe;
+            let kept = self.pipes[from as usize].as_ref().map_or(Ok(0), |pipe| write(&pipe.writer, rest));
             if kept != Ok(rest.len()) {
                 // The pipe is empty and larger than the buffer, so the kernel is out of memory.
                 source = SourceState::Failed;
@@ -283,7 +286,7 @@ impl Connection {
 
     /// Moves bytes from the source into a pipe, and from the pipe to the sink.
     fn splice_in(&mut self, from: Side, tools: &mut Tools) -> Moved {
-        let Some(pipe) = tools.pipes.borrow() else { return Moved::default() };
+        let Some(pipe) = tools.pipes.borrow() else { return self.copy(from, tools) };
         let flags = SpliceFlags::NONBLOCK | SpliceFlags::MOVE;
         let read = self.socket(from).and_then(|fd| splice(fd, None, &pipe.writer, None, SPLICE_BYTES, flags));
         self.pipes[from as usize] = Some(pipe);

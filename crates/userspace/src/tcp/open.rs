@@ -17,11 +17,10 @@ use super::{
     Destination, HowEnded,
     connection::{ATTEMPTS, Connection, Visit},
     lingering::reset,
-    worker::{TcpWorker, token},
+    worker::TcpWorker,
 };
 use crate::{
-    carried::Carried,
-    list::Listed as _,
+    carried::{Carried, Listed as _, token},
     proxy_header,
     relay::{End, Side},
     services::{Protocol, Scope, plain},
@@ -61,7 +60,7 @@ impl TcpWorker {
         let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok()).map(plain);
         let destination = destination_of(&client, destination).ok().map(plain);
         let service = destination.and_then(|destination| self.services.find(scope, Protocol::Tcp, destination));
-        let (Some(peer), Some(destination), Some(service)) = (peer, destination, service) else {
+        let (Some(peer), Some(destination), Some((service, _))) = (peer, destination, service) else {
             // The client is gone, or it connected to the listener itself.
             self.counters.unknown_destination.add(1);
             return reset(client);
@@ -70,12 +69,10 @@ impl TcpWorker {
         if !service.account.open(self.free()) {
             return reset(client);
         }
-        let (now_ms, random) = (self.event_loop.now_ms, self.event_loop.random());
-        let Some(carried) = Carried::begin(service, peer, destination, now_ms, random) else {
+        let Some(carried) = Carried::begin(service, peer, destination, &mut self.event_loop) else {
             return reset(client);
         };
-        let connection = Connection::new(carried, client, self.event_loop.next_generation());
-        let slot = self.connections.insert(connection);
+        let slot = self.connections.insert(Connection::new(carried, client));
         self.counters.open.add(1);
         self.begin_connect(slot);
     }
@@ -92,13 +89,13 @@ impl TcpWorker {
                 connection.connect_began = Instant::now();
                 match start_connect(address) {
                     Ok(fd) => {
-                        let token = token(slot, connection.generation, Side::Endpoint);
+                        let token = token(slot, connection.carried.generation, Side::Endpoint);
                         if self.event_loop.watch(&fd, token, socket_events()).is_err() {
                             return self.give_up(slot);
                         }
                         connection.endpoint = Some(fd);
                         let timeout_ms = milliseconds(self.settings.connect_timeout);
-                        self.event_loop.wheel.add(token, self.event_loop.now_ms + timeout_ms);
+                        self.event_loop.timers.add(token, self.event_loop.now_ms + timeout_ms);
                         return;
                     }
                     // The next accept waits until the process has descriptors again.
@@ -132,13 +129,12 @@ impl TcpWorker {
     /// Chooses another endpoint. Returns false if none is left, or if the connection has tried
     /// enough endpoints.
     fn next_endpoint(&mut self, slot: usize) -> bool {
-        let (now_ms, random) = (self.event_loop.now_ms, self.event_loop.random());
         let Connection { carried, tried, .. } = &mut self.connections[slot];
         tried.push(carried.picked.key);
         if tried.len() == ATTEMPTS {
             return false;
         }
-        let next = carried.pick(tried, now_ms, random);
+        let next = carried.pick(tried, &mut self.event_loop);
         next.map(|next| carried.move_to(next)).is_some()
     }
 
@@ -168,7 +164,7 @@ impl TcpWorker {
                 return Visit::Ended(End::Reset);
             }
         }
-        let token = token(slot, connection.generation, Side::Client);
+        let token = token(slot, connection.carried.generation, Side::Client);
         if self.event_loop.watch(&connection.client, token, socket_events()).is_err() {
             return Visit::Ended(End::Reset);
         }

@@ -36,26 +36,19 @@ impl Pipes {
         Self { empty: Vec::new(), count: 0, limit, counters }
     }
 
-    /// Ensures that [`Self::borrow`] gives a pipe. Returns false if the limit is reached, or if the
-    /// kernel gives no pipe.
-    pub(super) fn prepare(&mut self) -> bool {
-        if !self.empty.is_empty() {
-            return true;
+    /// Lends an empty pipe. `None` if the limit is reached, or if the kernel gives no pipe.
+    pub(super) fn borrow(&mut self) -> Option<Pipe> {
+        if let Some(pipe) = self.empty.pop() {
+            return Some(pipe);
         }
         let made = if self.count < self.limit { make().ok() } else { None };
-        let Some(pipe) = made else {
+        if made.is_some() {
+            self.count += 1;
+            self.counters.pipes.add(1);
+        } else {
             self.counters.pipes_refused.add(1);
-            return false;
-        };
-        self.count += 1;
-        self.counters.pipes.add(1);
-        self.empty.push(pipe);
-        true
-    }
-
-    /// Lends a pipe that [`Self::prepare`] ensured.
-    pub(super) fn borrow(&mut self) -> Option<Pipe> {
-        self.empty.pop()
+        }
+        made
     }
 
     /// Takes back an empty pipe.

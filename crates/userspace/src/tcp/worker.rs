@@ -3,7 +3,7 @@
 use std::{
     io,
     os::fd::{AsFd, OwnedFd},
-    sync::{Arc, mpsc},
+    sync::Arc,
 };
 
 use rustix::{
@@ -14,17 +14,18 @@ use rustix::{
 use slab::Slab;
 
 use super::{
-    Destination, HowEnded, ListenerId, TcpSettings,
+    Destination, HowEnded, TcpSettings,
     connection::{BUFFER_BYTES, Connection, Tools, Visit},
     lingering::{self, Lingering},
     pipes::Pipes,
 };
 use crate::{
+    carried::{find, token},
     list::{ConnectionList, ListFilter},
     relay::{End, Side},
     services::{Scope, Services},
     stats::TcpCounters,
-    threads::{EventLoop, LISTENER, Worker, milliseconds},
+    threads::{EventLoop, LISTENER, ListenerId, Worker, milliseconds},
 };
 
 /// The connections that a listener accepts before others act.
@@ -32,44 +33,23 @@ const ACCEPTS_PER_VISIT: usize = 64;
 /// After the kernel refused to accept, listeners pause for this time.
 const ACCEPT_PAUSE_MS: u64 = 100;
 
-/// The epoll token of a socket.
-pub(super) fn token(slot: usize, generation: u32, side: Side) -> u64 {
-    (u64::from(generation) << 32) | ((slot as u64) << 1) | side as u64
-}
-
-/// A command of another thread to a worker.
-#[derive(Debug)]
-pub(super) enum Command {
-    Listen {
-        id: ListenerId,
-        socket: Arc<OwnedFd>,
-        scope: Scope,
-        destination: Destination,
-    },
-    /// Accepts what waits in the backlog, and closes the listener. `None` means all listeners.
-    StopListening {
-        id: Option<ListenerId>,
-        done: mpsc::Sender<()>,
-    },
-}
-
-#[derive(Debug)]
-struct Listener {
-    id: ListenerId,
-    socket: Arc<OwnedFd>,
-    scope: Scope,
-    destination: Destination,
+#[derive(Debug, Clone)]
+pub(super) struct StreamListener {
+    pub(super) id: ListenerId,
+    pub(super) socket: Arc<OwnedFd>,
+    pub(super) scope: Scope,
+    pub(super) destination: Destination,
 }
 
 /// A thread of the proxy.
 #[derive(Debug)]
 pub(super) struct TcpWorker {
-    pub(super) event_loop: EventLoop<Command>,
+    pub(super) event_loop: EventLoop,
     pub(super) settings: TcpSettings,
     pub(super) services: Arc<Services>,
     pub(super) counters: Arc<TcpCounters>,
     pub(super) connections: Slab<Connection>,
-    listeners: Slab<Listener>,
+    listeners: Slab<StreamListener>,
     /// A descriptor for the endpoint of an accepted connection, if the process has no other left.
     /// Without the reserve, the thread accepts no connection.
     pub(super) reserve: Option<OwnedFd>,
@@ -83,7 +63,7 @@ pub(super) struct TcpWorker {
 
 impl TcpWorker {
     pub(super) fn new(
-        event_loop: EventLoop<Command>,
+        event_loop: EventLoop,
         settings: TcpSettings,
         services: Arc<Services>,
         counters: Arc<TcpCounters>,
@@ -108,13 +88,21 @@ impl TcpWorker {
         })
     }
 
-    /// Calls `act` if the token's connection still exists.
-    fn with_connection(&mut self, token: u64, act: impl FnOnce(&mut Self, usize, Side)) {
-        let slot = ((token & u64::from(u32::MAX)) >> 1) as usize;
-        let side = if token & 1 == 0 { Side::Client } else { Side::Endpoint };
-        let generation = token >> 32;
-        if self.connections.get(slot).is_some_and(|connection| u64::from(connection.generation) == generation) {
-            act(self, slot, side);
+    pub(super) fn listen(&mut self, listener: StreamListener) {
+        let slot = self.listeners.insert(listener);
+        if self.paused_until_ms.is_none() {
+            self.watch_listener(slot);
+        }
+    }
+
+    /// Accepts what waits in the backlog, and closes the listener. `None` means all listeners.
+    pub(super) fn stop_listening(&mut self, id: Option<ListenerId>) {
+        let chosen = self.listeners.iter().filter(|(_, listener)| id.is_none_or(|id| listener.id == id));
+        let slots: Vec<usize> = chosen.map(|(slot, _)| slot).collect();
+        for slot in slots {
+            self.accept(slot, usize::MAX);
+            let listener = self.listeners.remove(slot);
+            let _ = epoll::delete(&self.event_loop.epoll, &listener.socket);
         }
     }
 
@@ -126,35 +114,15 @@ impl TcpWorker {
                 self.connect_failed(slot);
             } else if flags.contains(EventFlags::OUT) {
                 if flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::PRI) {
-                    self.announce(slot, side, flags);
+                    connection.announce(side, flags);
                 }
                 let visit = self.connected(slot);
                 self.after(slot, visit);
             }
             return;
         }
-        self.announce(slot, side, flags);
+        connection.announce(side, flags);
         self.visit(slot);
-    }
-
-    /// Tells the relay what the kernel announced.
-    fn announce(&mut self, slot: usize, side: Side, flags: EventFlags) {
-        let connection = &mut self.connections[slot];
-        if flags.intersects(EventFlags::RDHUP | EventFlags::ERR | EventFlags::HUP) {
-            connection.ending(side);
-        }
-        if flags.contains(EventFlags::PRI) {
-            connection.urgent(side);
-        }
-        if flags.intersects(EventFlags::IN | EventFlags::RDHUP | EventFlags::PRI) {
-            connection.relay.readable(side);
-        }
-        if flags.contains(EventFlags::OUT) {
-            connection.relay.writable(side);
-        }
-        if flags.intersects(EventFlags::ERR | EventFlags::HUP) {
-            connection.relay.failed(side);
-        }
     }
 
     fn visit(&mut self, slot: usize) {
@@ -165,7 +133,7 @@ impl TcpWorker {
     fn after(&mut self, slot: usize, visit: Visit) {
         match visit {
             Visit::Waits => {}
-            Visit::Continues => self.again.push(token(slot, self.connections[slot].generation, Side::Client)),
+            Visit::Continues => self.again.push(token(slot, self.connections[slot].carried.generation, Side::Client)),
             Visit::Ended(End::Closed) => self.close(slot, HowEnded::Closed),
             Visit::Ended(End::Reset) if self.connections[slot].is_expired => self.close(slot, HowEnded::Idle),
             Visit::Ended(End::Reset) => self.close(slot, HowEnded::Reset),
@@ -178,14 +146,14 @@ impl TcpWorker {
         let connect_ms = milliseconds(self.settings.connect_timeout);
         let now_ms = self.event_loop.now_ms;
         let connection = &mut self.connections[slot];
-        let token = token(slot, connection.generation, Side::Client);
+        let token = token(slot, connection.carried.generation, Side::Client);
         if !connection.is_connected {
             // A timer of an earlier attempt fires early.
             let waited_ms = milliseconds(connection.connect_began.elapsed());
             if waited_ms >= connect_ms {
                 self.connect_failed(slot);
             } else {
-                self.event_loop.wheel.add(token, now_ms + connect_ms - waited_ms);
+                self.event_loop.timers.add(token, now_ms + connect_ms - waited_ms);
             }
             return;
         }
@@ -199,7 +167,7 @@ impl TcpWorker {
             connection.keep_alive(&self.settings);
         }
         connection.renew_affinity(now_ms);
-        self.event_loop.wheel.add(token, connection.carried.active_ms.saturating_add(idle_ms));
+        self.event_loop.timers.add(token, connection.carried.active_ms.saturating_add(idle_ms));
     }
 
     /// The number of further connections that the settings allow.
@@ -281,9 +249,7 @@ impl TcpWorker {
 }
 
 impl Worker for TcpWorker {
-    type Command = Command;
-
-    fn event_loop(&mut self) -> &mut EventLoop<Command> {
+    fn event_loop(&mut self) -> &mut EventLoop {
         &mut self.event_loop
     }
 
@@ -298,28 +264,6 @@ impl Worker for TcpWorker {
         [again_ms, pause_ms, linger_ms].into_iter().flatten().min()
     }
 
-    fn obey(&mut self, command: Command) {
-        match command {
-            Command::Listen { id, socket, scope, destination } => {
-                let slot = self.listeners.insert(Listener { id, socket, scope, destination });
-                if self.paused_until_ms.is_none() {
-                    self.watch_listener(slot);
-                }
-            }
-            Command::StopListening { id, done } => {
-                let chosen = self.listeners.iter().filter(|(_, listener)| id.is_none_or(|id| listener.id == id));
-                let slots: Vec<usize> = chosen.map(|(slot, _)| slot).collect();
-                for slot in slots {
-                    self.accept(slot, usize::MAX);
-                    let listener = self.listeners.remove(slot);
-                    let _ = epoll::delete(&self.event_loop.epoll, &listener.socket);
-                }
-                // The caller may have stopped waiting.
-                let _ = done.send(());
-            }
-        }
-    }
-
     fn list(&self, filter: &ListFilter) -> ConnectionList {
         ConnectionList::of(&self.connections, filter, self.event_loop.now_ms)
     }
@@ -327,20 +271,24 @@ impl Worker for TcpWorker {
     fn event(&mut self, token: u64, flags: EventFlags) {
         if token & LISTENER != 0 {
             self.accept(usize::try_from(token & !LISTENER).unwrap_or(usize::MAX), ACCEPTS_PER_VISIT);
-        } else {
-            self.with_connection(token, |worker, slot, side| worker.ready(slot, side, flags));
+        } else if let Some((slot, side)) = find(&self.connections, token) {
+            self.ready(slot, side, flags);
         }
     }
 
     fn after_events(&mut self) {
         for token in std::mem::take(&mut self.again) {
-            self.with_connection(token, |worker, slot, _| worker.visit(slot));
+            if let Some((slot, _)) = find(&self.connections, token) {
+                self.visit(slot);
+            }
         }
         self.resume_listeners();
         self.lingering.check(self.event_loop.now_ms);
     }
 
     fn timer(&mut self, token: u64) {
-        self.with_connection(token, |worker, slot, _| worker.check_timeout(slot));
+        if let Some((slot, _)) = find(&self.connections, token) {
+            self.check_timeout(slot);
+        }
     }
 }

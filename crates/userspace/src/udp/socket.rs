@@ -102,12 +102,13 @@ impl Buffers {
 pub(super) struct Socket {
     pub(super) fd: OwnedFd,
     state: UdpSocketState,
+    is_connected: bool,
 }
 
 impl Socket {
     /// Prepares a socket. Datagrams that are too large for the path are fragmented, as the client
     /// sent them.
-    pub(super) fn new(fd: OwnedFd, is_ipv4: bool) -> io::Result<Self> {
+    pub(super) fn new(fd: OwnedFd, is_ipv4: bool, is_connected: bool) -> io::Result<Self> {
         let state = UdpSocketState::new((&fd).into())?;
         if is_ipv4 {
             sockopt::set_ip_mtu_discover(&fd, Ipv4PathMtuDiscovery::DONT)?;
@@ -118,7 +119,7 @@ impl Socket {
         }
         // The kernel sets a smaller size if its limit is lower.
         sockopt::set_socket_recv_buffer_size(&fd, RECEIVE_BUFFER_BYTES)?;
-        Ok(Self { fd, state })
+        Ok(Self { fd, state, is_connected })
     }
 
     /// Receives what waits, without blocking.
@@ -150,66 +151,47 @@ impl Socket {
         count
     }
 
-    /// Sends the datagrams of a batch to `to`.
-    pub(super) fn send_to(&self, batch: Batch<'_>, to: SocketAddr) -> Result<(), Lost> {
-        self.send_pieces(batch, |contents, segment_size| {
+    /// Sends the datagrams of a batch to `to`, for a connected socket the address of its endpoint, in
+    /// pieces of as many datagrams as GSO allows. Some drivers and paths refuse GSO only at the
+    /// first send, with EIO or EINVAL: the datagrams of that piece are then sent one by one. If the
+    /// endpoint is unreachable, the rest of the batch is not sent.
+    pub(super) fn send(&self, batch: Batch<'_>, to: SocketAddr) -> Result<(), Lost> {
+        let send_piece = |contents: &[u8], segment_size: Option<usize>| {
+            if self.is_connected && segment_size.is_none() {
+                return Ok(send(&self.fd, contents, SendFlags::NOSIGNAL).map(drop)?);
+            }
             let transmit = Transmit { destination: to, ecn: None, contents, segment_size, src_ip: None };
             self.state.try_send((&self.fd).into(), &transmit)
-        })
-    }
-
-    /// Sends the datagrams of a batch to the address to which the socket is connected.
-    pub(super) fn send(&self, batch: Batch<'_>, connected_to: SocketAddr) -> Result<(), Lost> {
-        self.send_pieces(batch, |contents, segment_size| {
-            if segment_size.is_some() {
-                let transmit = Transmit { destination: connected_to, ecn: None, contents, segment_size, src_ip: None };
-                return self.state.try_send((&self.fd).into(), &transmit);
-            }
-            Ok(send(&self.fd, contents, SendFlags::NOSIGNAL).map(drop)?)
-        })
-    }
-
-    /// Sends pieces of as many datagrams as GSO allows. Some drivers and paths refuse GSO only at
-    /// the first send, with EIO or EINVAL: the datagrams of that piece are then sent one by one. If
-    /// the endpoint is unreachable, the rest of the batch is not sent.
-    fn send_pieces(&self, batch: Batch<'_>, send: impl Fn(&[u8], Option<usize>) -> io::Result<()>) -> Result<(), Lost> {
-        let Batch { bytes, stride, .. } = batch;
-        if bytes.len() <= stride || stride == 0 {
-            return send(bytes, None).map_err(|error| Lost { datagrams: 1, bytes: bytes.len() as u64, error });
-        }
-        let (mut lost, mut rest): (Option<Lost>, _) = (None, bytes);
-        let mut lose = |not_sent: &[u8], error| {
-            let lost = lost.get_or_insert(Lost { datagrams: 0, bytes: 0, error });
-            lost.datagrams += not_sent.len().div_ceil(stride) as u64;
-            lost.bytes += not_sent.len() as u64;
         };
-        'pieces: while !rest.is_empty() {
-            let segments = self.state.max_gso_segments().min(BUFFER_BYTES / 2 / stride).max(1);
+        let stride = if batch.stride == 0 { batch.bytes.len().max(1) } else { batch.stride };
+        let (mut rest, mut lost) = (batch.bytes, None);
+        // While more bytes than these are left, datagrams are sent one by one.
+        let mut singly_above = usize::MAX;
+        loop {
+            let most = self.state.max_gso_segments().min(BUFFER_BYTES / 2 / stride).max(1);
+            let segments = if rest.len() > singly_above { 1 } else { most };
             let (piece, after) = rest.split_at((segments * stride).min(rest.len()));
-            if piece.len() > stride {
-                match send(piece, Some(stride)) {
-                    Ok(()) => {
-                        rest = after;
-                        continue;
-                    }
-                    Err(error) if is_unreachable(&error) => {
-                        lose(rest, error);
+            let is_joined = piece.len() > stride;
+            match send_piece(piece, is_joined.then_some(stride)) {
+                Err(error) if is_joined && !is_unreachable(&error) => {
+                    singly_above = after.len();
+                    continue;
+                }
+                Err(error) => {
+                    let is_over = is_unreachable(&error);
+                    let not_sent = if is_over { rest } else { piece };
+                    let lost = lost.get_or_insert(Lost { datagrams: 0, bytes: 0, error });
+                    lost.datagrams += not_sent.len().div_ceil(stride).max(1) as u64;
+                    lost.bytes += not_sent.len() as u64;
+                    if is_over {
                         break;
                     }
-                    Err(_) => {}
                 }
+                Ok(()) => {}
             }
-            while rest.len() > after.len() {
-                let (datagram, others) = rest.split_at(stride.min(rest.len()));
-                match send(datagram, None) {
-                    Ok(()) => {}
-                    Err(error) if is_unreachable(&error) => {
-                        lose(rest, error);
-                        break 'pieces;
-                    }
-                    Err(error) => lose(datagram, error),
-                }
-                rest = others;
+            rest = after;
+            if rest.is_empty() {
+                break;
             }
         }
         lost.map_or(Ok(()), Err)

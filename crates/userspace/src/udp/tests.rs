@@ -11,7 +11,7 @@ struct Bed {
     services: Arc<Services>,
     proxy: UdpProxy,
     address: SocketAddr,
-    listener: UdpListenerId,
+    listener: ListenerId,
 }
 
 impl Bed {
@@ -330,7 +330,8 @@ fn a_socket_counts_the_datagrams_that_it_discards() {
     receiver.set_nonblocking(true).unwrap();
     let (to, sender) = (receiver.local_addr().unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
     sender.connect(to).unwrap();
-    let [receiver, sender] = [receiver, sender].map(|socket| socket::Socket::new(socket.into(), true).unwrap());
+    let [receiver, sender] = [(receiver, false), (sender, true)]
+        .map(|(socket, is_connected)| socket::Socket::new(socket.into(), true, is_connected).unwrap());
     // Seven datagrams in one GSO batch, a single one, and an empty one.
     for (bytes, stride) in [(&[1; 650][..], 100), (&[1; 90], 90), (&[], 0)] {
         let batch = socket::Batch { bytes, stride, sender: to };

@@ -5,7 +5,7 @@ use std::{
     io,
     net::{IpAddr, SocketAddr},
     os::fd::OwnedFd,
-    sync::{Arc, mpsc},
+    sync::Arc,
 };
 
 use rustix::{
@@ -21,11 +21,12 @@ use super::{
     unreachable::Reporter,
 };
 use crate::{
-    carried::Carried,
-    list::{ConnectionList, ConnectionState, ListFilter, Listed},
+    carried::{Carried, Listed, find, token},
+    list::{ConnectionList, ConnectionState, ListFilter},
+    relay::Side,
     services::{Protocol, Scope, Service, Services, plain},
     stats::{Counter, Stats, UdpCounters},
-    threads::{EventLoop, LISTENER, Worker, milliseconds},
+    threads::{EventLoop, LISTENER, ListenerId, Worker, milliseconds},
 };
 
 /// Receives of one socket before others act.
@@ -41,25 +42,11 @@ const ANSWERED_MS: u64 = 100;
 /// After this time, a client does not wait for a reply: resolvers repeat a question after 5 s.
 const REPLY_MS: u64 = 5_000;
 
-/// A command of another thread to a worker.
-#[derive(Debug)]
-pub(super) enum Command {
-    Listen {
-        id: u64,
-        socket: OwnedFd,
-        scope: Scope,
-        destination: SocketAddr,
-    },
-    StopListening(u64),
-    /// Asks for the number of sessions for which datagrams may still come.
-    CountBusy(mpsc::Sender<u64>),
-}
-
 /// The counter for datagrams that are dropped for a reason.
 type Reason = fn(&Stats) -> &Counter;
 
 #[derive(Debug)]
-struct Listener {
+struct DatagramListener {
     socket: Socket,
     scope: Scope,
     /// The address that the clients use.
@@ -67,7 +54,7 @@ struct Listener {
 }
 
 /// The key of a session: the listener and the client.
-type Key = (u64, SocketAddr);
+type Key = (ListenerId, SocketAddr);
 
 #[derive(Debug)]
 struct Session {
@@ -77,7 +64,6 @@ struct Session {
     socket: Socket,
     /// The Service's count of removals when the Service and the endpoint were last checked.
     removals: u64,
-    generation: u32,
     awaits_reply: bool,
 }
 
@@ -117,12 +103,12 @@ struct OfClient {
 /// A thread of the proxy.
 #[derive(Debug)]
 pub(super) struct UdpWorker {
-    event_loop: EventLoop<Command>,
+    event_loop: EventLoop,
     settings: UdpSettings,
     services: Arc<Services>,
     counters: Arc<UdpCounters>,
     /// Numbers of listeners are not used again, so that sessions do not change their listener.
-    listeners: HashMap<u64, Listener>,
+    listeners: HashMap<ListenerId, DatagramListener>,
     sessions: Slab<Session>,
     by_key: HashMap<Key, usize>,
     /// The number of sessions of each client.
@@ -134,7 +120,7 @@ pub(super) struct UdpWorker {
 
 impl UdpWorker {
     pub(super) fn new(
-        event_loop: EventLoop<Command>,
+        event_loop: EventLoop,
         settings: UdpSettings,
         services: Arc<Services>,
         counters: Arc<UdpCounters>,
@@ -153,6 +139,33 @@ impl UdpWorker {
         }
     }
 
+    pub(super) fn listen(&mut self, id: ListenerId, socket: OwnedFd, scope: Scope, destination: SocketAddr) {
+        let added = Socket::new(socket, destination.is_ipv4(), false).and_then(|socket| {
+            self.event_loop.watch(&socket.fd, LISTENER | id.0, EventFlags::IN)?;
+            self.listeners.insert(id, DatagramListener { socket, scope, destination });
+            Ok(())
+        });
+        if added.is_err() {
+            self.counters.exhausted.add(1);
+        }
+    }
+
+    /// Closes a listener. Its sessions end when they are idle, or when their endpoint answers.
+    pub(super) fn stop_listening(&mut self, id: ListenerId) {
+        self.with_buffers(|worker, buffers| {
+            worker.serve_clients(id, buffers);
+            if let Some(listener) = worker.listeners.remove(&id) {
+                worker.counters.unknown_destination.add(listener.socket.discard(buffers));
+            }
+        });
+    }
+
+    /// The number of sessions for which datagrams may still come.
+    pub(super) fn busy(&self) -> u64 {
+        let now_ms = self.event_loop.now_ms;
+        self.sessions.iter().filter(|(_, session)| session.is_busy(now_ms)).count() as u64
+    }
+
     /// Calls `act` with buffers that nobody else uses.
     fn with_buffers(&mut self, act: impl FnOnce(&mut Self, &mut Buffers)) {
         let mut buffers = self.buffers.pop().unwrap_or_else(Buffers::new);
@@ -161,7 +174,7 @@ impl UdpWorker {
     }
 
     /// Passes datagrams of clients to the endpoints of their sessions.
-    fn serve_clients(&mut self, id: u64, buffers: &mut Buffers) {
+    fn serve_clients(&mut self, id: ListenerId, buffers: &mut Buffers) {
         for _ in 0..RECEIVES_PER_VISIT {
             let Some(listener) = self.listeners.get(&id) else { return };
             let (scope, destination) = (listener.scope, listener.destination);
@@ -188,17 +201,18 @@ impl UdpWorker {
         {
             return Some(slot);
         }
-        let Some((service, removals)) = self.services.find_with_removals(scope, Protocol::Udp, destination) else {
+        let Some((service, removals)) = self.services.find(scope, Protocol::Udp, destination) else {
             self.counters.unknown_destination.add(datagrams);
             return None;
         };
         let account = Arc::clone(&service.account);
-        let opened = self.open_session(key, scope, destination, service, removals);
-        opened
-            .inspect_err(|reason| {
+        match self.open_session(key, scope, destination, service, removals) {
+            Ok(slot) => Some(slot),
+            Err(reason) => {
                 reason(&account.stats).add(datagrams);
-            })
-            .ok()
+                None
+            }
+        }
     }
 
     /// Opens a session. The error is the counter for the dropped datagrams.
@@ -215,19 +229,17 @@ impl UdpWorker {
             return Err(|stats| &stats.dropped_by_limit);
         }
         service.account.stats.accepted.add(1);
-        let (now_ms, random) = (self.event_loop.now_ms, self.event_loop.random());
-        let carried = Carried::begin(service, key.1, destination, now_ms, random);
+        let carried = Carried::begin(service, key.1, destination, &mut self.event_loop);
         let carried = carried.ok_or::<Reason>(|stats| &stats.dropped_without_endpoint)?;
         let socket = self.open_socket(&carried)?;
-        let generation = self.event_loop.next_generation();
         let entry = self.sessions.vacant_entry();
-        let (slot, token) = (entry.key(), token(entry.key(), generation));
+        let (slot, token) = (entry.key(), token(entry.key(), carried.generation, Side::Endpoint));
         if self.event_loop.watch(&socket.fd, token, EventFlags::IN).is_err() {
             self.counters.exhausted.add(1);
             return Err(|stats| &stats.dropped_by_exhaustion);
         }
         carried.stats().udp_sessions.add(1);
-        entry.insert(Session { key, scope, carried, socket, removals, generation, awaits_reply: true });
+        entry.insert(Session { key, scope, carried, socket, removals, awaits_reply: true });
         self.by_key.insert(key, slot);
         self.counters.open.add(1);
         let of_client = self.by_client.entry(client).or_default();
@@ -235,9 +247,9 @@ impl UdpWorker {
         of_client.by_age.push_back(token);
         if of_client.by_age.len() > 2 * of_client.count as usize + 16 {
             let sessions = &self.sessions;
-            of_client.by_age.retain(|token| slot_of(sessions, *token).is_some());
+            of_client.by_age.retain(|token| find(sessions, *token).is_some());
         }
-        self.event_loop.wheel.add(token, now_ms + self.idle_ms());
+        self.event_loop.timers.add(token, self.event_loop.now_ms + self.idle_ms());
         Ok(slot)
     }
 
@@ -279,12 +291,12 @@ impl UdpWorker {
         while busy < MOST_BUSY {
             let Some(of_client) = self.by_client.get_mut(&client) else { return false };
             let Some(token) = of_client.by_age.pop_front() else { return false };
-            match slot_of(&self.sessions, token) {
-                Some(slot) if !self.sessions[slot].may_end(self.event_loop.now_ms) => {
+            match find(&self.sessions, token) {
+                Some((slot, _)) if !self.sessions[slot].may_end(self.event_loop.now_ms) => {
                     of_client.by_age.push_back(token);
                     busy += 1;
                 }
-                Some(slot) => {
+                Some((slot, _)) => {
                     self.close(slot);
                     return true;
                 }
@@ -323,7 +335,7 @@ impl UdpWorker {
         }
         session.removals = removals;
         let owner = self.services.find(session.scope, Protocol::Udp, *destination);
-        let is_owner = owner.is_some_and(|owner| Arc::ptr_eq(&owner, service));
+        let is_owner = owner.is_some_and(|(owner, _)| Arc::ptr_eq(&owner, service));
         let is_present = service.state().pool.contains(picked.key);
         let continues = is_owner && (is_present || self.move_session(slot));
         if !continues {
@@ -335,10 +347,9 @@ impl UdpWorker {
     /// Connects a session to another endpoint. Returns false if none is left. Replies of the old
     /// endpoint are no longer accepted.
     fn move_session(&mut self, slot: usize) -> bool {
-        let (now_ms, random) = (self.event_loop.now_ms, self.event_loop.random());
         let Session { carried, socket, .. } = &mut self.sessions[slot];
         let old = carried.picked;
-        let Some(next) = carried.pick(&[old.key], now_ms, random) else { return false };
+        let Some(next) = carried.pick(&[old.key], &mut self.event_loop) else { return false };
         // An endpoint of the other IP family needs another socket, so it is not chosen.
         let is_usable = next.address.is_ipv4() == old.address.is_ipv4()
             && !self.services.has_address(Protocol::Udp, next.address)
@@ -365,7 +376,7 @@ impl UdpWorker {
             let session = &self.sessions[slot];
             sent = session.socket.send(batch, session.carried.picked.address);
         }
-        count_sent(&mut self.sessions[slot].carried, Direction::ToEndpoint, batch, sent);
+        count_sent(&mut self.sessions[slot].carried, Side::Client, batch, sent);
     }
 
     /// Nobody listens at the endpoint of a session: the client learns that a datagram is lost, and
@@ -406,8 +417,8 @@ impl UdpWorker {
                     session.carried.stats().dropped_after_end.add(batch.count());
                     continue;
                 };
-                let sent = listener.socket.send_to(batch, session.carried.client);
-                count_sent(&mut session.carried, Direction::ToClient, batch, sent);
+                let sent = listener.socket.send(batch, session.carried.client);
+                count_sent(&mut session.carried, Side::Endpoint, batch, sent);
             }
             if listener.is_none() {
                 return self.close(slot);
@@ -442,42 +453,12 @@ impl UdpWorker {
 }
 
 impl Worker for UdpWorker {
-    type Command = Command;
-
-    fn event_loop(&mut self) -> &mut EventLoop<Command> {
+    fn event_loop(&mut self) -> &mut EventLoop {
         &mut self.event_loop
     }
 
     fn is_listening(&self) -> bool {
         !self.listeners.is_empty()
-    }
-
-    fn obey(&mut self, command: Command) {
-        match command {
-            Command::Listen { id, socket, scope, destination } => {
-                let added = Socket::new(socket, destination.is_ipv4()).and_then(|socket| {
-                    self.event_loop.watch(&socket.fd, LISTENER | id, EventFlags::IN)?;
-                    self.listeners.insert(id, Listener { socket, scope, destination });
-                    Ok(())
-                });
-                if added.is_err() {
-                    self.counters.exhausted.add(1);
-                }
-            }
-            // The sessions of the listener end when they are idle, or when their endpoint answers.
-            Command::StopListening(id) => self.with_buffers(|worker, buffers| {
-                worker.serve_clients(id, buffers);
-                if let Some(listener) = worker.listeners.remove(&id) {
-                    worker.counters.unknown_destination.add(listener.socket.discard(buffers));
-                }
-            }),
-            Command::CountBusy(answer) => {
-                let now_ms = self.event_loop.now_ms;
-                let busy = self.sessions.iter().filter(|(_, session)| session.is_busy(now_ms)).count();
-                // The caller may have stopped waiting.
-                let _ = answer.send(busy as u64);
-            }
-        }
     }
 
     fn list(&self, filter: &ListFilter) -> ConnectionList {
@@ -487,22 +468,22 @@ impl Worker for UdpWorker {
     fn event(&mut self, token: u64, _: EventFlags) {
         self.with_buffers(|worker, buffers| {
             if token & LISTENER != 0 {
-                worker.serve_clients(token & !LISTENER, buffers);
-            } else if let Some(slot) = slot_of(&worker.sessions, token) {
+                worker.serve_clients(ListenerId(token & !LISTENER), buffers);
+            } else if let Some((slot, _)) = find(&worker.sessions, token) {
                 worker.serve_endpoint(slot, buffers);
             }
         });
     }
 
     fn timer(&mut self, token: u64) {
-        let Some(slot) = slot_of(&self.sessions, token) else { return };
+        let Some((slot, _)) = find(&self.sessions, token) else { return };
         let carried = &self.sessions[slot].carried;
         let due_ms = carried.active_ms.saturating_add(self.idle_ms());
         if self.event_loop.now_ms >= due_ms {
             carried.stats().idle.add(1);
             self.close(slot);
         } else {
-            self.event_loop.wheel.add(token, due_ms);
+            self.event_loop.timers.add(token, due_ms);
         }
     }
 }
@@ -516,14 +497,8 @@ impl Drop for UdpWorker {
     }
 }
 
-#[derive(Debug, Clone, Copy)]
-enum Direction {
-    ToEndpoint = 0,
-    ToClient = 1,
-}
-
-/// Counts what the kernel sent of a batch, and what it did not send.
-fn count_sent(carried: &mut Carried, direction: Direction, batch: Batch<'_>, sent: Result<(), Lost>) {
+/// Counts what the kernel sent of a batch of this side, and what it did not send.
+fn count_sent(carried: &mut Carried, from: Side, batch: Batch<'_>, sent: Result<(), Lost>) {
     let stats = &carried.service.account.stats;
     let (mut datagrams, mut bytes) = (batch.count(), batch.bytes.len() as u64);
     if let Err(lost) = sent {
@@ -536,17 +511,15 @@ fn count_sent(carried: &mut Carried, direction: Direction, batch: Batch<'_>, sen
         datagrams -= lost.datagrams;
         bytes -= lost.bytes;
     }
-    let (all_datagrams, datagram_bytes, all_bytes) = match direction {
-        Direction::ToEndpoint => {
-            (&stats.datagrams_to_endpoints, &stats.datagram_bytes_to_endpoints, &stats.bytes_to_endpoints)
-        }
-        Direction::ToClient => (&stats.datagrams_to_clients, &stats.datagram_bytes_to_clients, &stats.bytes_to_clients),
+    let (all_datagrams, datagram_bytes, all_bytes) = match from {
+        Side::Client => (&stats.datagrams_to_endpoints, &stats.datagram_bytes_to_endpoints, &stats.bytes_to_endpoints),
+        Side::Endpoint => (&stats.datagrams_to_clients, &stats.datagram_bytes_to_clients, &stats.bytes_to_clients),
     };
     all_datagrams.add(datagrams);
     datagram_bytes.add(bytes);
     all_bytes.add(bytes);
-    carried.datagrams[direction as usize] += datagrams;
-    carried.bytes[direction as usize] += bytes;
+    carried.datagrams[from as usize] += datagrams;
+    carried.bytes[from as usize] += bytes;
 }
 
 /// A socket that is connected to an endpoint, so that the kernel reports ICMP errors and drops
@@ -555,17 +528,5 @@ fn open(endpoint: SocketAddr) -> io::Result<Socket> {
     let family = if endpoint.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let fd = socket_with(family, SocketType::DGRAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;
     connect(&fd, &endpoint)?;
-    Socket::new(fd, endpoint.is_ipv4())
-}
-
-/// The epoll token of a session.
-fn token(slot: usize, generation: u32) -> u64 {
-    (u64::from(generation) << 32) | slot as u64
-}
-
-/// The slot of a session, if it has not ended.
-fn slot_of(sessions: &Slab<Session>, token: u64) -> Option<usize> {
-    let slot = (token & u64::from(u32::MAX)) as usize;
-    let session = sessions.get(slot)?;
-    (u64::from(session.generation) == token >> 32).then_some(slot)
+    Socket::new(fd, endpoint.is_ipv4(), true)
 }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use headgate_core::{Family, nftables::Lookup};
-use headgate_userspace::{UdpListenerId, UdpProxy};
+use headgate_userspace::{ListenerId, UdpProxy};
 use socket2::Type;
 use tracing::warn;
 
@@ -31,7 +31,7 @@ type Frontend = (Lookup, SocketAddr);
 /// A listener that is open.
 #[derive(Debug, Clone, Copy)]
 struct Listener {
-    id: UdpListenerId,
+    id: ListenerId,
     redirect: Redirect,
 }
 
