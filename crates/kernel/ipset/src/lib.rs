@@ -118,7 +118,8 @@ impl IpSets {
         let set_type = wanted.set_type;
         let revision = self.revision(set_type, wanted.family)?;
         let request = wire::create(self.protocol, revision, wanted);
-        self.ask(request, || format!("creating the set {} of type {set_type}", wanted.name), Some(set_type))
+        let is_bitmap = Some(set_type == SetType::BitmapPort);
+        self.ask(request, || format!("creating the set {} of type {set_type}", wanted.name), is_bitmap)
     }
 
     /// Destroys a set with its entries.
@@ -176,12 +177,12 @@ impl IpSets {
         &mut self,
         request: Request,
         action: impl FnOnce() -> String,
-        set_type: Option<SetType>,
+        is_bitmap: Option<bool>,
     ) -> Result<(), IpSetError> {
         self.connection.ask(request, |_, _| {}).map_err(|error| match error {
             NetlinkError::Kernel(refusal) => IpSetError::Refused {
                 action: action(),
-                reason: refusal::reason(&refusal, set_type),
+                reason: refusal::reason(&refusal, is_bitmap),
                 code: refusal.code,
             },
             error => error.into(),

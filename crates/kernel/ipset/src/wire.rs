@@ -14,50 +14,25 @@ use headgate_netlink::{
 
 use crate::{Change, Element, Entry, Family, Header, Protocol, Set, SetType, Specification};
 
-/// `IPSET_CMD_…`.
-mod commands {
-    pub(super) const PROTOCOL: u8 = 1;
-    pub(super) const CREATE: u8 = 2;
-    pub(super) const DESTROY: u8 = 3;
-    pub(super) const SWAP: u8 = 6;
-    pub(super) const LIST: u8 = 7;
-    pub(super) const ADD: u8 = 9;
-    pub(super) const DEL: u8 = 10;
-    pub(super) const TYPE: u8 = 13;
-}
+headgate_netlink::constants! {
+    /// `IPSET_CMD_…`.
+    commands: u8 {
+        PROTOCOL = 1, CREATE = 2, DESTROY = 3, SWAP = 6, LIST = 7, ADD = 9, DEL = 10, TYPE = 13,
+    }
 
-/// `IPSET_ATTR_…` of commands.
-mod top {
-    pub(super) const PROTOCOL: u16 = 1;
-    pub(super) const SETNAME: u16 = 2;
-    pub(super) const TYPENAME: u16 = 3;
-    pub(super) const SETNAME2: u16 = 3;
-    pub(super) const REVISION: u16 = 4;
-    pub(super) const FAMILY: u16 = 5;
-    pub(super) const FLAGS: u16 = 6;
-    pub(super) const DATA: u16 = 7;
-    pub(super) const ADT: u16 = 8;
-    pub(super) const MINIMUM: u16 = 10;
-}
+    /// `IPSET_ATTR_…` of commands.
+    top: u16 {
+        PROTOCOL = 1, SETNAME = 2, TYPENAME = 3, SETNAME2 = 3, REVISION = 4, FAMILY = 5, FLAGS = 6,
+        DATA = 7, ADT = 8, MINIMUM = 10,
+    }
 
-/// `IPSET_ATTR_…` within `DATA`.
-mod data {
-    pub(super) const IP: u16 = 1;
-    pub(super) const CIDR: u16 = 3;
-    pub(super) const PORT: u16 = 4;
-    pub(super) const PORT_TO: u16 = 5;
-    pub(super) const TIMEOUT: u16 = 6;
-    pub(super) const PROTO: u16 = 7;
-    pub(super) const CADT_FLAGS: u16 = 8;
-    pub(super) const BITMASK: u16 = 12;
-    pub(super) const HASHSIZE: u16 = 18;
-    pub(super) const MAXELEM: u16 = 19;
-    pub(super) const REFERENCES: u16 = 25;
-    pub(super) const ELEMENTS: u16 = 24;
-    /// The netmask in set headers. In entries, this number means [`IP2`].
-    pub(super) const NETMASK: u16 = 20;
-    pub(super) const IP2: u16 = 20;
-    pub(super) const CIDR2: u16 = 21;
+    /// `IPSET_ATTR_…` within `DATA`.
+    data: u16 {
+        IP = 1, CIDR = 3, PORT = 4, PORT_TO = 5, TIMEOUT = 6, PROTO = 7, CADT_FLAGS = 8,
+        BITMASK = 12, HASHSIZE = 18, MAXELEM = 19, REFERENCES = 25, ELEMENTS = 24,
+        // The netmask in set headers. In entries, this number means [`IP2`].
+        NETMASK = 20, IP2 = 20, CIDR2 = 21,
+    }
 }
 
 /// `IPSET_ATTR_IPADDR_IPV4`.

@@ -21,63 +21,33 @@ use crate::{
 /// `IPVS_GENL_VERSION`.
 const VERSION: u8 = 1;
 
-/// `IPVS_CMD_…`.
-mod commands {
-    pub(super) const NEW_SERVICE: u8 = 1;
-    pub(super) const SET_SERVICE: u8 = 2;
-    pub(super) const DEL_SERVICE: u8 = 3;
-    pub(super) const GET_SERVICE: u8 = 4;
-    pub(super) const NEW_DEST: u8 = 5;
-    pub(super) const SET_DEST: u8 = 6;
-    pub(super) const DEL_DEST: u8 = 7;
-    pub(super) const GET_DEST: u8 = 8;
-    pub(super) const SET_CONFIG: u8 = 12;
-}
+headgate_netlink::constants! {
+    /// `IPVS_CMD_…`.
+    commands: u8 {
+        GET_SERVICE = 4, GET_DEST = 8, SET_CONFIG = 12,
+    }
 
-/// `IPVS_CMD_ATTR_…`.
-mod top {
-    pub(super) const SERVICE: u16 = 1;
-    pub(super) const DEST: u16 = 2;
-    pub(super) const TIMEOUT_TCP: u16 = 4;
-    pub(super) const TIMEOUT_TCP_FIN: u16 = 5;
-    pub(super) const TIMEOUT_UDP: u16 = 6;
-}
+    /// `IPVS_CMD_ATTR_…`.
+    top: u16 {
+        SERVICE = 1, DEST = 2, TIMEOUT_TCP = 4, TIMEOUT_TCP_FIN = 5, TIMEOUT_UDP = 6,
+    }
 
-/// `IPVS_SVC_ATTR_…`.
-mod svc {
-    pub(super) const AF: u16 = 1;
-    pub(super) const PROTOCOL: u16 = 2;
-    pub(super) const ADDR: u16 = 3;
-    pub(super) const PORT: u16 = 4;
-    pub(super) const FWMARK: u16 = 5;
-    pub(super) const SCHED_NAME: u16 = 6;
-    pub(super) const FLAGS: u16 = 7;
-    pub(super) const TIMEOUT: u16 = 8;
-    pub(super) const NETMASK: u16 = 9;
-    pub(super) const PE_NAME: u16 = 11;
-}
+    /// `IPVS_SVC_ATTR_…`.
+    svc: u16 {
+        AF = 1, PROTOCOL = 2, ADDR = 3, PORT = 4, FWMARK = 5, SCHED_NAME = 6, FLAGS = 7,
+        TIMEOUT = 8, NETMASK = 9, PE_NAME = 11,
+    }
 
-/// `IPVS_DEST_ATTR_…`.
-mod dest {
-    pub(super) const ADDR: u16 = 1;
-    pub(super) const PORT: u16 = 2;
-    pub(super) const FWD_METHOD: u16 = 3;
-    pub(super) const WEIGHT: u16 = 4;
-    pub(super) const U_THRESH: u16 = 5;
-    pub(super) const L_THRESH: u16 = 6;
-    pub(super) const ACTIVE_CONNS: u16 = 7;
-    pub(super) const INACT_CONNS: u16 = 8;
-    pub(super) const PERSIST_CONNS: u16 = 9;
-    pub(super) const ADDR_FAMILY: u16 = 11;
-}
+    /// `IPVS_DEST_ATTR_…`.
+    dest: u16 {
+        ADDR = 1, PORT = 2, FWD_METHOD = 3, WEIGHT = 4, U_THRESH = 5, L_THRESH = 6,
+        ACTIVE_CONNS = 7, INACT_CONNS = 8, PERSIST_CONNS = 9, ADDR_FAMILY = 11,
+    }
 
-/// `IP_VS_SVC_F_…`.
-mod flag {
-    pub(super) const PERSISTENT: u32 = 0x1;
-    pub(super) const HASHED: u32 = 0x2;
-    pub(super) const ONEPACKET: u32 = 0x4;
-    pub(super) const SCHED1: u32 = 0x8;
-    pub(super) const SCHED2: u32 = 0x10;
+    /// `IP_VS_SVC_F_…`.
+    flag: u32 {
+        PERSISTENT = 0x1, HASHED = 0x2, ONEPACKET = 0x4, SCHED1 = 0x8, SCHED2 = 0x10,
+    }
 }
 
 const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
@@ -181,28 +151,31 @@ fn put_destination(request: Request, address: SocketAddr, fill: impl FnOnce(Requ
 
 /// The request for a command, with the message type of IPVS.
 pub(crate) fn command(kind: u16, command: &Command) -> Request {
-    let about = |number: u8, id: ServiceId| put_service(request(kind, number, 0), id, |service| service);
-    let whole = |number: u8, service: &Service| {
-        put_service(request(kind, number, 0), service.id, |request| put_options(request, service))
+    // `IPVS_CMD_…`
+    let number = match command {
+        Command::AddService(_) => 1,
+        Command::SetService(_) => 2,
+        Command::RemoveService(_) => 3,
+        Command::AddDestination(..) => 5,
+        Command::SetDestination(..) => 6,
+        Command::RemoveDestination(..) => 7,
     };
-    let with_destination = |request: Request, destination: &Destination| {
-        put_destination(request, destination.address, |request| {
-            request
-                .attribute(dest::FWD_METHOD, &destination.forwarding.number().to_ne_bytes())
-                .attribute(dest::WEIGHT, &destination.weight.to_ne_bytes())
-                .attribute(dest::U_THRESH, &destination.upper_threshold.to_ne_bytes())
-                .attribute(dest::L_THRESH, &destination.lower_threshold.to_ne_bytes())
-        })
-    };
+    let request = put_service(request(kind, number, 0), command.service(), |request| match command {
+        Command::AddService(service) | Command::SetService(service) => put_options(request, service),
+        _ => request,
+    });
     match command {
-        Command::AddService(service) => whole(commands::NEW_SERVICE, service),
-        Command::SetService(service) => whole(commands::SET_SERVICE, service),
-        Command::RemoveService(id) => about(commands::DEL_SERVICE, *id),
-        Command::AddDestination(id, destination) => with_destination(about(commands::NEW_DEST, *id), destination),
-        Command::SetDestination(id, destination) => with_destination(about(commands::SET_DEST, *id), destination),
-        Command::RemoveDestination(id, address) => {
-            put_destination(about(commands::DEL_DEST, *id), *address, |request| request)
+        Command::AddDestination(_, of) | Command::SetDestination(_, of) => {
+            put_destination(request, of.address, |request| {
+                request
+                    .attribute(dest::FWD_METHOD, &of.forwarding.number().to_ne_bytes())
+                    .attribute(dest::WEIGHT, &of.weight.to_ne_bytes())
+                    .attribute(dest::U_THRESH, &of.upper_threshold.to_ne_bytes())
+                    .attribute(dest::L_THRESH, &of.lower_threshold.to_ne_bytes())
+            })
         }
+        Command::RemoveDestination(_, address) => put_destination(request, *address, |request| request),
+        _ => request,
     }
 }
 

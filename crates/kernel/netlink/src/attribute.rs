@@ -14,6 +14,17 @@ pub(super) fn align(length: usize) -> usize {
     length.next_multiple_of(4)
 }
 
+/// Declares modules with the kernel's numbers, as a table.
+#[macro_export]
+macro_rules! constants {
+    ($($(#[$doc:meta])* $module:ident: $number:ty { $($name:ident = $value:expr),+ $(,)? })+) => { $(
+        $(#[$doc])*
+        pub(crate) mod $module {
+            $(pub(crate) const $name: $number = $value;)+
+        }
+    )+ };
+}
+
 /// Iterates over the attributes after a fixed header, or inside a nested attribute, with their
 /// types. A truncated attribute ends the iteration without an error.
 pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {

@@ -47,16 +47,10 @@ pub(crate) fn command(kind: u16) -> Option<c_int> {
     (c_int::from(subsystem) == libc::NFNL_SUBSYS_NFTABLES).then_some(command.into())
 }
 
-/// Whether a command deletes an object.
+/// Whether a command deletes an object. The commands of each kind of object are in the order add,
+/// query, delete.
 pub(crate) fn deletes(command: c_int) -> bool {
-    matches!(
-        command,
-        libc::NFT_MSG_DELTABLE
-            | libc::NFT_MSG_DELCHAIN
-            | libc::NFT_MSG_DELRULE
-            | libc::NFT_MSG_DELSET
-            | libc::NFT_MSG_DELSETELEM
-    )
+    command <= libc::NFT_MSG_DELSETELEM && command % 3 == libc::NFT_MSG_DELTABLE
 }
 
 /// Splits a message payload into the table that the message refers to, and the attributes.

@@ -16,24 +16,53 @@ fn bits<const N: usize>(flags: [(bool, u32); N]) -> u32 {
     flags.into_iter().filter(|(is_set, _)| *is_set).fold(0, |bits, (_, flag)| bits | flag)
 }
 
-/// `NFTA_TABLE_…`
-mod table {
-    pub(super) const FLAGS: u16 = 2;
-    pub(super) const HANDLE: u16 = 4;
-    pub(super) const USER_DATA: u16 = 6;
-    pub(super) const OWNER: u16 = 7;
+headgate_netlink::constants! {
+    /// `NFTA_TABLE_…`
+    table: u16 {
+        FLAGS = 2, HANDLE = 4, USER_DATA = 6, OWNER = 7,
+    }
 
-    /// `NFT_TABLE_F_DORMANT`
-    pub(super) const DORMANT: u32 = 1;
-    /// `NFT_TABLE_F_OWNER`
-    pub(super) const OWNED: u32 = 2;
-    /// `NFT_TABLE_F_PERSIST`
-    pub(super) const PERSISTENT: u32 = 4;
+    /// `NFT_TABLE_F_…`
+    table_flag: u32 {
+        DORMANT = 1, OWNED = 2, PERSISTENT = 4,
+    }
+
+    /// `NFTA_CHAIN_…` and `NFTA_HOOK_…`
+    chain: u16 {
+        HANDLE = 2, NAME = 3, HOOK = 4, POLICY = 5, TYPE = 7, USER_DATA = 12, HOOK_NUMBER = 1,
+        HOOK_PRIORITY = 2,
+    }
+
+    /// `NFTA_RULE_…`
+    rule: u16 {
+        CHAIN = 2, HANDLE = 3, EXPRESSIONS = 4, USER_DATA = 7,
+    }
+
+    /// `NFTA_SET_…`, `NFTA_SET_DESC_…` and `NFT_SET_…`
+    set: u16 {
+        NAME = 2, FLAGS = 3, KEY_TYPE = 4, DATA_TYPE = 6, DESCRIPTION = 9, ID = 10, TIMEOUT = 11,
+        GC_INTERVAL = 12, USER_DATA = 13, HANDLE = 16, EXPRESSION = 17, EXPRESSIONS = 18,
+        COUNT = 20, DESCRIPTION_SIZE = 1, DESCRIPTION_CONCATENATION = 2, FIELD_LENGTH = 1,
+    }
+
+    /// `NFTA_SET_ELEM_LIST_…` and `NFTA_SET_ELEM_…`
+    element: u16 {
+        LIST_SET = 2, LIST_ELEMENTS = 3, KEY = 1, DATA = 2, FLAGS = 3, TIMEOUT = 4, EXPIRATION = 5,
+        USER_DATA = 6, EXPRESSION = 7, KEY_END = 10, EXPRESSIONS = 11,
+    }
+
+    /// `NFT_SET_ELEM_…`
+    element_flag: u32 {
+        INTERVAL_END = 1, CATCH_ALL = 2,
+    }
 }
 
 pub(crate) fn put_table(wanted: &Table) -> Request {
-    let flags =
-        bits([(wanted.dormant, table::DORMANT), (wanted.owned, table::OWNED), (wanted.persistent, table::PERSISTENT)]);
+    let flags = bits([
+        (wanted.dormant, table_flag::DORMANT),
+        (wanted.owned, table_flag::OWNED),
+        (wanted.persistent, table_flag::PERSISTENT),
+    ]);
     let request = about(libc::NFT_MSG_NEWTABLE, NLM_F_CREATE, &wanted.name).with(table::FLAGS, &flags);
     request.with(table::USER_DATA, &wanted.user_data)
 }
@@ -43,9 +72,9 @@ pub(crate) fn read_table(payload: &[u8]) -> Result<Listed<Table>, Malformed> {
     let flags = fields.get(table::FLAGS, read_be32)?.unwrap_or_default();
     let object = Table {
         name,
-        dormant: flags & table::DORMANT != 0,
-        owned: flags & table::OWNED != 0,
-        persistent: flags & table::PERSISTENT != 0,
+        dormant: flags & table_flag::DORMANT != 0,
+        owned: flags & table_flag::OWNED != 0,
+        persistent: flags & table_flag::PERSISTENT != 0,
         owner_port: not_zero(&fields, table::OWNER)?,
         user_data: Field::read(&fields, table::USER_DATA)?,
     };
@@ -60,18 +89,6 @@ fn listed<T>(fields: &Fields<'_>, handle: u16, object: T) -> Result<Listed<T>, M
 /// A number for which the kernel lists 0 if there is none.
 fn not_zero(fields: &Fields<'_>, kind: u16) -> Result<Option<u32>, Malformed> {
     Ok(fields.get(kind, read_be32)?.filter(|number| *number != 0))
-}
-
-/// `NFTA_CHAIN_…` and `NFTA_HOOK_…`
-pub(crate) mod chain {
-    pub(super) const HANDLE: u16 = 2;
-    pub(crate) const NAME: u16 = 3;
-    pub(super) const HOOK: u16 = 4;
-    pub(super) const POLICY: u16 = 5;
-    pub(super) const TYPE: u16 = 7;
-    pub(super) const USER_DATA: u16 = 12;
-    pub(super) const HOOK_NUMBER: u16 = 1;
-    pub(super) const HOOK_PRIORITY: u16 = 2;
 }
 
 pub(crate) fn put_chain(wanted: &Chain) -> Request {
@@ -110,14 +127,6 @@ fn read_base_chain(table: &TableName, fields: &Fields<'_>, hook: &Fields<'_>) ->
     }))
 }
 
-/// `NFTA_RULE_…`
-pub(crate) mod rule {
-    pub(crate) const CHAIN: u16 = 2;
-    pub(super) const HANDLE: u16 = 3;
-    pub(super) const EXPRESSIONS: u16 = 4;
-    pub(crate) const USER_DATA: u16 = 7;
-}
-
 pub(crate) fn put_rule(wanted: &Rule) -> Request {
     about(libc::NFT_MSG_NEWRULE, NLM_F_CREATE | NLM_F_APPEND, &wanted.table)
         .with(rule::CHAIN, &wanted.chain)
@@ -136,37 +145,22 @@ pub(crate) fn read_rule(payload: &[u8]) -> Result<Listed<Rule>, Malformed> {
     listed(&fields, rule::HANDLE, object)
 }
 
-/// `NFTA_SET_…`, `NFTA_SET_DESC_…` and `NFT_SET_…`
-pub(crate) mod set {
-    pub(crate) const NAME: u16 = 2;
-    pub(super) const FLAGS: u16 = 3;
-    pub(super) const KEY_TYPE: u16 = 4;
-    pub(super) const DATA_TYPE: u16 = 6;
-    pub(super) const DESCRIPTION: u16 = 9;
-    pub(super) const ID: u16 = 10;
-    pub(super) const TIMEOUT: u16 = 11;
-    pub(super) const GC_INTERVAL: u16 = 12;
-    pub(super) const USER_DATA: u16 = 13;
-    pub(super) const HANDLE: u16 = 16;
-    pub(super) const EXPRESSION: u16 = 17;
-    pub(super) const EXPRESSIONS: u16 = 18;
-    pub(crate) const COUNT: u16 = 20;
+/// The type of data that are verdicts.
+const VERDICTS: u32 = libc::NFT_DATA_VERDICT;
 
-    pub(super) const DESCRIPTION_SIZE: u16 = 1;
-    pub(super) const DESCRIPTION_CONCATENATION: u16 = 2;
-    pub(super) const FIELD_LENGTH: u16 = 1;
+/// Selects one flag.
+type Flag = fn(&mut SetFlags) -> &mut bool;
 
-    pub(super) const ANONYMOUS: u32 = libc::NFT_SET_ANONYMOUS as u32;
-    pub(super) const CONSTANT: u32 = libc::NFT_SET_CONSTANT as u32;
-    pub(super) const INTERVAL: u32 = libc::NFT_SET_INTERVAL as u32;
-    pub(super) const MAP: u32 = libc::NFT_SET_MAP as u32;
-    pub(super) const HAS_TIMEOUT: u32 = libc::NFT_SET_TIMEOUT as u32;
-    pub(super) const DYNAMIC: u32 = libc::NFT_SET_EVAL as u32;
-    pub(super) const CONCATENATION: u32 = 0x80;
-
-    /// The type of data that are verdicts.
-    pub(super) const VERDICTS: u32 = libc::NFT_DATA_VERDICT;
-}
+/// The numbers of the flags of a set. The flag `NFT_SET_MAP` follows from the data.
+const SET_FLAGS: [(c_int, Flag); 6] = [
+    (libc::NFT_SET_ANONYMOUS, |flags| &mut flags.anonymous),
+    (libc::NFT_SET_CONSTANT, |flags| &mut flags.constant),
+    (libc::NFT_SET_INTERVAL, |flags| &mut flags.interval),
+    (libc::NFT_SET_TIMEOUT, |flags| &mut flags.timeout),
+    (libc::NFT_SET_EVAL, |flags| &mut flags.dynamic),
+    // `NFT_SET_CONCAT`
+    (0x80, |flags| &mut flags.concatenated_ranges),
+];
 
 /// The type, and the length in the next attribute.
 impl Field for ValueType {
@@ -181,23 +175,16 @@ impl Field for ValueType {
 }
 
 pub(crate) fn put_set(wanted: &Set, id: u32) -> Request {
-    let flags = wanted.flags;
-    let flags = bits([
-        (flags.anonymous, set::ANONYMOUS),
-        (flags.constant, set::CONSTANT),
-        (flags.interval, set::INTERVAL),
-        (wanted.data.is_some(), set::MAP),
-        (flags.timeout, set::HAS_TIMEOUT),
-        (flags.dynamic, set::DYNAMIC),
-        (flags.concatenated_ranges, set::CONCATENATION),
-    ]);
+    let mut flags = wanted.flags;
+    let map = if wanted.data.is_some() { libc::NFT_SET_MAP } else { 0 };
+    let bits = SET_FLAGS.iter().filter(|(_, flag)| *flag(&mut flags)).fold(map, |bits, (bit, _)| bits | bit);
     let data = wanted.data.map(|data| match data {
-        SetData::Verdicts => ValueType { id: set::VERDICTS, length_bytes: 0 },
+        SetData::Verdicts => ValueType { id: VERDICTS, length_bytes: 0 },
         SetData::Values(data) => data,
     });
     let mut request = about(libc::NFT_MSG_NEWSET, NLM_F_CREATE, &wanted.table)
         .with(set::NAME, &wanted.name)
-        .with(set::FLAGS, &flags)
+        .with(set::FLAGS, &bits.cast_unsigned())
         .with(set::KEY_TYPE, &wanted.key)
         .with(set::DATA_TYPE, &data)
         .with(set::ID, &id);
@@ -224,11 +211,12 @@ fn put_description(request: Request, wanted: &Set) -> Request {
 
 pub(crate) fn read_set(payload: &[u8]) -> Result<Listed<Set>, Malformed> {
     let (table, fields) = split(payload)?;
-    let bits = fields.get(set::FLAGS, read_be32)?.unwrap_or_default();
-    let has = |flag: u32| bits & flag != 0;
+    let bits = fields.get(set::FLAGS, read_be32)?.unwrap_or_default().cast_signed();
+    let mut flags = SetFlags::default();
+    SET_FLAGS.iter().for_each(|(bit, flag)| *flag(&mut flags) = bits & bit != 0);
     let data = match Field::read(&fields, set::DATA_TYPE)? {
-        _ if !has(set::MAP) => None,
-        ValueType { id: set::VERDICTS, .. } => Some(SetData::Verdicts),
+        _ if bits & libc::NFT_SET_MAP == 0 => None,
+        ValueType { id: VERDICTS, .. } => Some(SetData::Verdicts),
         values => Some(SetData::Values(values)),
     };
     let description = Fields::of(fields.bytes(set::DESCRIPTION).unwrap_or_default())?;
@@ -238,14 +226,7 @@ pub(crate) fn read_set(payload: &[u8]) -> Result<Listed<Set>, Malformed> {
         name: Field::read(&fields, set::NAME)?,
         key: Field::read(&fields, set::KEY_TYPE)?,
         data,
-        flags: SetFlags {
-            anonymous: has(set::ANONYMOUS),
-            constant: has(set::CONSTANT),
-            interval: has(set::INTERVAL),
-            timeout: has(set::HAS_TIMEOUT),
-            dynamic: has(set::DYNAMIC),
-            concatenated_ranges: has(set::CONCATENATION),
-        },
+        flags,
         size: not_zero(&description, set::DESCRIPTION_SIZE)?,
         timeout_ms: Field::read(&fields, set::TIMEOUT)?,
         gc_interval_ms: not_zero(&fields, set::GC_INTERVAL)?,
@@ -254,26 +235,6 @@ pub(crate) fn read_set(payload: &[u8]) -> Result<Listed<Set>, Malformed> {
         user_data: Field::read(&fields, set::USER_DATA)?,
     };
     listed(&fields, set::HANDLE, object)
-}
-
-/// `NFTA_SET_ELEM_LIST_…` and `NFTA_SET_ELEM_…`
-pub(crate) mod element {
-    pub(crate) const LIST_SET: u16 = 2;
-    pub(crate) const LIST_ELEMENTS: u16 = 3;
-
-    pub(super) const KEY: u16 = 1;
-    pub(super) const DATA: u16 = 2;
-    pub(super) const FLAGS: u16 = 3;
-    pub(super) const TIMEOUT: u16 = 4;
-    pub(super) const EXPIRATION: u16 = 5;
-    pub(super) const USER_DATA: u16 = 6;
-    pub(super) const EXPRESSION: u16 = 7;
-    pub(super) const KEY_END: u16 = 10;
-    pub(super) const EXPRESSIONS: u16 = 11;
-
-    pub(super) const INTERVAL_END: u32 = libc::NFT_SET_ELEM_INTERVAL_END as u32;
-    /// `NFT_SET_ELEM_CATCHALL`
-    pub(super) const CATCH_ALL: u32 = 2;
 }
 
 /// The size in bytes after which elements continue in another message. The attribute that holds
@@ -306,7 +267,7 @@ pub(crate) fn put_elements(
 }
 
 fn put_element(mut request: Request, wanted: &Element) -> Request {
-    let flags = bits([(wanted.interval_end, element::INTERVAL_END), (wanted.catch_all, element::CATCH_ALL)]);
+    let flags = bits([(wanted.interval_end, element_flag::INTERVAL_END), (wanted.catch_all, element_flag::CATCH_ALL)]);
     if flags != 0 {
         request = request.with(element::FLAGS, &flags);
     }
@@ -329,8 +290,8 @@ fn read_element(bytes: &[u8]) -> Result<Element, Malformed> {
         key: key.unwrap_or_default(),
         key_end: Field::read(fields, element::KEY_END)?,
         data: Field::read(fields, element::DATA)?,
-        interval_end: flags & element::INTERVAL_END != 0,
-        catch_all: flags & element::CATCH_ALL != 0,
+        interval_end: flags & element_flag::INTERVAL_END != 0,
+        catch_all: flags & element_flag::CATCH_ALL != 0,
         timeout_ms: Field::read(fields, element::TIMEOUT)?,
         expires_in_ms: Field::read(fields, element::EXPIRATION)?,
         expressions: read_expressions(fields, element::EXPRESSION, element::EXPRESSIONS)?,
