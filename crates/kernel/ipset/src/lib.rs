@@ -40,12 +40,9 @@ pub enum IpSetError {
         /// The kernel's error number: an `errno` value, or ipset's own number above 4095.
         code: i32,
     },
-    /// The kernel cannot be reached.
+    /// The kernel cannot be reached, or its answer has an unexpected format.
     #[error("ipset: {0}")]
     Netlink(#[from] NetlinkError),
-    /// The kernel's answer has an unexpected format.
-    #[error("ipset: the kernel's answer is malformed: {0}")]
-    Malformed(#[from] Malformed),
 }
 
 impl IpSetError {
@@ -81,8 +78,7 @@ impl IpSets {
     /// supports no version that this crate supports.
     pub fn open() -> Result<Self, IpSetError> {
         let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
-        let versions = connection.ask_one::<_, IpSetError>(wire::get_protocol(PROTOCOL), wire::protocol_versions);
-        let (least, most) = match versions {
+        let (least, most) = match connection.ask_one(&wire::get_protocol(PROTOCOL), wire::protocol_versions) {
             // Netfilter answers EINVAL if the subsystem does not exist.
             Err(error) if error.refusal_code() == Some(libc::EINVAL) => return Err(IpSetError::Missing),
             versions => versions?,
@@ -105,7 +101,7 @@ impl IpSets {
         /// `IPSET_ERR_FIND_TYPE`.
         const FIND_TYPE: i32 = 4098;
         let request = wire::get_type(self.protocol, set_type, family);
-        let (least, most) = match self.connection.ask_one::<_, IpSetError>(request, wire::revisions) {
+        let (least, most) = match self.connection.ask_one(&request, wire::revisions) {
             Err(error) if error.refusal_code() == Some(FIND_TYPE) => return Err(IpSetError::MissingType(set_type)),
             versions => versions?,
         };
@@ -122,7 +118,8 @@ impl IpSets {
         let set_type = wanted.set_type;
         let revision = self.revision(set_type, wanted.family)?;
         let request = wire::create(self.protocol, revision, wanted);
-        self.ask(request, || format!("creating the set {} of type {set_type}", wanted.name), Some(set_type))
+        let is_bitmap = Some(set_type == SetType::BitmapPort);
+        self.ask(request, || format!("creating the set {} of type {set_type}", wanted.name), is_bitmap)
     }
 
     /// Destroys a set with its entries.
@@ -170,7 +167,7 @@ impl IpSets {
     }
 
     fn read_one(&mut self, name: &str, entries: bool) -> Result<Option<Set>, IpSetError> {
-        match self.read(&wire::list(self.protocol, name, entries)) {
+        match self.connection.list(&wire::list(self.protocol, name, entries), wire::add_part) {
             Err(error) if error.refusal_code() == Some(libc::ENOENT) => Ok(None),
             result => Ok(result?.pop()),
         }
@@ -180,34 +177,17 @@ impl IpSets {
         &mut self,
         request: Request,
         action: impl FnOnce() -> String,
-        set_type: Option<SetType>,
+        is_bitmap: Option<bool>,
     ) -> Result<(), IpSetError> {
         self.connection.ask(request, |_, _| {}).map_err(|error| match error {
             NetlinkError::Kernel(refusal) => IpSetError::Refused {
                 action: action(),
-                reason: refusal::reason(&refusal, set_type),
+                reason: refusal::reason(&refusal, is_bitmap),
                 code: refusal.code,
             },
             error => error.into(),
         })
     }
-
-    fn read(&mut self, request: &Request) -> Result<Vec<Set>, IpSetError> {
-        self.connection.list(request, |sets, payload| add(sets, wire::read_part(payload)?))
-    }
-}
-
-/// Merges one message of a list into the sets read so far.
-fn add(sets: &mut Vec<Set>, mut part: wire::Part) -> Result<(), Malformed> {
-    if let Some(header) = part.header.take() {
-        sets.push(Set { header, entries: Vec::new() });
-    }
-    let set = sets.last_mut().filter(|set| set.header.name == part.name);
-    let set = set.ok_or(Malformed("a set without its first message"))?;
-    if let Some(set_type) = SetType::of_name(&set.header.type_name) {
-        set.entries.extend(part.entries(set_type)?);
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::{fmt, net::IpAddr};
 
-use headgate_netlink::{Family, Protocol};
+use headgate_netlink::{Family, Protocol, route::Prefix};
 
 /// The type of a set, which determines the fields of its entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -133,16 +133,18 @@ pub enum Element {
 /// Formats the entry like the `ipset` program.
 impl fmt::Display for Element {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let network = |net: IpAddr, length| {
+            let net = Prefix { address: net, length };
+            if net == Prefix::host(net.address) { net.address.to_string() } else { net.to_string() }
+        };
         match self {
             Self::Ip(ip) => write!(f, "{ip}"),
             Self::IpPort(ip, protocol, port) => write!(f, "{ip},{protocol}:{port}"),
             Self::IpPortIp(ip, protocol, port, other) => write!(f, "{ip},{protocol}:{port},{other}"),
-            Self::Net(net, 32) if net.is_ipv4() => write!(f, "{net}"),
-            Self::Net(net, 128) => write!(f, "{net}"),
-            Self::Net(net, length) => write!(f, "{net}/{length}"),
-            Self::IpPortNet(ip, protocol, port, net, 32) if net.is_ipv4() => write!(f, "{ip},{protocol}:{port},{net}"),
-            Self::IpPortNet(ip, protocol, port, net, 128) => write!(f, "{ip},{protocol}:{port},{net}"),
-            Self::IpPortNet(ip, protocol, port, net, length) => write!(f, "{ip},{protocol}:{port},{net}/{length}"),
+            Self::IpPortNet(ip, protocol, port, net, length) => {
+                write!(f, "{ip},{protocol}:{port},{}", network(*net, *length))
+            }
+            Self::Net(net, length) => f.write_str(&network(*net, *length)),
             Self::Port(port) => write!(f, "{port}"),
         }
     }

@@ -3,7 +3,7 @@
 
 use headgate_netlink::Refusal;
 
-use crate::{Change, SetType};
+use crate::{Change, Element};
 
 /// `IPSET_ERR_PRIVATE`: the first error number shared by all set types.
 const PRIVATE: i32 = 4096;
@@ -54,29 +54,27 @@ fn numbered(code: i32, first: i32, names: &[&'static str]) -> Option<&'static st
     names.get(usize::try_from(code.checked_sub(first)?).ok()?).copied()
 }
 
-/// Describes a rejection in words. The meaning of type-specific numbers depends on `set_type`.
-/// Without a type, the text names both meanings.
-pub(crate) fn reason(refusal: &Refusal, set_type: Option<SetType>) -> String {
+/// Describes a rejection in words. The meaning of type-specific numbers depends on whether the set
+/// is a bitmap or a hash. If this is not known, the text names both meanings.
+pub(crate) fn reason(refusal: &Refusal, is_bitmap: Option<bool>) -> String {
     let code = refusal.code;
     let general = match code {
         libc::ENOENT => Some("there is no such set"),
         libc::EEXIST => Some("a set with this name exists"),
         libc::EPERM => Some("not permitted: CAP_NET_ADMIN is needed"),
-        _ => None,
+        _ => numbered(code, PRIVATE, &NAMES),
     };
-    let known = general.or_else(|| numbered(code, PRIVATE, &NAMES)).or_else(|| match set_type? {
-        SetType::BitmapPort => numbered(code, TYPE_SPECIFIC, &OF_BITMAPS),
-        _ => numbered(code, TYPE_SPECIFIC, &OF_HASHES),
-    });
-    if let Some(name) = known {
-        return name.to_owned();
-    }
-    let both = numbered(code, TYPE_SPECIFIC, &OF_HASHES).zip(numbered(code, TYPE_SPECIFIC, &OF_BITMAPS));
-    match both.or_else(|| numbered(code, TYPE_SPECIFIC, &OF_HASHES).map(|hash| (hash, ""))) {
-        Some((hash, "")) => hash.to_owned(),
-        Some((hash, bitmap)) => format!("{hash} (a hash), or {bitmap} (a bitmap)"),
-        None if code > PRIVATE => format!("ipset's error {code}"),
-        None => refusal.to_string(),
+    let (of_hash, of_bitmap) = (numbered(code, TYPE_SPECIFIC, &OF_HASHES), numbered(code, TYPE_SPECIFIC, &OF_BITMAPS));
+    match (general, of_hash, of_bitmap) {
+        (Some(text), ..) => text.to_owned(),
+        (None, Some(hash), Some(bitmap)) => match is_bitmap {
+            Some(true) => bitmap.to_owned(),
+            Some(false) => hash.to_owned(),
+            None => format!("{hash} (a hash), or {bitmap} (a bitmap)"),
+        },
+        (None, Some(hash), None) => hash.to_owned(),
+        _ if code > PRIVATE => format!("ipset's error {code}"),
+        _ => refusal.to_string(),
     }
 }
 
@@ -88,19 +86,7 @@ impl Change {
             Self::Add(set, element) => ("adding", element, format!("to the set {set}")),
             Self::Delete(set, element) => ("deleting", element, format!("from the set {set}")),
         };
-        format!("{doing} {element} {set}: {}", reason(refusal, Some(type_of(element))))
-    }
-}
-
-fn type_of(element: &crate::Element) -> SetType {
-    use crate::Element;
-    match element {
-        Element::Ip(_) => SetType::HashIp,
-        Element::IpPort(..) => SetType::HashIpPort,
-        Element::IpPortIp(..) => SetType::HashIpPortIp,
-        Element::IpPortNet(..) => SetType::HashIpPortNet,
-        Element::Net(..) => SetType::HashNet,
-        Element::Port(_) => SetType::BitmapPort,
+        format!("{doing} {element} {set}: {}", reason(refusal, Some(matches!(element, Element::Port(_)))))
     }
 }
 
@@ -110,11 +96,11 @@ mod tests {
 
     #[test]
     fn error_numbers_are_described_in_words() {
-        let said = |code: i32, set_type| reason(&Refusal::of_code(code), set_type);
+        let said = |code: i32, is_bitmap| reason(&Refusal::of_code(code), is_bitmap);
         assert_eq!(said(4100, None), "the set is in use by a rule or a list, or being listed");
         assert_eq!(said(4114, None), "the set has no socket buffer marks");
-        assert!(said(4352, Some(SetType::HashIp)).starts_with("the set is full"));
-        assert_eq!(said(4352, Some(SetType::BitmapPort)), "the entry is out of the set's range");
+        assert!(said(4352, Some(false)).starts_with("the set is full"));
+        assert_eq!(said(4352, Some(true)), "the entry is out of the set's range");
         assert!(said(4352, None).contains("(a hash), or"));
         assert_eq!(said(4357, None), "the range is out of range");
         assert_eq!(said(9999, None), "ipset's error 9999");

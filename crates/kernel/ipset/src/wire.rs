@@ -1,62 +1,38 @@
-//! Encoding of requests. Numbers in attributes are big-endian. The types of attributes longer than
-//! a byte carry `NLA_F_NET_BYTEORDER`.
+//! Encoding of requests and decoding of the kernel's answers. Numbers in attributes are big-endian.
+//! The types of attributes longer than a byte carry `NLA_F_NET_BYTEORDER`. Unknown attributes are
+//! ignored. A truncated message, or a message without a required attribute, is an error.
 
-mod decode;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use decode::{Part, protocol_versions, read_part, revisions};
-
 use std::net::IpAddr;
 
-use headgate_netlink::{NET_BYTE_ORDER, Request, netfilter};
+use headgate_netlink::{
+    Fields, Malformed, Request, checked_attributes, netfilter, read_be16, read_be32, read_ip, read_text, read_u8,
+    route::Prefix,
+};
 
-use crate::{Change, Element, Family, Protocol, SetType, Specification};
+use crate::{Change, Element, Entry, Family, Header, Protocol, Set, SetType, Specification};
 
-/// `IPSET_CMD_…`.
-mod commands {
-    pub(super) const PROTOCOL: u8 = 1;
-    pub(super) const CREATE: u8 = 2;
-    pub(super) const DESTROY: u8 = 3;
-    pub(super) const SWAP: u8 = 6;
-    pub(super) const LIST: u8 = 7;
-    pub(super) const ADD: u8 = 9;
-    pub(super) const DEL: u8 = 10;
-    pub(super) const TYPE: u8 = 13;
-}
+headgate_netlink::constants! {
+    /// `IPSET_CMD_…`.
+    commands: u8 {
+        PROTOCOL = 1, CREATE = 2, DESTROY = 3, SWAP = 6, LIST = 7, ADD = 9, DEL = 10, TYPE = 13,
+    }
 
-/// `IPSET_ATTR_…` of commands.
-mod top {
-    pub(super) const PROTOCOL: u16 = 1;
-    pub(super) const SETNAME: u16 = 2;
-    pub(super) const TYPENAME: u16 = 3;
-    pub(super) const SETNAME2: u16 = 3;
-    pub(super) const REVISION: u16 = 4;
-    pub(super) const FAMILY: u16 = 5;
-    pub(super) const FLAGS: u16 = 6;
-    pub(super) const DATA: u16 = 7;
-    pub(super) const ADT: u16 = 8;
-    pub(super) const MINIMUM: u16 = 10;
-}
+    /// `IPSET_ATTR_…` of commands.
+    top: u16 {
+        PROTOCOL = 1, SETNAME = 2, TYPENAME = 3, SETNAME2 = 3, REVISION = 4, FAMILY = 5, FLAGS = 6,
+        DATA = 7, ADT = 8, MINIMUM = 10,
+    }
 
-/// `IPSET_ATTR_…` within `DATA`.
-mod data {
-    pub(super) const IP: u16 = 1;
-    pub(super) const CIDR: u16 = 3;
-    pub(super) const PORT: u16 = 4;
-    pub(super) const PORT_TO: u16 = 5;
-    pub(super) const TIMEOUT: u16 = 6;
-    pub(super) const PROTO: u16 = 7;
-    pub(super) const CADT_FLAGS: u16 = 8;
-    pub(super) const BITMASK: u16 = 12;
-    pub(super) const HASHSIZE: u16 = 18;
-    pub(super) const MAXELEM: u16 = 19;
-    pub(super) const REFERENCES: u16 = 25;
-    pub(super) const ELEMENTS: u16 = 24;
-    /// The netmask in set headers. In entries, this number means [`IP2`].
-    pub(super) const NETMASK: u16 = 20;
-    pub(super) const IP2: u16 = 20;
-    pub(super) const CIDR2: u16 = 21;
+    /// `IPSET_ATTR_…` within `DATA`.
+    data: u16 {
+        IP = 1, CIDR = 3, PORT = 4, PORT_TO = 5, TIMEOUT = 6, PROTO = 7, CADT_FLAGS = 8,
+        BITMASK = 12, HASHSIZE = 18, MAXELEM = 19, REFERENCES = 25, ELEMENTS = 24,
+        // The netmask in set headers. In entries, this number means [`IP2`].
+        NETMASK = 20, IP2 = 20, CIDR2 = 21,
+    }
 }
 
 /// `IPSET_ATTR_IPADDR_IPV4`.
@@ -72,6 +48,7 @@ const WITH_FORCEADD: u32 = 1 << 5;
 /// `IPSET_FLAG_LIST_HEADER`.
 const LIST_HEADER: u32 = 1 << 2;
 
+const NET_BYTE_ORDER: u16 = libc::NLA_F_NET_BYTEORDER as u16;
 const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
 const FLAG_EXCLUSIVE: u16 = libc::NLM_F_EXCL as u16;
 const FLAG_CREATE: u16 = libc::NLM_F_CREATE as u16;
@@ -91,8 +68,9 @@ fn about(command: u8, flags: u16, protocol: u8, set: &str) -> Request {
     request(command, flags, protocol).text(top::SETNAME, set)
 }
 
-fn put_u32(request: Request, kind: u16, value: u32) -> Request {
-    request.attribute(kind | NET_BYTE_ORDER, &value.to_be_bytes())
+fn put_u32(request: Request, kind: u16, value: impl Into<Option<u32>>) -> Request {
+    let value = value.into().into_iter();
+    value.fold(request, |request, value| request.attribute(kind | NET_BYTE_ORDER, &value.to_be_bytes()))
 }
 
 fn put_u16(request: Request, kind: u16, value: u16) -> Request {
@@ -100,10 +78,8 @@ fn put_u16(request: Request, kind: u16, value: u16) -> Request {
 }
 
 fn put_ip(request: Request, kind: u16, address: IpAddr) -> Request {
-    request.nested(kind, |request| match address {
-        IpAddr::V4(address) => request.attribute(IPADDR_V4 | NET_BYTE_ORDER, &address.octets()),
-        IpAddr::V6(address) => request.attribute(IPADDR_V6 | NET_BYTE_ORDER, &address.octets()),
-    })
+    let inner = if address.is_ipv4() { IPADDR_V4 } else { IPADDR_V6 };
+    request.nested(kind, |request| request.ip(inner | NET_BYTE_ORDER, address))
 }
 
 /// A query for the kernel's protocol versions.
@@ -124,20 +100,13 @@ pub(crate) fn create(protocol: u8, revision: u8, of: &Specification) -> Request 
         .text(top::TYPENAME, of.set_type.name())
         .attribute(top::REVISION, &[revision])
         .attribute(top::FAMILY, &[family_number(of.set_type, of.family)])
-        .nested(top::DATA, |mut request| {
-            if let Some(seconds) = of.timeout_seconds {
-                request = put_u32(request, data::TIMEOUT, seconds);
-            }
+        .nested(top::DATA, |request| {
+            let request = put_u32(request, data::TIMEOUT, of.timeout_seconds);
             if of.set_type == SetType::BitmapPort {
                 let (first, last) = Specification::PORT_RANGE;
                 return put_u16(put_u16(request, data::PORT, first), data::PORT_TO, last);
             }
-            for (kind, size) in [(data::HASHSIZE, of.hash_size), (data::MAXELEM, of.max_elements)] {
-                if let Some(size) = size {
-                    request = put_u32(request, kind, size);
-                }
-            }
-            request
+            put_u32(put_u32(request, data::HASHSIZE, of.hash_size), data::MAXELEM, of.max_elements)
         })
 }
 
@@ -180,4 +149,96 @@ fn put_element(request: Request, element: &Element) -> Request {
         Element::Net(net, length) => put_ip(request, data::IP, net).attribute(data::CIDR, &[length]),
         Element::Port(port) => put_u16(request, data::PORT, port),
     }
+}
+
+/// The lowest and the highest supported version.
+type Versions = (u8, u8);
+
+/// Reads the kernel's protocol versions. Kernels before 4.20 report a single version.
+pub(crate) fn protocol_versions(payload: &[u8]) -> Result<Versions, Malformed> {
+    versions(payload, top::PROTOCOL, "no version of the protocol")
+}
+
+/// Reads the revisions of a type.
+pub(crate) fn revisions(payload: &[u8]) -> Result<Versions, Malformed> {
+    versions(payload, top::REVISION, "no revision of the set type")
+}
+
+fn versions(payload: &[u8], greatest: u16, missing: &'static str) -> Result<Versions, Malformed> {
+    let fields = Fields::of(netfilter::attributes(payload)?)?;
+    let most = fields.need(greatest, read_u8, missing)?;
+    Ok((fields.get(top::MINIMUM, read_u8)?.unwrap_or(most), most))
+}
+
+/// Adds one message of a list to the sets read so far. The first message of a set has the header;
+/// further messages of the same set have no header.
+pub(crate) fn add_part(sets: &mut Vec<Set>, payload: &[u8]) -> Result<(), Malformed> {
+    let fields = Fields::of(netfilter::attributes(payload)?)?;
+    let name = fields.need(top::SETNAME, read_text, "a set without a name")?;
+    if let Some(type_name) = fields.get(top::TYPENAME, read_text)? {
+        sets.push(Set { header: read_header(name.clone(), type_name, &fields)?, entries: Vec::new() });
+    }
+    let set = sets.last_mut().filter(|set| set.header.name == name);
+    let set = set.ok_or(Malformed("a set without its first message"))?;
+    if let Some(set_type) = SetType::of_name(&set.header.type_name) {
+        for attribute in checked_attributes(fields.bytes(top::ADT).unwrap_or_default()) {
+            if let (top::DATA, value) = attribute? {
+                set.entries.push(read_entry(set_type, &Fields::of(value)?)?);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn read_header(name: String, type_name: String, fields: &Fields<'_>) -> Result<Header, Malformed> {
+    let data = Fields::of(fields.bytes(top::DATA).unwrap_or_default())?;
+    let number = |kind| data.get(kind, read_be32);
+    let port_range = if type_name == SetType::BitmapPort.name() {
+        data.get(data::PORT, read_be16)?.zip(data.get(data::PORT_TO, read_be16)?)
+    } else {
+        None
+    };
+    let flags = number(data::CADT_FLAGS)?.unwrap_or_default();
+    let has_mask = [data::NETMASK, data::BITMASK].iter().any(|kind| data.bytes(*kind).is_some());
+    Ok(Header {
+        name,
+        type_name,
+        family: fields.get(top::FAMILY, read_u8)?.and_then(|number| Family::of_number(number.into())),
+        revision: fields.need(top::REVISION, read_u8, "a set without the revision of its type")?,
+        hash_size: number(data::HASHSIZE)?,
+        max_elements: number(data::MAXELEM)?,
+        port_range,
+        comments: flags & WITH_COMMENT != 0,
+        timeout_seconds: number(data::TIMEOUT)?,
+        changes_entries: has_mask || flags & WITH_FORCEADD != 0,
+        references: number(data::REFERENCES)?.unwrap_or_default(),
+        elements: number(data::ELEMENTS)?,
+    })
+}
+
+fn read_address(value: &[u8]) -> Result<IpAddr, Malformed> {
+    let fields = Fields::of(value)?;
+    let address = fields.bytes(IPADDR_V4).or(fields.bytes(IPADDR_V6));
+    read_ip(address.ok_or(Malformed("an address that is neither IPv4 nor IPv6"))?)
+}
+
+fn read_entry(set_type: SetType, fields: &Fields<'_>) -> Result<Entry, Malformed> {
+    let first = || fields.need(data::IP, read_address, "an entry without its address");
+    let second = || fields.need(data::IP2, read_address, "an entry without its second address");
+    let port = || fields.need(data::PORT, read_be16, "an entry without its port");
+    let protocol = || fields.need(data::PROTO, read_u8, "an entry without its protocol").map(Protocol::of_number);
+    // The kernel omits the prefix length of a single address.
+    let length = |kind, net| Ok(fields.get(kind, read_u8)?.unwrap_or(Prefix::host(net).length));
+    let element = match set_type {
+        SetType::HashIp => Element::Ip(first()?),
+        SetType::HashIpPort => Element::IpPort(first()?, protocol()?, port()?),
+        SetType::HashIpPortIp => Element::IpPortIp(first()?, protocol()?, port()?, second()?),
+        SetType::HashIpPortNet => {
+            Element::IpPortNet(first()?, protocol()?, port()?, second()?, length(data::CIDR2, second()?)?)
+        }
+        SetType::HashNet => Element::Net(first()?, length(data::CIDR, first()?)?),
+        SetType::BitmapPort => Element::Port(port()?),
+    };
+    let flags = fields.get(data::CADT_FLAGS, read_be32)?.unwrap_or_default();
+    Ok(Entry { element, nomatch: flags & NOMATCH != 0 })
 }

@@ -11,12 +11,10 @@ pub use model::{
     Timeouts,
 };
 
-use headgate_netlink::{Connection, generic};
+use headgate_netlink::{Connection, Request, generic};
 
 /// `IPVS_GENL_NAME`.
 const FAMILY: &str = "IPVS";
-/// `IPVS_GENL_VERSION`.
-const FAMILY_VERSION: u8 = 1;
 
 /// Why a request to IPVS failed.
 #[derive(Debug, thiserror::Error)]
@@ -27,16 +25,14 @@ pub enum IpvsError {
     /// The kernel cannot be reached, or rejects a query.
     #[error("IPVS: {0}")]
     Netlink(#[from] NetlinkError),
-    /// The kernel's answer has an unexpected format.
-    #[error("IPVS: the kernel's answer is malformed: {0}")]
-    Malformed(#[from] Malformed),
 }
 
 /// A connection to IPVS in the network namespace of the thread that opened it.
 #[derive(Debug)]
 pub struct Ipvs {
     connection: Connection,
-    family: generic::Family,
+    /// The type of messages of IPVS.
+    kind: u16,
 }
 
 impl Ipvs {
@@ -46,8 +42,8 @@ impl Ipvs {
     /// [`IpvsError::Missing`] if the kernel has no IPVS.
     pub fn open() -> Result<Self, IpvsError> {
         let mut connection = Connection::open(libc::NETLINK_GENERIC)?;
-        match generic::Family::find(&mut connection, FAMILY, FAMILY_VERSION) {
-            Ok(family) => Ok(Self { connection, family }),
+        match generic::find(&mut connection, FAMILY) {
+            Ok(kind) => Ok(Self { connection, kind }),
             Err(error) if error.refusal_code() == Some(libc::ENOENT) => Err(IpvsError::Missing),
             Err(error) => Err(error.into()),
         }
@@ -58,7 +54,7 @@ impl Ipvs {
     /// # Errors
     /// The kernel rejects a timeout that is longer than the kernel can represent.
     pub fn set_timeouts(&mut self, timeouts: &Timeouts) -> Result<(), IpvsError> {
-        Ok(self.connection.ask(wire::set_timeouts(self.family, timeouts), |_, _| {})?)
+        Ok(self.connection.ask(wire::set_timeouts(self.kind, timeouts), |_, _| {})?)
     }
 
     /// Lists all virtual services. Services that change during the list may be missing or listed
@@ -67,10 +63,7 @@ impl Ipvs {
     /// # Errors
     /// The kernel does not return the list. Retry if [`NetlinkError::is_transient`].
     pub fn services(&mut self) -> Result<Vec<ServiceEntry>, IpvsError> {
-        self.connection.list(&wire::list_services(self.family), |found: &mut Vec<_>, payload| {
-            found.push(wire::service(payload)?);
-            Ok(())
-        })
+        self.list(&wire::list_services(self.kind), wire::service)
     }
 
     /// Returns a virtual service, or `None` if the service does not exist.
@@ -78,9 +71,9 @@ impl Ipvs {
     /// # Errors
     /// The kernel rejects the query or does not answer.
     pub fn service(&mut self, id: ServiceId) -> Result<Option<ServiceEntry>, IpvsError> {
-        match self.connection.ask_one(wire::get_service(self.family, id), wire::service) {
-            Err(IpvsError::Netlink(error)) if error.refusal_code() == Some(libc::ESRCH) => Ok(None),
-            result => result.map(Some),
+        match self.connection.ask_one(&wire::get_service(self.kind, id), wire::service) {
+            Err(error) if error.refusal_code() == Some(libc::ESRCH) => Ok(None),
+            result => Ok(Some(result?)),
         }
     }
 
@@ -90,10 +83,18 @@ impl Ipvs {
     /// # Errors
     /// The kernel does not return the list. Retry if [`NetlinkError::is_transient`].
     pub fn destinations(&mut self, id: ServiceId) -> Result<Vec<DestinationEntry>, IpvsError> {
-        self.connection.list(&wire::list_destinations(self.family, id), |found: &mut Vec<_>, payload| {
-            found.push(wire::destination(payload, id.family())?);
+        self.list(&wire::list_destinations(self.kind, id), |payload| wire::destination(payload, id.family()))
+    }
+
+    fn list<T>(
+        &mut self,
+        request: &Request,
+        read: impl Fn(&[u8]) -> Result<T, Malformed>,
+    ) -> Result<Vec<T>, IpvsError> {
+        Ok(self.connection.list(request, |found: &mut Vec<_>, payload| {
+            found.push(read(payload)?);
             Ok(())
-        })
+        })?)
     }
 
     /// Executes commands in order, many in one send. Each command is independent. The result lists,
@@ -103,7 +104,7 @@ impl Ipvs {
     /// # Errors
     /// The kernel may have executed none, some or all of the commands.
     pub fn execute<'a>(&mut self, commands: impl IntoIterator<Item = &'a Command>) -> Result<Vec<Refused>, IpvsError> {
-        let family = self.family;
-        Ok(self.connection.execute_all(commands.into_iter().map(|command| wire::command(family, command)))?)
+        let kind = self.kind;
+        Ok(self.connection.execute_all(commands.into_iter().map(|command| wire::command(kind, command)))?)
     }
 }

@@ -48,15 +48,8 @@ impl ServiceId {
 impl fmt::Display for ServiceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Address { protocol, address } => {
-                let name = match protocol {
-                    Protocol::Tcp => "TCP",
-                    Protocol::Udp => "UDP",
-                    Protocol::Sctp => "SCTP",
-                    Protocol::Other(number) => return write!(f, "protocol {number} {address}"),
-                };
-                write!(f, "{name} {address}")
-            }
+            Self::Address { protocol: Protocol::Other(number), address } => write!(f, "protocol {number} {address}"),
+            Self::Address { protocol, address } => write!(f, "{} {address}", protocol.to_string().to_uppercase()),
             Self::FirewallMark { family: Family::V4, mark } => write!(f, "mark {mark} of IPv4"),
             Self::FirewallMark { family: Family::V6, mark } => write!(f, "mark {mark} of IPv6"),
         }

@@ -6,15 +6,23 @@ use super::Malformed;
 
 pub(super) const HEADER_BYTES: usize = 4;
 /// The mask that removes the two flags in the upper bits of an attribute type.
-const TYPE_MASK: u16 = 0x3fff;
-/// `NLA_F_NESTED`.
-pub(super) const NESTED: u16 = 0x8000;
-/// `NLA_F_NET_BYTEORDER`: the value is in network byte order. Add this flag to the attribute types
-/// of subsystems that require network byte order, such as ipset.
-pub const NET_BYTE_ORDER: u16 = 0x4000;
+const TYPE_MASK: u16 = libc::NLA_TYPE_MASK as u16;
+/// One more than the highest attribute type that the clients of this crate read.
+const MAX_TYPES: usize = 26;
 
 pub(super) fn align(length: usize) -> usize {
     length.next_multiple_of(4)
+}
+
+/// Declares modules with the kernel's numbers, as a table.
+#[macro_export]
+macro_rules! constants {
+    ($($(#[$doc:meta])* $module:ident: $number:ty { $($name:ident = $value:expr),+ $(,)? })+) => { $(
+        $(#[$doc])*
+        pub(crate) mod $module {
+            $(pub(crate) const $name: $number = $value;)+
+        }
+    )+ };
 }
 
 /// Iterates over the attributes after a fixed header, or inside a nested attribute, with their
@@ -28,18 +36,58 @@ pub fn checked_attributes(bytes: &[u8]) -> impl Iterator<Item = Result<(u16, &[u
     checked(bytes, split, Malformed("a truncated attribute"))
 }
 
-/// The value of the first attribute of a type.
-///
-/// # Errors
-/// An attribute before it is truncated, or there is none.
-pub fn find<'a>(bytes: &'a [u8], kind: u16, missing: &'static str) -> Result<&'a [u8], Malformed> {
-    for attribute in checked_attributes(bytes) {
-        let (found, value) = attribute?;
-        if found == kind {
-            return Ok(value);
+/// The attributes after a fixed header, or inside a nested attribute, by their types. If a type
+/// occurs several times, the last attribute counts.
+#[derive(Debug)]
+pub struct Fields<'a>([Option<&'a [u8]>; MAX_TYPES]);
+
+impl<'a> Fields<'a> {
+    /// Splits bytes into attributes. Ignores attributes of types above 25, which no message of the
+    /// clients of this crate needs.
+    ///
+    /// # Errors
+    /// An attribute is truncated.
+    pub fn of(bytes: &'a [u8]) -> Result<Self, Malformed> {
+        let mut fields = [None; MAX_TYPES];
+        for attribute in checked_attributes(bytes) {
+            let (kind, value) = attribute?;
+            if let Some(field) = fields.get_mut(usize::from(kind)) {
+                *field = Some(value);
+            }
         }
+        Ok(Self(fields))
     }
-    Err(Malformed(missing))
+
+    /// The bytes of an attribute.
+    #[must_use]
+    pub fn bytes(&self, kind: u16) -> Option<&'a [u8]> {
+        self.0.get(usize::from(kind)).copied().flatten()
+    }
+
+    /// The value of an attribute, which `read` decodes.
+    ///
+    /// # Errors
+    /// The error of `read`.
+    pub fn get<T>(
+        &self,
+        kind: u16,
+        read: impl FnOnce(&'a [u8]) -> Result<T, Malformed>,
+    ) -> Result<Option<T>, Malformed> {
+        self.bytes(kind).map(read).transpose()
+    }
+
+    /// The value of an attribute that must be there.
+    ///
+    /// # Errors
+    /// The error of `read`, or `missing` if there is no such attribute.
+    pub fn need<T>(
+        &self,
+        kind: u16,
+        read: impl FnOnce(&'a [u8]) -> Result<T, Malformed>,
+        missing: &'static str,
+    ) -> Result<T, Malformed> {
+        read(self.bytes(kind).ok_or(Malformed(missing))?)
+    }
 }
 
 /// Iterates over the parts that `split` takes from the front of `bytes`. If `split` returns `None`
@@ -74,60 +122,32 @@ fn array<const N: usize>(value: &[u8]) -> Result<[u8; N], Malformed> {
     value.try_into().map_err(|_| Malformed("an attribute of the wrong length"))
 }
 
-/// Reads one byte.
-///
-/// # Errors
-/// The value has the wrong length.
-pub fn read_u8(value: &[u8]) -> Result<u8, Malformed> {
-    array(value).map(|[byte]| byte)
+/// Defines functions that read numbers.
+macro_rules! readers {
+    ($($(#[$doc:meta])* $name:ident: $number:ty = $convert:ident;)+) => { $(
+        $(#[$doc])*
+        ///
+        /// # Errors
+        /// The value has the wrong length.
+        pub fn $name(value: &[u8]) -> Result<$number, Malformed> {
+            array(value).map(<$number>::$convert)
+        }
+    )+ };
 }
 
-/// Reads 16 bits in the machine's byte order.
-///
-/// # Errors
-/// The value has the wrong length.
-pub fn read_u16(value: &[u8]) -> Result<u16, Malformed> {
-    array(value).map(u16::from_ne_bytes)
-}
-
-/// Reads 32 bits in the machine's byte order.
-///
-/// # Errors
-/// The value has the wrong length.
-pub fn read_u32(value: &[u8]) -> Result<u32, Malformed> {
-    array(value).map(u32::from_ne_bytes)
-}
-
-/// Reads a signed 32-bit number in the machine's byte order.
-///
-/// # Errors
-/// The value has the wrong length.
-pub fn read_i32(value: &[u8]) -> Result<i32, Malformed> {
-    array(value).map(i32::from_ne_bytes)
-}
-
-/// Reads 64 bits in the machine's byte order.
-///
-/// # Errors
-/// The value has the wrong length.
-pub fn read_u64(value: &[u8]) -> Result<u64, Malformed> {
-    array(value).map(u64::from_ne_bytes)
-}
-
-/// Reads 16 bits in network byte order.
-///
-/// # Errors
-/// The value has the wrong length.
-pub fn read_be16(value: &[u8]) -> Result<u16, Malformed> {
-    array(value).map(u16::from_be_bytes)
-}
-
-/// Reads 32 bits in network byte order.
-///
-/// # Errors
-/// The value has the wrong length.
-pub fn read_be32(value: &[u8]) -> Result<u32, Malformed> {
-    array(value).map(u32::from_be_bytes)
+readers! {
+    /// Reads one byte.
+    read_u8: u8 = from_ne_bytes;
+    /// Reads 16 bits in the machine's byte order.
+    read_u16: u16 = from_ne_bytes;
+    /// Reads 32 bits in the machine's byte order.
+    read_u32: u32 = from_ne_bytes;
+    /// Reads 16 bits in network byte order.
+    read_be16: u16 = from_be_bytes;
+    /// Reads 32 bits in network byte order.
+    read_be32: u32 = from_be_bytes;
+    /// Reads 64 bits in network byte order.
+    read_be64: u64 = from_be_bytes;
 }
 
 /// Reads an IPv4 address from 4 bytes or an IPv6 address from 16 bytes.
@@ -135,20 +155,17 @@ pub fn read_be32(value: &[u8]) -> Result<u32, Malformed> {
 /// # Errors
 /// The value has the wrong length.
 pub fn read_ip(value: &[u8]) -> Result<IpAddr, Malformed> {
-    let of_v6 = || array::<16>(value).map(IpAddr::from);
-    array::<4>(value)
-        .map(IpAddr::from)
-        .or_else(|_| of_v6())
-        .map_err(|_| Malformed("an address that is neither 4 nor 16 bytes long"))
+    let address = array::<4>(value).map(IpAddr::from).or_else(|_| array::<16>(value).map(IpAddr::from));
+    address.map_err(|_| Malformed("an address that is neither 4 nor 16 bytes long"))
 }
 
 /// Reads a text up to the first zero byte or the end of the value.
 ///
 /// # Errors
 /// The text is not UTF-8.
-pub fn read_text(value: &[u8]) -> Result<&str, Malformed> {
+pub fn read_text(value: &[u8]) -> Result<String, Malformed> {
     let text = value.split(|byte| *byte == 0).next().unwrap_or_default();
-    str::from_utf8(text).map_err(|_| Malformed("a text is not UTF-8"))
+    str::from_utf8(text).map(str::to_owned).map_err(|_| Malformed("a text is not UTF-8"))
 }
 
 #[cfg(test)]
@@ -179,12 +196,11 @@ mod tests {
         assert_eq!(read_be16(&[1, 2]), Ok(0x102));
         assert_eq!(read_be32(&[1, 2, 3, 4]), Ok(0x0102_0304));
         assert_eq!(read_u32(&7_u32.to_ne_bytes()), Ok(7));
-        assert_eq!(read_i32(&(-7_i32).to_ne_bytes()), Ok(-7));
-        assert_eq!(read_u64(&7_u64.to_ne_bytes()), Ok(7));
+        assert_eq!(read_be64(&7_u64.to_be_bytes()), Ok(7));
         assert_eq!(read_ip(&[10, 0, 0, 1]), Ok("10.0.0.1".parse().unwrap()));
         assert_eq!(read_ip(&[0; 16]), Ok("::".parse().unwrap()));
-        assert_eq!(read_text(b"rr\0\0"), Ok("rr"));
-        assert_eq!(read_text(b"rr"), Ok("rr"));
+        assert_eq!(read_text(b"rr\0\0"), Ok("rr".into()));
+        assert_eq!(read_text(b"rr"), Ok("rr".into()));
         assert!(read_text(&[0xff, 0]).is_err() && read_ip(&[1]).is_err() && read_u16(&[1]).is_err());
     }
 

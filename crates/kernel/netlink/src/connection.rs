@@ -3,7 +3,8 @@
 use std::{io, ops::ControlFlow};
 
 use super::{
-    Malformed, NetlinkError, Refusal, Request, message,
+    Malformed, NetlinkError, Refusal, Request,
+    message::{self, Message},
     socket::{BUFFER_BYTES, Socket},
 };
 
@@ -45,6 +46,7 @@ pub struct Refused {
 pub(super) struct Sent {
     first: u32,
     last: u32,
+    /// 0, which no request has, if no request asks for an acknowledgement.
     acknowledged: u32,
 }
 
@@ -73,8 +75,27 @@ impl Connection {
     /// # Errors
     /// Messages already passed to `each` are valid. After an error the dump is incomplete and the
     /// connection is unusable: open another connection.
-    pub fn dump(&mut self, request: Request, each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
-        self.exchange(request, each)
+    #[allow(clippy::needless_pass_by_value)] // callers make the request for this call
+    pub fn dump(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
+        self.exchange(&request, false, |message| {
+            each(message.kind, message.payload);
+            Ok(())
+        })
+    }
+
+    /// Requests a list once. `add` adds the payload of one message to the result.
+    ///
+    /// # Errors
+    /// The errors of [`Connection::dump`], or a malformed message that `add` reports. After a
+    /// malformed message the connection remains usable.
+    pub fn list_once<L: Default>(
+        &mut self,
+        request: &Request,
+        mut add: impl FnMut(&mut L, &[u8]) -> Result<(), Malformed>,
+    ) -> Result<(L, Dumped), NetlinkError> {
+        let mut found = L::default();
+        let dumped = self.exchange(request, false, |message| add(&mut found, message.payload))?;
+        Ok((found, dumped))
     }
 
     /// Requests a list, and repeats the request a limited number of times until no change of the
@@ -82,32 +103,19 @@ impl Connection {
     /// starts with an empty result.
     ///
     /// # Errors
-    /// The errors of [`Connection::dump`], a malformed message that `add` reports, or `EINTR` if
-    /// every attempt was interrupted. A retry after `EINTR` may succeed.
-    pub fn list<L, E>(
+    /// The errors of [`Connection::list_once`], or `EINTR` if every attempt was interrupted. A
+    /// retry after `EINTR` may succeed.
+    pub fn list<L: Default>(
         &mut self,
         request: &Request,
         add: impl Fn(&mut L, &[u8]) -> Result<(), Malformed>,
-    ) -> Result<L, E>
-    where
-        L: Default,
-        E: From<NetlinkError> + From<Malformed>,
-    {
+    ) -> Result<L, NetlinkError> {
         for _ in 0..LIST_ATTEMPTS {
-            let (mut found, mut malformed) = (L::default(), None);
-            let dumped = self.dump(request.clone(), |_, payload| {
-                if let Err(error) = add(&mut found, payload) {
-                    malformed = Some(error);
-                }
-            })?;
-            if let Some(error) = malformed {
-                return Err(error.into());
-            }
-            if dumped == Dumped::Whole {
+            if let (found, Dumped::Whole) = self.list_once(request, &add)? {
                 return Ok(found);
             }
         }
-        Err(NetlinkError::Kernel(Refusal::of_code(libc::EINTR)).into())
+        Err(NetlinkError::Kernel(Refusal::of_code(libc::EINTR)))
     }
 
     /// Sends a query for a single object, or one change. Passes the type and payload of each answer
@@ -115,48 +123,57 @@ impl Connection {
     ///
     /// # Errors
     /// The kernel rejects the request, or the answer is lost, so the result is unknown.
-    pub fn ask(&mut self, request: Request, each: impl FnMut(u16, &[u8])) -> Result<(), NetlinkError> {
-        self.exchange(request.acknowledged(), each).map(drop)
-    }
-
-    /// Sends a request and reads the answers until the acknowledgement or the end of the list.
-    fn exchange(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
-        let sequence = self.reserve(1);
-        self.socket.send(&request.finish(sequence)?).map_err(NetlinkError::Send)?;
-        let mut dumped = Dumped::Whole;
-        loop {
-            for message in message::messages(self.socket.receive(&mut self.buffer).map_err(NetlinkError::Receive)?) {
-                let message = message?;
-                if message.sequence != sequence {
-                    continue;
-                }
-                if message.is_interrupted() {
-                    dumped = Dumped::Interrupted;
-                }
-                let ended = match message.kind {
-                    message::DONE => message.done_status(),
-                    message::ERROR => message.error_status()?,
-                    kind => {
-                        each(kind, message.payload);
-                        continue;
-                    }
-                };
-                return ended.map(|()| dumped).map_err(NetlinkError::Kernel);
-            }
-        }
+    #[allow(clippy::needless_pass_by_value)] // callers make the request for this call
+    pub fn ask(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<(), NetlinkError> {
+        self.exchange(&request, true, |message| {
+            each(message.kind, message.payload);
+            Ok(())
+        })
+        .map(drop)
     }
 
     /// Sends a query for a single object, and reads the last message of the answer.
     ///
     /// # Errors
     /// The errors of [`Connection::ask`], the error of `read`, or an answer without a message.
-    pub fn ask_one<T, E>(&mut self, request: Request, read: impl Fn(&[u8]) -> Result<T, Malformed>) -> Result<T, E>
-    where
-        E: From<NetlinkError> + From<Malformed>,
-    {
+    pub fn ask_one<T>(
+        &mut self,
+        request: &Request,
+        read: impl Fn(&[u8]) -> Result<T, Malformed>,
+    ) -> Result<T, NetlinkError> {
         let mut found = Err(Malformed("an answer without a message"));
-        self.ask(request, |_, payload| found = read(payload))?;
+        self.exchange(request, true, |message| {
+            found = read(message.payload);
+            Ok(())
+        })?;
         Ok(found?)
+    }
+
+    /// Sends a request and reads the answers until the acknowledgement or the end of the list. Then
+    /// returns the last error of `each`, if any.
+    fn exchange(
+        &mut self,
+        request: &Request,
+        acknowledged: bool,
+        mut each: impl FnMut(&Message<'_>) -> Result<(), Malformed>,
+    ) -> Result<Dumped, NetlinkError> {
+        let sent = self.send_together(std::iter::once(request), if acknowledged { 0 } else { usize::MAX })?;
+        let (mut dumped, mut read) = (Dumped::Whole, Ok(()));
+        self.receive(&sent, |_, message| {
+            if message.is_interrupted() {
+                dumped = Dumped::Interrupted;
+            }
+            Ok(match message.kind {
+                message::DONE => ControlFlow::Break(message.done_status()),
+                message::ERROR => ControlFlow::Break(message.error_status()?),
+                _ => {
+                    read = each(message).and(read);
+                    ControlFlow::Continue(())
+                }
+            })
+        })?
+        .map_err(NetlinkError::Kernel)?;
+        Ok(read.map(|()| dumped)?)
     }
 
     /// Like [`Connection::execute`]. Returns the rejected requests in order.
@@ -204,8 +221,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends requests in one send of any length. The request with the index `acknowledged` requires
-    /// an acknowledgement.
+    /// Sends requests in one send of any length. The request with the index `acknowledged`, if any,
+    /// requires an acknowledgement.
     pub(super) fn send_together<'a>(
         &mut self,
         requests: impl ExactSizeIterator<Item = &'a Request>,
@@ -213,7 +230,7 @@ impl Connection {
     ) -> Result<Sent, NetlinkError> {
         let count = u32::try_from(requests.len()).map_err(|_| NetlinkError::RequestTooLong)?;
         let first = self.reserve(count);
-        let mut sent = Sent { first, last: self.sequence, acknowledged: self.sequence };
+        let mut sent = Sent { first, last: self.sequence, acknowledged: 0 };
         self.outgoing.clear();
         for (index, (sequence, request)) in (first..).zip(requests).enumerate() {
             if index == acknowledged {
@@ -234,16 +251,35 @@ impl Connection {
         sent: &Sent,
         mut refused: impl FnMut(usize, Refusal) -> ControlFlow<()>,
     ) -> Result<(), NetlinkError> {
+        self.receive(sent, |index, message| {
+            if message.kind == message::ERROR {
+                if let Err(refusal) = message.error_status()? {
+                    let index = usize::try_from(index).map_err(|_| Malformed("a sequence number too large"))?;
+                    if refused(index, refusal).is_break() {
+                        return Ok(ControlFlow::Break(()));
+                    }
+                }
+                if message.sequence == sent.acknowledged {
+                    return Ok(ControlFlow::Break(()));
+                }
+            }
+            Ok(ControlFlow::Continue(()))
+        })
+    }
+
+    /// Passes each message about a sent request to `each`, with the index of the request, until
+    /// `each` returns `Break`.
+    fn receive<T>(
+        &mut self,
+        sent: &Sent,
+        mut each: impl FnMut(u32, &Message<'_>) -> Result<ControlFlow<T>, NetlinkError>,
+    ) -> Result<T, NetlinkError> {
         let mut lost = false;
         loop {
-            // Answers that arrived before the overflow are still in the receive buffer after
-            // `ENOBUFS`.
-            let received = match if lost {
-                self.socket.receive_now(&mut self.buffer)
-            } else {
-                self.socket.receive(&mut self.buffer)
-            } {
-                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {
+            let received = match self.socket.receive(&mut self.buffer, !lost) {
+                // Answers to a batch that arrived before the overflow are still in the receive
+                // buffer after `ENOBUFS`. The answer to a single request is incomplete.
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) && sent.first < sent.last => {
                     lost = true;
                     continue;
                 }
@@ -254,18 +290,10 @@ impl Connection {
             };
             for message in message::messages(received) {
                 let message = message?;
-                if message.kind != message::ERROR || !(sent.first..=sent.last).contains(&message.sequence) {
-                    continue;
-                }
-                if let Err(refusal) = message.error_status()? {
-                    let index = usize::try_from(message.sequence - sent.first);
-                    let index = index.map_err(|_| Malformed("a sequence number too large"))?;
-                    if refused(index, refusal).is_break() {
-                        return Ok(());
-                    }
-                }
-                if message.sequence == sent.acknowledged {
-                    return Ok(());
+                if (sent.first..=sent.last).contains(&message.sequence)
+                    && let ControlFlow::Break(done) = each(message.sequence - sent.first, &message)?
+                {
+                    return Ok(done);
                 }
             }
         }

@@ -19,7 +19,7 @@ pub enum NetlinkError {
     #[error("the kernel rejects a netlink request: {0}")]
     Kernel(#[source] Refusal),
     /// The answer has an unexpected format.
-    #[error("the kernel's netlink answer is malformed: {0}")]
+    #[error("the kernel's answer is malformed: {0}")]
     Malformed(#[from] Malformed),
     /// An attribute of the request, with its header, is longer than 65,535 bytes. The batch with
     /// this request was not sent.

@@ -6,14 +6,12 @@ use std::{fmt, net::IpAddr};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Family {
     /// `AF_INET`, which equals `NFPROTO_IPV4`.
-    V4,
+    V4 = libc::AF_INET as isize,
     /// `AF_INET6`, which equals `NFPROTO_IPV6`.
-    V6,
+    V6 = libc::AF_INET6 as isize,
 }
 
 impl Family {
-    const BOTH: [Self; 2] = [Self::V4, Self::V6];
-
     /// The family of an address.
     #[must_use]
     pub fn of(address: IpAddr) -> Self {
@@ -23,27 +21,20 @@ impl Family {
     /// The number of the family.
     #[must_use]
     pub fn number(self) -> u8 {
-        let number = match self {
-            Self::V4 => libc::AF_INET,
-            Self::V6 => libc::AF_INET6,
-        };
-        u8::try_from(number).unwrap_or_default()
+        self as u8
     }
 
     /// The family with a number, if it is IPv4 or IPv6.
     #[must_use]
     pub fn of_number(number: u16) -> Option<Self> {
-        Self::BOTH.into_iter().find(|family| u16::from(family.number()) == number)
+        [Self::V4, Self::V6].into_iter().find(|family| u16::from(family.number()) == number)
     }
 }
 
 /// Formats the family like the program `ipset`.
 impl fmt::Display for Family {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::V4 => "inet",
-            Self::V6 => "inet6",
-        })
+        f.write_str(if *self == Self::V4 { "inet" } else { "inet6" })
     }
 }
 
@@ -61,24 +52,22 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    const NAMED: [Self; 3] = [Self::Tcp, Self::Udp, Self::Sctp];
-
     /// The number of the protocol.
     #[must_use]
     pub fn number(self) -> u8 {
-        let number = match self {
-            Self::Tcp => libc::IPPROTO_TCP,
-            Self::Udp => libc::IPPROTO_UDP,
-            Self::Sctp => libc::IPPROTO_SCTP,
-            Self::Other(number) => return number,
-        };
-        u8::try_from(number).unwrap_or_default()
+        match self {
+            Self::Tcp => 6,
+            Self::Udp => 17,
+            Self::Sctp => 132,
+            Self::Other(number) => number,
+        }
     }
 
     /// The protocol with a number.
     #[must_use]
     pub fn of_number(number: u8) -> Self {
-        Self::NAMED.into_iter().find(|named| named.number() == number).unwrap_or(Self::Other(number))
+        let named = [Self::Tcp, Self::Udp, Self::Sctp].into_iter().find(|named| named.number() == number);
+        named.unwrap_or(Self::Other(number))
     }
 }
 

@@ -7,7 +7,7 @@
 //! - [`Connection`] sends [`Request`]s: [`Connection::dump`] for lists, [`Connection::ask`] for a
 //!   single answer, and [`Connection::execute`] for batches of changes. [`Connection::execute`]
 //!   reports the index of each rejected request.
-//! - [`generic`] looks up generic netlink families and encodes their requests.
+//! - [`generic`] looks up generic netlink families.
 //! - [`netfilter`] encodes requests to netfilter subsystems and executes transactions.
 //! - [`Listener`] receives the notifications of multicast groups.
 //! - [`route`] manages links and addresses, and decodes notifications of their changes.
@@ -24,11 +24,11 @@ pub mod route;
 mod socket;
 
 pub use attribute::{
-    NET_BYTE_ORDER, attributes, checked_attributes, find, read_be16, read_be32, read_i32, read_ip, read_text, read_u8,
-    read_u16, read_u32, read_u64,
+    Fields, attributes, checked_attributes, read_be16, read_be32, read_be64, read_ip, read_text, read_u8, read_u16,
+    read_u32,
 };
 pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped, Refused};
 pub use error::{Malformed, NetlinkError, Refusal};
 pub use family::{Family, Protocol};
-pub use listener::{Heard, Listener, Notification};
-pub use message::Request;
+pub use listener::{Heard, Listener};
+pub use message::{Message, Request};

@@ -5,19 +5,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd},
 };
 
-use super::{NetlinkError, connection::RECEIVE_BUFFER_BYTES, message, socket::Socket};
-
-/// One notification of a multicast group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Notification<'a> {
-    /// The message's type.
-    pub kind: u16,
-    /// The port of the socket that made the change ([`super::Connection::port`]), or 0 for a change
-    /// by the kernel.
-    pub port: u32,
-    /// The bytes after the message header.
-    pub payload: &'a [u8],
-}
+use super::{Message, NetlinkError, connection::RECEIVE_BUFFER_BYTES, message, socket::Socket};
 
 /// The result of one read of a [`Listener`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,16 +61,15 @@ impl Listener {
     ///
     /// # Errors
     /// The read fails, or a message is malformed. Notifications already passed to `each` are valid.
-    pub fn receive(&mut self, mut each: impl FnMut(Notification<'_>)) -> Result<Heard, NetlinkError> {
-        let received = match self.socket.receive_now(&mut self.buffer) {
+    pub fn receive(&mut self, mut each: impl FnMut(Message<'_>)) -> Result<Heard, NetlinkError> {
+        let received = match self.socket.receive(&mut self.buffer, false) {
             Ok(received) => received,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(Heard::Nothing),
             Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => return Ok(Heard::Lost),
             Err(error) => return Err(NetlinkError::Receive(error)),
         };
         for message in message::messages(received) {
-            let message = message?;
-            each(Notification { kind: message.kind, port: message.port, payload: message.payload });
+            each(message?);
         }
         Ok(Heard::Notifications)
     }

@@ -1,24 +1,24 @@
 //! Encoding of netlink requests and decoding of the kernel's messages (`linux/netlink.h`).
 
+use std::net::IpAddr;
+
 use super::{
     Malformed, NetlinkError, Refusal,
-    attribute::{self, NESTED, align, attributes},
-    read_i32, read_text, read_u32,
+    attribute::{self, align, attributes},
+    read_text, read_u32,
 };
 
-/// `NLMSG_ERROR`: an error, or an acknowledgement when its code is 0.
-pub(super) const ERROR: u16 = 2;
-/// `NLMSG_DONE`: the end of a dump.
-pub(super) const DONE: u16 = 3;
+/// An error, or an acknowledgement when its code is 0.
+pub(super) const ERROR: u16 = libc::NLMSG_ERROR as u16;
+/// The end of a dump.
+pub(super) const DONE: u16 = libc::NLMSG_DONE as u16;
 
-const HEADER_BYTES: usize = 16;
-const FLAG_REQUEST: u16 = 0x1;
-const FLAG_ACK: u16 = 0x4;
-const FLAG_DUMP_INTERRUPTED: u16 = 0x10;
-/// `NLM_F_CAPPED`: the error repeats only the header of the rejected request.
-const FLAG_CAPPED: u16 = 0x100;
-/// `NLM_F_ACK_TLVS`: attributes with details follow.
-const FLAG_EXTENDED: u16 = 0x200;
+pub(super) const HEADER_BYTES: usize = 16;
+const FLAG_DUMP_INTERRUPTED: u16 = libc::NLM_F_DUMP_INTR as u16;
+/// The error repeats only the header of the rejected request.
+const FLAG_CAPPED: u16 = libc::NLM_F_CAPPED as u16;
+/// Attributes with details follow.
+const FLAG_EXTENDED: u16 = libc::NLM_F_ACK_TLVS as u16;
 /// `NLMSGERR_ATTR_MSG`.
 const ERROR_MESSAGE: u16 = 1;
 /// `NLMSGERR_ATTR_OFFS`.
@@ -27,7 +27,9 @@ const ERROR_OFFSET: u16 = 2;
 /// A request under construction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
-    bytes: Vec<u8>,
+    kind: u16,
+    flags: u16,
+    payload: Vec<u8>,
     /// True if an attribute was longer than its 16-bit length field allows.
     is_too_long: bool,
 }
@@ -37,49 +39,54 @@ impl Request {
     /// to `NLM_F_REQUEST`.
     #[must_use]
     pub fn new(kind: u16, flags: u16, family_header: &[u8]) -> Self {
-        let mut bytes = vec![0; 4];
-        bytes.extend(kind.to_ne_bytes());
-        bytes.extend((FLAG_REQUEST | flags).to_ne_bytes());
-        bytes.extend([0; 8]);
-        bytes.extend(family_header);
-        bytes.resize(align(bytes.len()), 0);
-        Self { bytes, is_too_long: false }
+        let mut payload = family_header.to_vec();
+        payload.resize(align(payload.len()), 0);
+        Self { kind, flags: libc::NLM_F_REQUEST as u16 | flags, payload, is_too_long: false }
     }
 
     /// Adds an attribute.
     #[must_use]
     pub fn attribute(mut self, kind: u16, value: &[u8]) -> Self {
-        self.put(kind, value);
+        self.put_parts(kind, value, &[]);
         self
     }
 
     /// Adds a text attribute and appends the terminating zero byte.
     #[must_use]
-    pub fn text(self, kind: u16, value: &str) -> Self {
-        let mut bytes = value.as_bytes().to_vec();
-        bytes.push(0);
-        self.attribute(kind, &bytes)
+    pub fn text(mut self, kind: u16, value: &str) -> Self {
+        self.put_parts(kind, value.as_bytes(), &[0]);
+        self
+    }
+
+    /// Adds an address of 4 or 16 bytes.
+    #[must_use]
+    pub fn ip(self, kind: u16, address: IpAddr) -> Self {
+        match address {
+            IpAddr::V4(address) => self.attribute(kind, &address.octets()),
+            IpAddr::V6(address) => self.attribute(kind, &address.octets()),
+        }
     }
 
     /// Adds a nested attribute. `fill` adds the attributes inside it.
     #[must_use]
     pub fn nested(mut self, kind: u16, fill: impl FnOnce(Self) -> Self) -> Self {
-        let start = self.bytes.len();
-        self.put(kind | NESTED, &[]);
+        let start = self.payload.len();
+        self.put_parts(kind | libc::NLA_F_NESTED as u16, &[], &[]);
         let mut filled = fill(self);
-        let length = filled.attribute_length(filled.bytes.len() - start);
-        if let Some(field) = filled.bytes.get_mut(start..start + 2) {
+        let length = filled.attribute_length(filled.payload.len() - start);
+        if let Some(field) = filled.payload.get_mut(start..start + 2) {
             field.copy_from_slice(&length.to_ne_bytes());
         }
         filled
     }
 
-    fn put(&mut self, kind: u16, value: &[u8]) {
-        let length = self.attribute_length(attribute::HEADER_BYTES + value.len());
-        self.bytes.extend(length.to_ne_bytes());
-        self.bytes.extend(kind.to_ne_bytes());
-        self.bytes.extend(value);
-        self.bytes.resize(align(self.bytes.len()), 0);
+    fn put_parts(&mut self, kind: u16, value: &[u8], end: &[u8]) {
+        let length = self.attribute_length(attribute::HEADER_BYTES + value.len() + end.len());
+        self.payload.extend(length.to_ne_bytes());
+        self.payload.extend(kind.to_ne_bytes());
+        self.payload.extend(value);
+        self.payload.extend(end);
+        self.payload.resize(align(self.payload.len()), 0);
     }
 
     fn attribute_length(&mut self, length: usize) -> u16 {
@@ -92,77 +99,47 @@ impl Request {
     /// The number of bytes encoded so far, including the header.
     #[must_use]
     pub fn length(&self) -> usize {
-        self.bytes.len()
-    }
-
-    /// Sets `NLM_F_ACK`: the kernel acknowledges the request.
-    pub(super) fn acknowledged(mut self) -> Self {
-        let flags = (self.flags() | FLAG_ACK).to_ne_bytes();
-        if let Some(field) = self.bytes.get_mut(6..8) {
-            field.copy_from_slice(&flags);
-        }
-        self
-    }
-
-    /// Sets length and sequence number, and returns the bytes to send.
-    pub(super) fn finish(mut self, sequence: u32) -> Result<Vec<u8>, NetlinkError> {
-        let length = self.checked_length()?;
-        if let Some(header) = self.bytes.get_mut(..HEADER_BYTES) {
-            header[..4].copy_from_slice(&length.to_ne_bytes());
-            header[8..12].copy_from_slice(&sequence.to_ne_bytes());
-        }
-        Ok(self.bytes)
+        HEADER_BYTES + self.payload.len()
     }
 
     /// Appends this request to `bytes`, which holds earlier requests of the same send.
+    /// `acknowledged` sets `NLM_F_ACK`: the kernel acknowledges the request.
     pub(super) fn append_to(&self, bytes: &mut Vec<u8>, sequence: u32, acknowledged: bool) -> Result<(), NetlinkError> {
-        bytes.extend(self.checked_length()?.to_ne_bytes());
-        bytes.extend(self.kind().to_ne_bytes());
-        bytes.extend((self.flags() | if acknowledged { FLAG_ACK } else { 0 }).to_ne_bytes());
+        let length = u32::try_from(self.length()).ok().filter(|_| !self.is_too_long);
+        bytes.extend(length.ok_or(NetlinkError::RequestTooLong)?.to_ne_bytes());
+        bytes.extend(self.kind.to_ne_bytes());
+        bytes.extend((self.flags | if acknowledged { libc::NLM_F_ACK as u16 } else { 0 }).to_ne_bytes());
         bytes.extend(sequence.to_ne_bytes());
         bytes.extend([0; 4]);
-        bytes.extend(self.payload());
+        bytes.extend(&self.payload);
         Ok(())
-    }
-
-    fn checked_length(&self) -> Result<u32, NetlinkError> {
-        let length = u32::try_from(self.bytes.len()).ok().filter(|_| !self.is_too_long);
-        length.ok_or(NetlinkError::RequestTooLong)
     }
 
     /// The message's type.
     #[must_use]
     pub fn kind(&self) -> u16 {
-        self.half_word(4)
-    }
-
-    /// The message's flags.
-    #[must_use]
-    pub fn flags(&self) -> u16 {
-        self.half_word(6)
-    }
-
-    fn half_word(&self, at: usize) -> u16 {
-        let bytes = self.bytes.get(at..at + 2).and_then(|bytes| bytes.try_into().ok());
-        bytes.map(u16::from_ne_bytes).unwrap_or_default()
+        self.kind
     }
 
     /// The bytes after the message header.
     #[must_use]
     pub fn payload(&self) -> &[u8] {
-        self.bytes.get(HEADER_BYTES..).unwrap_or_default()
+        &self.payload
     }
 }
 
-/// A message from the kernel.
+/// A message from the kernel: a part of an answer, or a notification of a multicast group.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Message<'a> {
-    pub(super) kind: u16,
+pub struct Message<'a> {
+    /// The message's type.
+    pub kind: u16,
     flags: u16,
     pub(super) sequence: u32,
-    /// The port of the socket whose request caused this message.
-    pub(super) port: u32,
-    pub(super) payload: &'a [u8],
+    /// The port of the socket whose request caused this message ([`super::Connection::port`]), or 0
+    /// for a change by the kernel.
+    pub port: u32,
+    /// The bytes after the message header.
+    pub payload: &'a [u8],
 }
 
 impl Message<'_> {
@@ -188,7 +165,8 @@ impl Message<'_> {
     }
 
     fn status(&self) -> Result<i32, Malformed> {
-        self.payload.get(..4).map_or(Err(Malformed("an error without its number")), read_i32)
+        let code = self.payload.get(..4).ok_or(Malformed("an error without its number"))?;
+        read_u32(code).map(u32::cast_signed)
     }
 
     fn outcome(&self, code: i32, extension: usize) -> Result<(), Refusal> {
@@ -199,7 +177,7 @@ impl Message<'_> {
         if self.flags & FLAG_EXTENDED != 0 {
             for (kind, value) in attributes(self.payload.get(extension..).unwrap_or_default()) {
                 match kind {
-                    ERROR_MESSAGE => refusal.message = read_text(value).ok().map(str::to_owned),
+                    ERROR_MESSAGE => refusal.message = read_text(value).ok(),
                     ERROR_OFFSET => refusal.offset_bytes = read_u32(value).ok(),
                     _ => {}
                 }
@@ -235,12 +213,17 @@ mod tests {
 
     use super::*;
 
+    fn sent(request: &Request, sequence: u32, acknowledged: bool) -> Result<Vec<u8>, NetlinkError> {
+        let mut bytes = Vec::new();
+        request.append_to(&mut bytes, sequence, acknowledged).map(|()| bytes)
+    }
+
     #[test]
     fn an_encoded_request_is_decoded_unchanged() {
         let request = Request::new(0x102, 0x300, &[2, 0, 0, 0])
             .attribute(5, &[1])
             .nested(7, |nested| nested.attribute(1, &[9, 9, 9, 9, 9]).attribute(2, &[8]));
-        let bytes = request.acknowledged().finish(77).unwrap();
+        let bytes = sent(&request, 77, true).unwrap();
         let message = messages(&bytes).next().unwrap().unwrap();
         assert_eq!((message.kind, message.flags, message.sequence), (0x102, 0x305, 77));
         let found: Vec<_> = attributes(&message.payload[4..]).collect();
@@ -253,8 +236,8 @@ mod tests {
 
     #[test]
     fn messages_before_a_truncated_message_are_decoded() {
-        let mut bytes = Request::new(1, 0, &[1, 2, 3]).finish(1).unwrap();
-        bytes.extend(Request::new(2, 0, &[]).finish(2).unwrap());
+        let mut bytes = sent(&Request::new(1, 0, &[1, 2, 3]), 1, false).unwrap();
+        bytes.extend(sent(&Request::new(2, 0, &[]), 2, false).unwrap());
         bytes.extend([200, 0, 0, 0, 1]);
         let kinds: Vec<_> = messages(&bytes).map(|message| message.ok().map(|message| message.kind)).collect();
         assert_eq!(kinds, [Some(1), Some(2), None]);
@@ -273,7 +256,7 @@ mod tests {
     fn extended_acknowledgements_are_read_after_the_repeated_request() {
         let extension =
             Request::new(0, 0, &[]).text(ERROR_MESSAGE, "no").attribute(ERROR_OFFSET, &20_u32.to_ne_bytes());
-        let repeated = Request::new(7, 0, &[1, 2, 3, 4]).finish(1).unwrap();
+        let repeated = sent(&Request::new(7, 0, &[1, 2, 3, 4]), 1, false).unwrap();
         let expected = Refusal { code: 2, message: Some("no".into()), offset_bytes: Some(20) };
         for (flags, repeated) in
             [(FLAG_EXTENDED, &repeated[..]), (FLAG_EXTENDED | FLAG_CAPPED, &repeated[..HEADER_BYTES])]
@@ -289,11 +272,13 @@ mod tests {
     #[test]
     fn attributes_that_are_too_long_are_refused_before_they_are_sent() {
         let long = vec![0; 65_532];
-        assert!(matches!(Request::new(1, 0, &[]).attribute(1, &long).finish(1), Err(NetlinkError::RequestTooLong)));
-        let nested = Request::new(1, 0, &[])
-            .nested(1, |inner| inner.attribute(1, &long[..40_000]).attribute(2, &long[..40_000]));
-        assert!(matches!(nested.finish(1), Err(NetlinkError::RequestTooLong)));
-        assert!(Request::new(1, 0, &[]).attribute(1, &long[..65_531]).finish(1).is_ok());
+        let is_refused = |request: Request| matches!(sent(&request, 1, false), Err(NetlinkError::RequestTooLong));
+        assert!(is_refused(Request::new(1, 0, &[]).attribute(1, &long)));
+        assert!(is_refused(
+            Request::new(1, 0, &[])
+                .nested(1, |inner| inner.attribute(1, &long[..40_000]).attribute(2, &long[..40_000]))
+        ));
+        assert!(!is_refused(Request::new(1, 0, &[]).attribute(1, &long[..65_531])));
     }
 
     proptest! {

@@ -11,7 +11,7 @@ use std::{
     net::{IpAddr, Ipv4Addr},
 };
 
-use super::{Connection, Malformed, NetlinkError, Notification, Refusal};
+use super::{Connection, Family, Malformed, Message, NetlinkError, Refusal};
 
 /// The multicast groups of `NETLINK_ROUTE` whose notifications [`event`] decodes.
 pub const GROUPS: [u32; 3] = [libc::RTNLGRP_LINK, libc::RTNLGRP_IPV4_IFADDR, libc::RTNLGRP_IPV6_IFADDR];
@@ -96,7 +96,7 @@ pub enum Event {
 /// # Errors
 /// The notification is truncated, or lacks an attribute. The caller must list links and addresses
 /// again.
-pub fn event(notification: &Notification<'_>) -> Result<Option<Event>, Malformed> {
+pub fn event(notification: &Message<'_>) -> Result<Option<Event>, Malformed> {
     wire::event(notification.kind, notification.payload)
 }
 
@@ -150,7 +150,8 @@ impl Routing {
     /// # Errors
     /// The kernel rejects the query or does not answer.
     pub fn link(&mut self, name: &str) -> Result<Option<Link>, NetlinkError> {
-        match self.connection.ask_one::<_, NetlinkError>(wire::get_link(name), wire::link) {
+        let request = wire::link_request(libc::RTM_GETLINK, 0, 0, 0).text(libc::IFLA_IFNAME, name);
+        match self.connection.ask_one(&request, wire::link) {
             Err(error) if error.refusal_code() == Some(libc::ENODEV) => Ok(None),
             result => result.map(Some),
         }
@@ -170,7 +171,7 @@ impl Routing {
     /// # Errors
     /// `ENODEV` if the link does not exist.
     pub fn remove_link(&mut self, link: u32) -> Result<(), NetlinkError> {
-        self.connection.ask(wire::remove_link(link), |_, _| {})
+        self.connection.ask(wire::link_request(libc::RTM_DELLINK, 0, link, 0), |_, _| {})
     }
 
     /// All IPv4 and IPv6 addresses of a link.
@@ -178,8 +179,7 @@ impl Routing {
     /// # Errors
     /// The kernel does not list the addresses, or changes interrupt every attempt to list them.
     pub fn addresses(&mut self, link: u32) -> Result<Vec<Prefix>, NetlinkError> {
-        let found = self.list_addresses(link, |found, _| found.link == link)?;
-        Ok(found.into_iter().map(|found| found.address).collect())
+        self.list_addresses(link, |found, _| (found.link == link).then_some(found.address))
     }
 
     /// The IPv6 addresses of a link that the kernel does not avoid as source addresses.
@@ -187,9 +187,9 @@ impl Routing {
     /// # Errors
     /// The errors of [`Routing::addresses`].
     pub fn preferred_addresses(&mut self, link: u32) -> Result<Vec<Prefix>, NetlinkError> {
-        let found =
-            self.list_addresses(link, |found, payload| found.link == link && wire::is_preferred(found, payload))?;
-        Ok(found.into_iter().map(|found| found.address).collect())
+        self.list_addresses(link, |found, payload| {
+            (found.link == link && wire::is_preferred(&found, payload)).then_some(found.address)
+        })
     }
 
     /// All IPv4 and IPv6 addresses of all links that `is_wanted` accepts. The kernel lists all
@@ -201,7 +201,7 @@ impl Routing {
         &mut self,
         is_wanted: impl Fn(&LinkAddress) -> bool,
     ) -> Result<Vec<LinkAddress>, NetlinkError> {
-        self.list_addresses(0, |found, _| is_wanted(found))
+        self.list_addresses(0, |found, _| is_wanted(&found).then_some(found))
     }
 
     /// Executes changes, many in one send. `refused` receives the index of each change that the
@@ -248,21 +248,22 @@ impl Routing {
         self.connection.ask(wire::remove_local_route(link, address), |_, _| {})
     }
 
-    /// Lists the addresses of a link, or of all links for index 0. Kernels before 4.20 always list
-    /// the addresses of all links. `is_wanted` also receives the message about the address.
-    fn list_addresses(
+    /// Lists what `select` returns for the addresses of a link, or of all links for index 0. Kernels
+    /// before 4.20 always list the addresses of all links. `select` also receives the message about
+    /// the address.
+    fn list_addresses<T>(
         &mut self,
         link: u32,
-        is_wanted: impl Fn(&LinkAddress, &[u8]) -> bool,
-    ) -> Result<Vec<LinkAddress>, NetlinkError> {
+        select: impl Fn(LinkAddress, &[u8]) -> Option<T>,
+    ) -> Result<Vec<T>, NetlinkError> {
         let mut all = Vec::new();
-        for family in [libc::AF_INET, libc::AF_INET6] {
-            let request = wire::list_addresses(family, link);
-            let found: Result<_, NetlinkError> = self.connection.list(&request, |found: &mut Vec<_>, payload| {
-                found.extend(wire::address(payload)?.filter(|found| is_wanted(found, payload)));
+        for family in [Family::V4, Family::V6] {
+            let dump = libc::NLM_F_DUMP as u16;
+            let request = wire::address_request(libc::RTM_GETADDR, dump, family, 0, 0, link);
+            all.append(&mut self.connection.list(&request, |found: &mut Vec<_>, payload| {
+                found.extend(wire::address(payload)?.and_then(|found| select(found, payload)));
                 Ok(())
-            });
-            all.append(&mut found?);
+            })?);
         }
         Ok(all)
     }

@@ -126,20 +126,12 @@ impl Socket {
         Ok(retry_on_intr(|| send(&self.fd, bytes, SendFlags::empty())).map(drop)?)
     }
 
-    /// Waits for the kernel's next answer and reads it into `buffer`. Returns the filled part.
-    pub(super) fn receive<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
-        self.receive_with(RecvFlags::empty(), buffer)
-    }
-
-    /// Like [`Self::receive`], but without waiting. Fails with `EAGAIN` if no answer is available.
-    pub(super) fn receive_now<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
-        self.receive_with(RecvFlags::DONTWAIT, buffer)
-    }
-
-    fn receive_with<'a>(&self, flags: RecvFlags, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
+    /// Reads the kernel's next answer into `buffer`, and returns the filled part. `waits` waits for
+    /// an answer. Otherwise, the call fails with `EAGAIN` if no answer is available.
+    pub(super) fn receive<'a>(&self, buffer: &'a mut [u8], waits: bool) -> io::Result<&'a [u8]> {
+        let flags = RecvFlags::TRUNC | if waits { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
         loop {
-            let (_, received, sender) =
-                retry_on_intr(|| recvfrom(&self.fd, &mut buffer[..], RecvFlags::TRUNC | flags))?;
+            let (_, received, sender) = retry_on_intr(|| recvfrom(&self.fd, &mut buffer[..], flags))?;
             if received > buffer.len() {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "a netlink message longer than the buffer"));
             }

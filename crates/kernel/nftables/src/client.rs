@@ -1,13 +1,14 @@
 //! The connection to the kernel's nftables.
 
-use std::{cell::Cell, cmp::Ordering, thread, time::Duration};
+use std::{cmp::Ordering, thread, time::Duration};
 
 use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Refusal, Request, netfilter};
+use libc::NLM_F_DUMP;
 
 use crate::{
-    Chain, Element, ElementData, Family, Fault, Generation, Listed, NftablesError, Rule, Set, Table, TableName,
-    Transaction, Value, describe,
-    wire::{self, decode, message},
+    Chain, Element, ElementData, Family, Generation, Listed, NftablesError, Rule, Set, Table, TableName, Transaction,
+    Value, describe,
+    wire::{self, Field, about},
 };
 
 /// The maximum number of attempts to obtain a complete list.
@@ -52,9 +53,7 @@ impl Nftables {
     /// # Errors
     /// The kernel rejects the query or does not answer.
     pub fn generation(&mut self) -> Result<Generation, NftablesError> {
-        let mut found = Err(Malformed("no answer has the generation"));
-        self.connection.ask(wire::get_generation(), |_, payload| found = decode::new_generation(payload))?;
-        Ok(found?)
+        Ok(self.connection.ask_one(&wire::request(libc::NFT_MSG_GETGEN, 0, None), wire::read_generation)?)
     }
 
     /// Executes a transaction completely or not at all.
@@ -66,9 +65,9 @@ impl Nftables {
     pub fn commit(&mut self, transaction: &Transaction) -> Result<(), NftablesError> {
         let mut faults = Vec::new();
         let requests = transaction.requests();
-        let subsystem = libc::c_int::from(wire::SUBSYSTEM);
+        let subsystem = libc::NFNL_SUBSYS_NFTABLES;
         let result = netfilter::transact(&mut self.connection, subsystem, requests, |message, refusal| {
-            faults.push(fault(transaction, message, refusal));
+            faults.push(describe::fault(transaction, message, refusal));
         });
         // The kernel drops answers only if the receive buffer is full. Only many rejections can
         // fill the buffer, and the rejections that were received suffice.
@@ -81,7 +80,7 @@ impl Nftables {
     /// The kernel does not return the list. Retry if [`NftablesError::is_transient`]; this also
     /// holds for the other methods that list objects.
     pub fn tables(&mut self, family: Option<Family>) -> Result<Vec<Listed<Table>>, NftablesError> {
-        self.list(&wire::list(message::GET_TABLE, family, None, None), decode::new_table)
+        self.list(&wire::request(libc::NFT_MSG_GETTABLE, NLM_F_DUMP, family), wire::read_table)
     }
 
     /// Lists the chains of a table in the order of their creation. The list is empty if the table
@@ -91,9 +90,9 @@ impl Nftables {
     /// The kernel does not return the list.
     pub fn chains(&mut self, table: &TableName) -> Result<Vec<Listed<Chain>>, NftablesError> {
         // The kernel lists the chains of all tables in the family.
-        self.list_some(&wire::list(message::GET_CHAIN, None, Some(table), None), |payload| {
-            Ok(Some(decode::new_chain(payload)?).filter(|chain| chain.object.table == *table))
-        })
+        let mut all = self.list(&about(libc::NFT_MSG_GETCHAIN, NLM_F_DUMP, table), wire::read_chain)?;
+        all.retain(|chain| chain.object.table == *table);
+        Ok(all)
     }
 
     /// Lists the rules of a table, or of one of its chains, in order. The list is empty if the
@@ -102,7 +101,9 @@ impl Nftables {
     /// # Errors
     /// The kernel does not return the list.
     pub fn rules(&mut self, table: &TableName, chain: Option<&str>) -> Result<Vec<Listed<Rule>>, NftablesError> {
-        self.list(&wire::list(message::GET_RULE, None, Some(table), chain), decode::new_rule)
+        let request = about(libc::NFT_MSG_GETRULE, NLM_F_DUMP, table);
+        let request = chain.iter().fold(request, |request, chain| request.text(wire::rule::CHAIN, chain));
+        self.list(&request, wire::read_rule)
     }
 
     /// Lists the sets of a table without their elements.
@@ -110,7 +111,7 @@ impl Nftables {
     /// # Errors
     /// The kernel does not return the list: `ENOENT` if the table does not exist.
     pub fn sets(&mut self, table: &TableName) -> Result<Vec<Listed<Set>>, NftablesError> {
-        self.list(&wire::list(message::GET_SET, None, Some(table), None), decode::new_set)
+        self.list(&about(libc::NFT_MSG_GETSET, NLM_F_DUMP, table), wire::read_set)
     }
 
     /// Lists the elements of a set, in no particular order. The list may contain expired elements
@@ -120,7 +121,7 @@ impl Nftables {
     /// The kernel does not return the list: `ENOENT` if the set does not exist, `EINTR` if the set
     /// changed during every attempt. Changes of other tables do not prevent the list.
     pub fn elements(&mut self, table: &TableName, set: &str) -> Result<Vec<Element>, NftablesError> {
-        Ok(self.elements_as(table, set, InSet)?.into_iter().map(|element| element.0).collect())
+        self.elements_in_order(table, set, |element| element, |one, other| place(one).cmp(&place(other)))
     }
 
     /// Lists the elements of a set like [`Self::elements`], and stores what `read` returns for
@@ -135,23 +136,33 @@ impl Nftables {
         set: &str,
         read: impl Fn(Element) -> T,
     ) -> Result<Vec<T>, NftablesError> {
-        let request = wire::list_elements(table, set);
+        self.elements_in_order(table, set, read, Ord::cmp)
+    }
+
+    /// Lists the elements of a set in an order in which different elements are not equal.
+    fn elements_in_order<T>(
+        &mut self,
+        table: &TableName,
+        set: &str,
+        read: impl Fn(Element) -> T,
+        order: impl Fn(&T, &T) -> Ordering,
+    ) -> Result<Vec<T>, NftablesError> {
         let mut before: Option<Vec<T>> = None;
+        let is_same = |(one, other): (&T, &T)| order(one, other).is_eq();
         for attempt in 0..ATTEMPTS {
             pause(attempt);
-            let catch_all = Cell::new(0);
-            let (mut found, dumped) = self.dump(&request, |all, payload| {
-                for element in decode::elements(payload)?.list.unwrap_or_default() {
-                    catch_all.set(catch_all.get() + usize::from(element.catch_all));
-                    all.push(read(element));
-                }
-                Ok(())
+            let (mut found, mut catch_all) = (Vec::new(), 0);
+            let dumped = self.each_element(table, set, |element| {
+                catch_all += usize::from(element.catch_all);
+                found.push(read(element));
             })?;
-            found.sort_unstable();
-            let is_unique = found.windows(2).all(|pair| pair[0] != pair[1]);
+            found.sort_unstable_by(&order);
+            let is_unique = !found.iter().zip(found.iter().skip(1)).any(is_same);
             // The kernel does not count the catch-all element.
-            let counted = found.len() - catch_all.get();
-            let is_as_before = before.as_ref() == Some(&found);
+            let counted = found.len() - catch_all;
+            let is_as_before = before
+                .as_ref()
+                .is_some_and(|before| before.len() == found.len() && before.iter().zip(&found).all(is_same));
             // If changes of other tables interrupt every list, the list that repeats is complete.
             let is_settled = dumped == Dumped::Whole || is_as_before;
             match self.expected_count(table, set)? {
@@ -161,14 +172,15 @@ impl Nftables {
                 _ => before = Some(found),
             }
         }
-        Err(Refusal::of_code(libc::EINTR).into())
+        Err(interrupted())
     }
+
     /// Returns a table, or `None` if the table does not exist.
     ///
     /// # Errors
     /// The kernel rejects the query or does not answer.
     pub fn table(&mut self, name: &TableName) -> Result<Option<Listed<Table>>, NftablesError> {
-        self.get(wire::get(message::GET_TABLE, name, None), decode::new_table)
+        self.get(&about(libc::NFT_MSG_GETTABLE, 0, name), wire::read_table)
     }
 
     /// Returns a set without its elements, or `None` if the set does not exist.
@@ -176,7 +188,7 @@ impl Nftables {
     /// # Errors
     /// The kernel rejects the query or does not answer.
     pub fn set(&mut self, table: &TableName, name: &str) -> Result<Option<Listed<Set>>, NftablesError> {
-        self.get(wire::get_set(table, name), decode::new_set)
+        self.get(&get_set(table, name), wire::read_set)
     }
 
     /// Passes each element of a set to `each` without storing the list. If the result is
@@ -195,22 +207,20 @@ impl Nftables {
         set: &str,
         mut each: impl FnMut(Element),
     ) -> Result<Dumped, NftablesError> {
-        let mut malformed = None;
-        let dumped =
-            self.connection.dump(wire::list_elements(table, set), |_, payload| match decode::elements(payload) {
-                Ok(elements) => elements.list.into_iter().flatten().for_each(&mut each),
-                Err(error) => malformed = Some(error),
-            });
-        malformed.map_or(Ok(()), Err)?;
-        Ok(dumped?)
+        let request = about(libc::NFT_MSG_GETSETELEM, NLM_F_DUMP, table).text(wire::element::LIST_SET, set);
+        let ((), dumped) = self.connection.list_once(&request, |(), payload| {
+            wire::read_elements(payload)?.list.into_iter().flatten().for_each(&mut each);
+            Ok(())
+        })?;
+        Ok(dumped)
     }
 
     /// Determines how to check that a list of elements is complete.
     fn expected_count(&mut self, table: &TableName, set: &str) -> Result<Expected, NftablesError> {
-        let read = |payload: &[u8]| Ok((decode::new_set(payload)?.object, decode::element_count(payload)?));
-        let Some((set, count)) = self.get(wire::get_set(table, set), read)? else {
-            return Err(Refusal::of_code(libc::ENOENT).into());
-        };
+        // Linux 6.16 reports the number of elements.
+        let count = |payload: &[u8]| Option::<u32>::read(&wire::split(payload)?.1, wire::set::COUNT);
+        let read = |payload: &[u8]| Ok((wire::read_set(payload)?.object, count(payload)?));
+        let (set, count) = self.connection.ask_one(&get_set(table, set), read)?;
         // Only lists of hash tables that grow are unreliable. If elements expire, the kernel counts
         // some elements that it does not list.
         let may_grow = !set.flags.interval && (set.size.is_none() || set.flags.timeout || set.flags.dynamic);
@@ -223,40 +233,27 @@ impl Nftables {
 
     fn get<T>(
         &mut self,
-        request: Request,
+        request: &Request,
         read: impl Fn(&[u8]) -> Result<T, Malformed>,
     ) -> Result<Option<T>, NftablesError> {
-        let mut found = None;
-        match self.connection.ask(request, |_, payload| found = Some(read(payload))) {
+        match self.connection.ask_one(request, read) {
             Err(error) if error.refusal_code() == Some(libc::ENOENT) => Ok(None),
-            result => {
-                result?;
-                Ok(found.transpose()?)
-            }
+            result => Ok(Some(result?)),
         }
     }
 
+    /// Lists objects. A change of any table in the network namespace interrupts the list. If the
+    /// kernel interrupts every attempt, two successive lists that are the same are complete.
     fn list<T: PartialEq>(
         &mut self,
         request: &Request,
         read: impl Fn(&[u8]) -> Result<T, Malformed>,
     ) -> Result<Vec<T>, NftablesError> {
-        self.list_some(request, |payload| read(payload).map(Some))
-    }
-
-    /// Lists the objects that `read` returns. A change of any table in the network namespace
-    /// interrupts the list. If the kernel interrupts every attempt, two successive lists that are
-    /// the same are complete.
-    fn list_some<T: PartialEq>(
-        &mut self,
-        request: &Request,
-        read: impl Fn(&[u8]) -> Result<Option<T>, Malformed>,
-    ) -> Result<Vec<T>, NftablesError> {
         let mut before = None;
         for attempt in 0..ATTEMPTS {
             pause(attempt);
-            let (found, dumped) = self.dump(request, |found, payload| {
-                found.extend(read(payload)?);
+            let (found, dumped) = self.connection.list_once(request, |found: &mut Vec<T>, payload| {
+                found.push(read(payload)?);
                 Ok(())
             })?;
             if dumped == Dumped::Whole || before.as_ref() == Some(&found) {
@@ -264,23 +261,23 @@ impl Nftables {
             }
             before = Some(found);
         }
-        Err(Refusal::of_code(libc::EINTR).into())
+        Err(interrupted())
     }
+}
 
-    fn dump<T>(
-        &mut self,
-        request: &Request,
-        add: impl Fn(&mut Vec<T>, &[u8]) -> Result<(), Malformed>,
-    ) -> Result<(Vec<T>, Dumped), NftablesError> {
-        let (mut found, mut malformed) = (Vec::new(), None);
-        let dumped = self.connection.dump(request.clone(), |_, payload| {
-            if let Err(error) = add(&mut found, payload) {
-                malformed = Some(error);
-            }
-        });
-        malformed.map_or(Ok(()), Err)?;
-        Ok((found, dumped?))
-    }
+/// The place of an element among the elements of its set.
+fn place(element: &Element) -> (bool, &Value, bool, &Option<ElementData>) {
+    (element.catch_all, &element.key, element.interval_end, &element.data)
+}
+
+/// Queries one set.
+fn get_set(table: &TableName, name: &str) -> Request {
+    about(libc::NFT_MSG_GETSET, 0, table).text(wire::set::NAME, name)
+}
+
+/// Changes interrupted every attempt to obtain a list.
+fn interrupted() -> NftablesError {
+    NetlinkError::Kernel(Refusal::of_code(libc::EINTR)).into()
 }
 
 /// Pauses before another attempt to obtain a list, for 127 ms in all attempts together.
@@ -298,54 +295,4 @@ enum Expected {
     Count(usize),
     /// Two successive lists must have equal keys.
     Unknown,
-}
-
-/// An element with an order among the elements of its set.
-struct InSet(Element);
-
-impl InSet {
-    fn place(&self) -> (bool, &Value, bool, &Option<ElementData>) {
-        let Self(element) = self;
-        (element.catch_all, &element.key, element.interval_end, &element.data)
-    }
-}
-
-impl Ord for InSet {
-    fn cmp(&self, other: &Self) -> Ordering {
-        self.place().cmp(&other.place())
-    }
-}
-
-impl PartialOrd for InSet {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for InSet {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other).is_eq()
-    }
-}
-
-impl Eq for InSet {}
-
-fn fault(transaction: &Transaction, message: Option<usize>, refusal: Refusal) -> Fault {
-    let offset = refusal.offset_bytes;
-    let request = message.and_then(|message| transaction.requests().get(message));
-    let at = request.zip(offset.and_then(|offset| usize::try_from(offset).ok()));
-    let element = at.and_then(|(request, offset)| decode::element_at(request.payload(), offset));
-    Fault {
-        message,
-        element: element.map(|(index, _)| index),
-        what: transaction.describe(message, offset),
-        reason: describe::reason(&refusal),
-        refusal,
-    }
-}
-
-impl From<Refusal> for NftablesError {
-    fn from(refusal: Refusal) -> Self {
-        Self::Netlink(NetlinkError::Kernel(refusal))
-    }
 }

@@ -1,65 +1,55 @@
-//! Descriptions of requests and of the kernel's errors in words.
+//! Descriptions of faulty changes and of the kernel's errors in words.
 
-use headgate_netlink::{Refusal, Request};
+use headgate_netlink::{Malformed, Refusal, Request};
 
 use crate::{
-    Element,
-    wire::{self, decode, message},
+    Element, Fault, Transaction,
+    wire::{self, Field},
 };
 
-/// Describes a request. If `offset_bytes` lies within an element, the text names that element.
-pub(crate) fn request(request: &Request, offset_bytes: Option<u32>) -> String {
-    let payload = request.payload();
-    let text = describe(request, payload, offset_bytes);
-    // The payload can be decoded, because this crate encoded it.
-    text.unwrap_or_else(|_| format!("message of type {}", request.kind()))
+/// Describes a fault of a transaction. `message` is the index of the faulty request. If the kernel
+/// reports a position within an element, the text names that element.
+pub(crate) fn fault(transaction: &Transaction, message: Option<usize>, refusal: Refusal) -> Fault {
+    let request = message.and_then(|message| transaction.requests().get(message));
+    let offset = refusal.offset_bytes.and_then(|offset| usize::try_from(offset).ok());
+    let element = request.zip(offset).and_then(|(request, offset)| wire::element_at(request.payload(), offset));
+    let what = match request {
+        // The payload can be decoded, because this crate encoded it.
+        Some(request) => describe(request, element.as_ref().map(|(_, element)| element))
+            .unwrap_or_else(|_| format!("message of type {}", request.kind())),
+        None => "the transaction as a whole".into(),
+    };
+    Fault { message, element: element.map(|(index, _)| index), what, reason: reason(&refusal), refusal }
 }
 
-fn describe(
-    request: &Request,
-    payload: &[u8],
-    offset_bytes: Option<u32>,
-) -> Result<String, headgate_netlink::Malformed> {
-    let command = wire::command(request.kind()).unwrap_or(u8::MAX);
-    let verb = match command {
-        message::DELETE_TABLE
-        | message::DELETE_CHAIN
-        | message::DELETE_RULE
-        | message::DELETE_SET
-        | message::DELETE_ELEMENTS => "deleting",
-        _ => "adding",
-    };
+fn describe(request: &Request, element: Option<&Element>) -> Result<String, Malformed> {
+    let payload = request.payload();
+    let command = wire::command(request.kind()).unwrap_or_default();
+    let verb = if wire::deletes(command) { "deleting" } else { "adding" };
+    let (table, fields) = wire::split(payload)?;
+    let name = |kind| String::read(&fields, kind);
     Ok(match command {
-        message::NEW_TABLE | message::DELETE_TABLE => {
-            format!("{verb} table {}", decode::new_table(payload)?.object.name)
+        libc::NFT_MSG_NEWTABLE | libc::NFT_MSG_DELTABLE => format!("{verb} table {table}"),
+        libc::NFT_MSG_NEWCHAIN | libc::NFT_MSG_DELCHAIN => {
+            format!("{verb} chain {} of table {table}", name(wire::chain::NAME)?)
         }
-        message::NEW_CHAIN | message::DELETE_CHAIN => {
-            let chain = decode::new_chain(payload)?.object;
-            format!("{verb} chain {} of table {}", chain.name, chain.table)
+        libc::NFT_MSG_NEWRULE | libc::NFT_MSG_DELRULE => {
+            let which = if command == libc::NFT_MSG_NEWRULE { "a rule" } else { "all rules" };
+            let comment = crate::comment_of(fields.bytes(wire::rule::USER_DATA).unwrap_or_default());
+            let comment = comment.map(|text| format!(" \"{text}\"")).unwrap_or_default();
+            format!("{verb} {which}{comment} of chain {} of table {table}", name(wire::rule::CHAIN)?)
         }
-        message::NEW_RULE | message::DELETE_RULE => {
-            let rule = decode::new_rule(payload)?.object;
-            let which = if command == message::NEW_RULE { "a rule" } else { "all rules" };
-            let comment = crate::comment_of(&rule.user_data).map(|text| format!(" \"{text}\"")).unwrap_or_default();
-            format!("{verb} {which}{comment} of chain {} of table {}", rule.chain, rule.table)
-        }
-        message::NEW_SET | message::DELETE_SET => {
-            let set = decode::new_set(payload)?.object;
-            format!("{verb} set {} of table {}", set.name, set.table)
+        libc::NFT_MSG_NEWSET | libc::NFT_MSG_DELSET => {
+            format!("{verb} set {} of table {table}", name(wire::set::NAME)?)
         }
         _ => {
-            let elements = decode::elements(payload)?;
-            let at = offset_bytes.and_then(|offset| usize::try_from(offset).ok());
-            let found = at.and_then(|at| decode::element_at(payload, at));
-            let which = match (&elements.list, &found) {
-                (_, Some((_, element))) => format!("element {}", key(element)),
-                (Some(list), None) => match list.as_slice() {
-                    [only] => format!("element {}", key(only)),
-                    several => format!("{} elements", several.len()),
-                },
+            let wire::Elements { set, list, .. } = wire::read_elements(payload)?;
+            let which = match (element, list.as_deref()) {
+                (Some(one), _) | (None, Some([one])) => format!("element {}", key(one)),
+                (None, Some(several)) => format!("{} elements", several.len()),
                 (None, None) => "all elements".into(),
             };
-            format!("{verb} {which} of set {} of table {}", elements.set, elements.table)
+            format!("{verb} {which} of set {set} of table {table}")
         }
     })
 }
@@ -74,7 +64,7 @@ fn key(element: &Element) -> String {
 
 /// The reason for a rejection: the meaning of the error number, followed by the kernel's own text
 /// if the kernel sent one.
-pub(crate) fn reason(refusal: &Refusal) -> String {
+fn reason(refusal: &Refusal) -> String {
     let text = match refusal.code {
         libc::EMLINK | libc::ELOOP => "jumps form a loop, or are nested more than 16 chains deep".into(),
         libc::ENFILE => "the set is full".into(),

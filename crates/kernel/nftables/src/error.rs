@@ -1,6 +1,6 @@
 //! Errors of nftables requests.
 
-use headgate_netlink::{Malformed, NetlinkError, Refusal};
+use headgate_netlink::{NetlinkError, Refusal};
 
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]
@@ -15,9 +15,6 @@ pub enum NftablesError {
     /// is unknown whether the kernel executed the transaction.
     #[error("nftables: {0}")]
     Netlink(#[from] NetlinkError),
-    /// The kernel's answer has an unexpected format.
-    #[error("nftables: the kernel's answer is malformed: {0}")]
-    Malformed(#[from] Malformed),
 }
 
 impl NftablesError {
@@ -27,7 +24,7 @@ impl NftablesError {
         match self {
             Self::Refused(faults) => faults.first().map(|fault| fault.refusal.code),
             Self::Netlink(error) => error.refusal_code(),
-            Self::Missing | Self::Malformed(_) => None,
+            Self::Missing => None,
         }
     }
 

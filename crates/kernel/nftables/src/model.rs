@@ -8,7 +8,7 @@ mod value;
 pub use expression::{DynamicSet, Expression};
 pub use operand::{
     AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSetOperation, FibFlags, FibResult, Generator,
-    LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, RegisterRange, Reject,
+    LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Policy, RegisterRange, Reject,
 };
 pub use set::{DataType, Element, ElementData, Set, SetData, SetFlags, ValueType};
 pub use value::{Register, Value, Verdict};
@@ -19,17 +19,17 @@ use std::fmt;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Family {
     /// IPv4 and IPv6 together.
-    Inet,
+    Inet = 1,
     /// IPv4.
-    Ip,
+    Ip = 2,
     /// ARP.
-    Arp,
+    Arp = 3,
     /// Ingress and egress of devices.
-    Netdev,
+    Netdev = 5,
     /// Bridges.
-    Bridge,
+    Bridge = 7,
     /// IPv6.
-    Ip6,
+    Ip6 = 10,
 }
 
 impl Family {
@@ -39,14 +39,7 @@ impl Family {
     /// The kernel's number of the family.
     #[must_use]
     pub fn number(self) -> u8 {
-        match self {
-            Self::Inet => 1,
-            Self::Ip => 2,
-            Self::Arp => 3,
-            Self::Netdev => 5,
-            Self::Bridge => 7,
-            Self::Ip6 => 10,
-        }
+        self as u8
     }
 
     /// Returns the family with this number.
@@ -190,15 +183,6 @@ impl Hook {
         let known = Self::ALL.into_iter().find(|hook| is_ip && hook.number() == number);
         known.unwrap_or(Self::Other(number))
     }
-}
-
-/// The verdict on packets that reach the end of a base chain.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Policy {
-    /// The packets continue.
-    Accept,
-    /// The packets are dropped.
-    Drop,
 }
 
 /// The properties of a base chain.

@@ -2,12 +2,10 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use headgate_netlink::{Heard, Listener, Malformed, Notification};
+use headgate_netlink::{Heard, Listener, Malformed, Message, NetlinkError};
+use libc::c_int;
 
-use crate::{
-    Chain, Element, Generation, NftablesError, Set, Table, TableName,
-    wire::{self, decode, message},
-};
+use crate::{Chain, Element, Generation, NftablesError, Set, Table, TableName, wire};
 
 /// One change of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -113,11 +111,13 @@ impl Monitor {
     /// The read fails, or a notification is malformed.
     pub fn read(&mut self) -> Result<Observed, NftablesError> {
         let mut events = Vec::new();
-        let heard = self.0.receive(|notification| events.extend(event(&notification).transpose()))?;
+        let heard = self.0.receive(|message| events.extend(event(&message).transpose()))?;
         Ok(match heard {
             Heard::Nothing => Observed::Nothing,
             Heard::Lost => Observed::Lost,
-            Heard::Notifications => Observed::Events(events.into_iter().collect::<Result<_, _>>()?),
+            Heard::Notifications => {
+                Observed::Events(events.into_iter().collect::<Result<_, _>>().map_err(NetlinkError::from)?)
+            }
         })
     }
 }
@@ -128,33 +128,27 @@ impl AsFd for Monitor {
     }
 }
 
-fn event(notification: &Notification<'_>) -> Result<Option<Event>, Malformed> {
-    let Some(command) = wire::command(notification.kind) else { return Ok(None) };
-    Ok(Some(Event { port: notification.port, what: changed(command, notification.payload)? }))
+fn event(message: &Message<'_>) -> Result<Option<Event>, Malformed> {
+    let Some(command) = wire::command(message.kind) else { return Ok(None) };
+    Ok(Some(Event { port: message.port, what: changed(command, message.payload)? }))
 }
 
 /// Decodes a notification.
-pub(crate) fn changed(command: u8, payload: &[u8]) -> Result<Changed, Malformed> {
-    use Presence::{Absent, Present};
+pub(crate) fn changed(command: c_int, payload: &[u8]) -> Result<Changed, Malformed> {
+    let presence = if wire::deletes(command) { Presence::Absent } else { Presence::Present };
     Ok(match command {
-        message::NEW_TABLE => Changed::Table(Present, decode::new_table(payload)?.object),
-        message::DELETE_TABLE => Changed::Table(Absent, decode::new_table(payload)?.object),
-        message::NEW_CHAIN => Changed::Chain(Present, decode::new_chain(payload)?.object),
-        message::DELETE_CHAIN => Changed::Chain(Absent, decode::new_chain(payload)?.object),
-        message::NEW_RULE | message::DELETE_RULE => {
-            let rule = decode::new_rule(payload)?;
-            let presence = if command == message::NEW_RULE { Present } else { Absent };
+        libc::NFT_MSG_NEWTABLE | libc::NFT_MSG_DELTABLE => Changed::Table(presence, wire::read_table(payload)?.object),
+        libc::NFT_MSG_NEWCHAIN | libc::NFT_MSG_DELCHAIN => Changed::Chain(presence, wire::read_chain(payload)?.object),
+        libc::NFT_MSG_NEWRULE | libc::NFT_MSG_DELRULE => {
+            let rule = wire::read_rule(payload)?;
             Changed::Rule { presence, table: rule.object.table, chain: rule.object.chain, handle: rule.handle }
         }
-        message::NEW_SET => Changed::Set(Present, decode::new_set(payload)?.object),
-        message::DELETE_SET => Changed::Set(Absent, decode::new_set(payload)?.object),
-        message::NEW_ELEMENTS | message::DELETE_ELEMENTS => {
-            let presence = if command == message::NEW_ELEMENTS { Present } else { Absent };
-            let found = decode::elements(payload)?;
-            let elements = found.list.unwrap_or_default();
-            Changed::Elements { presence, table: found.table, set: found.set, elements }
+        libc::NFT_MSG_NEWSET | libc::NFT_MSG_DELSET => Changed::Set(presence, wire::read_set(payload)?.object),
+        libc::NFT_MSG_NEWSETELEM | libc::NFT_MSG_DELSETELEM => {
+            let wire::Elements { table, set, list } = wire::read_elements(payload)?;
+            Changed::Elements { presence, table, set, elements: list.unwrap_or_default() }
         }
-        message::NEW_GENERATION => Changed::Generation(decode::new_generation(payload)?),
-        command => Changed::Other { command },
+        libc::NFT_MSG_NEWGEN => Changed::Generation(wire::read_generation(payload)?),
+        command => Changed::Other { command: command as u8 },
     })
 }

@@ -1,9 +1,9 @@
 //! Detects the features of a kernel by trials, not by the version of the kernel.
 
 use crate::{
-    AddressFamily, Chain, CtKey, DataType, Direction, DynamicSet, DynamicSetOperation, Expression, Family, Fault,
-    FibFlags, FibResult, Generator, Malformed, MetaKey, NatFlags, NatKind, Nftables, NftablesError, Register, Reject,
-    Rule, Set, Table, TableName, Transaction, Value,
+    AddressFamily, Bytes, Chain, CtKey, DataType, Direction, DynamicSet, DynamicSetOperation, Expression, Family,
+    Fault, FibFlags, FibResult, Generator, Malformed, MetaKey, NatFlags, NatKind, NetlinkError, Nftables,
+    NftablesError, Register, Reject, Rule, Set, Table, TableName, Transaction, Value,
 };
 
 /// A feature that some kernels lack because of their version or configuration.
@@ -49,12 +49,11 @@ pub struct Support {
 /// # Errors
 /// The kernel does not answer.
 pub fn probe(kernel: &mut Nftables, family: Family, features: &[Feature]) -> Result<Vec<Support>, NftablesError> {
-    let mut all = Vec::new();
-    for feature in features {
+    let mut support = |feature: &Feature| {
         let fault = refusals(kernel, &attempt(*feature, family))?.into_iter().next();
-        all.push(Support { feature: *feature, fault });
-    }
-    Ok(all)
+        Ok(Support { feature: *feature, fault })
+    };
+    features.iter().map(&mut support).collect()
 }
 
 /// Lists what the kernel would reject in a transaction, without executing the transaction. The list
@@ -74,7 +73,7 @@ pub fn refusals(kernel: &mut Nftables, transaction: &Transaction) -> Result<Vec<
             Ok(faults.into_iter().filter(|fault| fault.message != Some(last)).collect())
         }
         Err(error) => Err(error),
-        Ok(()) => Err(Malformed("the kernel deleted a table that cannot exist").into()),
+        Ok(()) => Err(NetlinkError::Malformed(Malformed("the kernel deleted a table that cannot exist")).into()),
     }
 }
 
@@ -84,79 +83,62 @@ fn attempt(feature: Feature, family: Family) -> Transaction {
     let mut all = Transaction::new();
     all.add_table(&if feature == Feature::OwnerAndPersist { table.owned_and_persistent() } else { table });
     all.add_chain(&Chain::regular(&name, "chain"));
-    if let Some(set) = set(feature, &name) {
-        all.add_set(&set);
+    let set = Set::new(&name, "set", &[DataType::Mark]);
+    match feature {
+        Feature::SetExpressions => all.add_set(&Set { expressions: vec![Expression::counter()], ..set }),
+        Feature::DynamicSetDelete => all.add_set(&set.with_size(16).with_timeout_ms(1000).dynamic()),
+        _ => {}
     }
-    if let Some(expression) = expression(feature, family) {
-        all.add_rule(&Rule::new(&name, "chain", before(feature).into_iter().chain([expression]).collect()));
-    }
+    all.add_rule(&Rule::new(&name, "chain", rule(feature, family)));
     all
 }
 
-/// Expressions that must precede an expression of the feature in its rule.
-fn before(feature: Feature) -> Vec<Expression> {
-    let to = Register::R1;
-    match feature {
-        Feature::Hash | Feature::DynamicSetDelete => {
-            vec![Expression::Immediate { to, value: Value::host_u32(1) }]
-        }
-        Feature::Masquerade | Feature::Nat => vec![
-            Expression::Meta { key: MetaKey::L4Protocol, to },
-            Expression::equal(to, Value::byte(6)),
-            Expression::Immediate { to, value: Value::port(1) },
-        ],
-        _ => Vec::new(),
-    }
-}
-
-fn set(feature: Feature, table: &TableName) -> Option<Set> {
-    let set = Set::new(table, "set", &[DataType::Mark]);
-    match feature {
-        Feature::SetExpressions => Some(Set { expressions: vec![Expression::counter()], ..set }),
-        Feature::DynamicSetDelete => Some(set.with_size(16).with_timeout_ms(1000).dynamic()),
-        _ => None,
-    }
-}
-
-fn expression(feature: Feature, of_table: Family) -> Option<Expression> {
+/// The expression of a feature, after the expressions that must precede it in a rule. A feature of
+/// sets or tables has none.
+fn rule(feature: Feature, of_table: Family) -> Vec<Expression> {
     let to = Register::R1;
     let family = match of_table {
         Family::Ip => AddressFamily::Ip,
         Family::Ip6 => AddressFamily::Ip6,
         _ => AddressFamily::Inet,
     };
-    Some(match feature {
-        Feature::Fib => Expression::Fib { result: FibResult::AddressType, flags: FibFlags::DESTINATION, to },
+    let number = Expression::Immediate { to, value: Value::host_u32(1) };
+    let to_port = |expression| {
+        let is_tcp = [Expression::Meta { key: MetaKey::L4Protocol, to }, Expression::equal(to, Value::byte(6))];
+        let port = Expression::Immediate { to, value: Value::port(1) };
+        is_tcp.into_iter().chain([port, expression]).collect()
+    };
+    match feature {
+        Feature::Fib => vec![Expression::Fib { result: FibResult::AddressType, flags: FibFlags::DESTINATION, to }],
         Feature::NumberGenerator => {
-            Expression::NumberGenerator { generator: Generator::Random, modulus: 2, offset: 0, to }
+            vec![Expression::NumberGenerator { generator: Generator::Random, modulus: 2, offset: 0, to }]
         }
-        Feature::Hash => Expression::Hash { from: to, length: 4, modulus: 2, seed: Some(1), offset: 0, to },
+        Feature::Hash => {
+            vec![number, Expression::Hash { from: to, length: 4, modulus: 2, seed: Some(1), offset: 0, to }]
+        }
         Feature::Nat => {
             let (kind, flags) = (NatKind::Destination, NatFlags::NONE);
-            Expression::Nat { kind, family, address: None, port: Some(to.into()), flags }
+            to_port(Expression::Nat { kind, family, address: None, port: Some(to.into()), flags })
         }
-        Feature::Masquerade => Expression::Masquerade { port: None, flags: NatFlags::FULLY_RANDOM },
+        Feature::Masquerade => to_port(Expression::Masquerade { port: None, flags: NatFlags::FULLY_RANDOM }),
         // `ICMP_PORT_UNREACH` and `ICMPV6_PORT_UNREACH`
-        Feature::Reject => Expression::Reject(match of_table {
+        Feature::Reject => vec![Expression::Reject(match of_table {
             Family::Ip => Reject::Icmp(3),
             Family::Ip6 => Reject::Icmp(4),
             _ => Reject::TcpReset,
-        }),
+        })],
         Feature::ConntrackAddresses => {
             let key = if of_table == Family::Ip6 { CtKey::DestinationIp6 } else { CtKey::DestinationIp };
-            Expression::Conntrack { key, direction: Some(Direction::Original), to }
+            vec![Expression::Conntrack { key, direction: Some(Direction::Original), to }]
         }
-        Feature::DynamicSetDelete => Expression::DynamicSet(DynamicSet {
-            set: "set".into(),
-            operation: DynamicSetOperation::Delete,
-            key: to,
-            data: None,
-            timeout_ms: None,
-            expressions: Vec::new(),
-        }),
+        Feature::DynamicSetDelete => {
+            let (set, operation) = ("set".into(), DynamicSetOperation::Delete);
+            let change = DynamicSet { set, operation, key: to, data: None, timeout_ms: None, expressions: Vec::new() };
+            vec![number, Expression::DynamicSet(change)]
+        }
         Feature::Limit => {
-            Expression::Limit { rate: 1, seconds: 1, burst: 5, bytes: crate::Bytes::Ignored, inverted: false }
+            vec![Expression::Limit { rate: 1, seconds: 1, burst: 5, bytes: Bytes::Ignored, inverted: false }]
         }
-        _ => return None,
-    })
+        Feature::SetExpressions | Feature::OwnerAndPersist => Vec::new(),
+    }
 }

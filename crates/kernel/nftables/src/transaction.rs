@@ -2,7 +2,10 @@
 
 use headgate_netlink::Request;
 
-use crate::{Chain, Element, Fault, Rule, Set, Table, TableName, describe, wire};
+use crate::{
+    Chain, Element, Fault, Rule, Set, Table, TableName,
+    wire::{self, about},
+};
 
 /// An ordered list of changes. The kernel executes either all changes or none, and packets see only
 /// the state before or after the transaction. Each change sees the earlier changes of the
@@ -45,44 +48,44 @@ impl Transaction {
     /// Adds a table. An existing table is kept. If it has no owner, a persistent table gets the
     /// connection as its owner.
     pub fn add_table(&mut self, table: &Table) {
-        self.requests.push(wire::new_table(table));
+        self.requests.push(wire::put_table(table));
     }
 
     /// Deletes a table with its contents. Fails with `ENOENT` if the table does not exist.
     pub fn delete_table(&mut self, table: &TableName) {
-        self.requests.push(wire::delete_table(table));
+        self.requests.push(about(libc::NFT_MSG_DELTABLE, 0, table));
     }
 
     /// Adds a chain. If a base chain exists, its policy is changed.
     pub fn add_chain(&mut self, chain: &Chain) {
-        self.requests.push(wire::new_chain(chain));
+        self.requests.push(wire::put_chain(chain));
     }
 
     /// Deletes a chain with its rules. Fails with `EBUSY` if a rule or an element jumps to the
     /// chain.
     pub fn delete_chain(&mut self, table: &TableName, name: &str) {
-        self.requests.push(wire::delete_chain(table, name));
+        self.requests.push(about(libc::NFT_MSG_DELCHAIN, 0, table).text(wire::chain::NAME, name));
     }
 
     /// Adds a rule at the end of its chain.
     pub fn add_rule(&mut self, rule: &Rule) {
-        self.requests.push(wire::new_rule(rule));
+        self.requests.push(wire::put_rule(rule));
     }
 
     /// Deletes all rules of a chain.
     pub fn flush_chain(&mut self, table: &TableName, chain: &str) {
-        self.requests.push(wire::flush_chain(table, chain));
+        self.requests.push(about(libc::NFT_MSG_DELRULE, 0, table).text(wire::rule::CHAIN, chain));
     }
 
     /// Adds a set or map. An existing set is kept, and must have the same properties.
     pub fn add_set(&mut self, set: &Set) {
         self.sets += 1;
-        self.requests.push(wire::new_set(set, self.sets));
+        self.requests.push(wire::put_set(set, self.sets));
     }
 
     /// Deletes a set with its elements. Fails with `EBUSY` if a rule refers to the set.
     pub fn delete_set(&mut self, table: &TableName, name: &str) {
-        self.requests.push(wire::delete_set(table, name));
+        self.requests.push(about(libc::NFT_MSG_DELSET, 0, table).text(wire::set::NAME, name));
     }
 
     /// Adds any number of elements to a set. Existing elements are kept. If a map has a key with
@@ -93,7 +96,8 @@ impl Transaction {
         set: impl AsRef<str>,
         elements: impl IntoIterator<Item = Element>,
     ) {
-        self.requests.extend(wire::new_elements(table, set.as_ref(), elements));
+        let (command, flags) = (libc::NFT_MSG_NEWSETELEM, libc::NLM_F_CREATE);
+        self.requests.extend(wire::put_elements(command, flags, table, set.as_ref(), elements));
     }
 
     /// Deletes elements by their keys. Fails with `ENOENT` if an element does not exist.
@@ -103,12 +107,12 @@ impl Transaction {
         set: impl AsRef<str>,
         elements: impl IntoIterator<Item = Element>,
     ) {
-        self.requests.extend(wire::delete_elements(table, set.as_ref(), elements));
+        self.requests.extend(wire::put_elements(libc::NFT_MSG_DELSETELEM, 0, table, set.as_ref(), elements));
     }
 
     /// Deletes all elements of a set.
     pub fn flush_set(&mut self, table: &TableName, set: &str) {
-        self.requests.push(wire::flush_set(table, set));
+        self.requests.push(about(libc::NFT_MSG_DELSETELEM, 0, table).text(wire::element::LIST_SET, set));
     }
 
     /// The element that the kernel refuses to add, with its table and the name of its set. `None`
@@ -116,25 +120,15 @@ impl Transaction {
     #[must_use]
     pub fn added_element(&self, fault: &Fault) -> Option<(TableName, String, Element)> {
         let request = self.requests.get(fault.message?)?;
-        if wire::command(request.kind()) != Some(wire::message::NEW_ELEMENTS) {
+        if wire::command(request.kind()) != Some(libc::NFT_MSG_NEWSETELEM) {
             return None;
         }
-        let elements = wire::decode::elements(request.payload()).ok()?;
+        let elements = wire::read_elements(request.payload()).ok()?;
         let element = elements.list?.into_iter().nth(fault.element?)?;
         Some((elements.table, elements.set, element))
     }
 
     pub(crate) fn requests(&self) -> &[Request] {
         &self.requests
-    }
-
-    /// Describes the faulty change. `index` is the index of its message. `offset_bytes` is the
-    /// position of the fault in the message. If the position lies within an element, the text names
-    /// the element.
-    pub(crate) fn describe(&self, index: Option<usize>, offset_bytes: Option<u32>) -> String {
-        match index.and_then(|index| self.requests.get(index)) {
-            Some(request) => describe::request(request, offset_bytes),
-            None => "the transaction as a whole".into(),
-        }
     }
 }

@@ -237,7 +237,6 @@ pub(super) fn of_ipvs(error: IpvsError) -> DataplaneError {
     let kind = match &error {
         IpvsError::Missing => ErrorKind::Unavailable,
         IpvsError::Netlink(error) => kind_of_netlink(error),
-        IpvsError::Malformed(_) => ErrorKind::NeedsFullSync,
     };
     DataplaneError::new(kind, error)
 }

@@ -133,7 +133,7 @@ fn failure(what: &str, error: &NftablesError) -> DataplaneError {
             Some(libc::EPERM) => ErrorKind::Retry,
             _ => ErrorKind::NeedsFullSync,
         },
-        NftablesError::Netlink(_) | NftablesError::Malformed(_) => ErrorKind::Retry,
+        NftablesError::Netlink(_) => ErrorKind::Retry,
     };
     DataplaneError::new(kind, format!("{what}: {error}"))
 }

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{Forwarding, Persistence, SchedulerFlags};
 
-const FAMILY: generic::Family = generic::Family { id: 0x20, version: 1 };
+const FAMILY: u16 = 0x20;
 
 fn at(text: &str) -> SocketAddr {
     text.parse().unwrap()
@@ -107,7 +107,7 @@ mod golden {
 }
 
 fn answer(fill: impl FnOnce(Request) -> Request) -> Vec<u8> {
-    fill(FAMILY.request(1, 0)).payload().to_vec()
+    fill(request(FAMILY, 1, 0)).payload().to_vec()
 }
 
 #[test]

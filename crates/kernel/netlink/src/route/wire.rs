@@ -3,128 +3,55 @@
 use std::net::IpAddr;
 
 use super::{Change, Event, Link, LinkAddress, Prefix};
-use crate::{Malformed, Request, checked_attributes, read_ip, read_text, read_u32};
+use crate::{Family, Fields, Malformed, Request, read_ip, read_text, read_u32};
 
-/// `IFLA_IFNAME`.
-const LINK_NAME: u16 = 3;
-/// `IFLA_LINKINFO`.
-const LINK_INFO: u16 = 18;
-/// `IFLA_INFO_KIND`.
-const LINK_INFO_KIND: u16 = 1;
 /// Bytes of `struct ifinfomsg`.
 const LINK_HEADER_BYTES: usize = 16;
-
-/// `IFA_ADDRESS`.
-const ADDRESS: u16 = 1;
-/// `IFA_LOCAL`: the local address. It differs from `IFA_ADDRESS` on point-to-point links.
-const ADDRESS_LOCAL: u16 = 2;
-/// `IFA_CACHEINFO`: lifetimes.
-const ADDRESS_LIFETIMES: u16 = 6;
-/// `IFA_FLAGS`.
-const ADDRESS_FLAGS: u16 = 8;
 /// Bytes of `struct ifaddrmsg`.
 const ADDRESS_HEADER_BYTES: usize = 8;
+/// `IFA_FLAGS`.
+const ADDRESS_FLAGS: u16 = 8;
 
-/// `RTA_DST`.
-const ROUTE_DESTINATION: u16 = 1;
-/// `RTA_OIF`: the index of the link.
-const ROUTE_LINK: u16 = 4;
-
-const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
-const FLAG_REPLACE: u16 = libc::NLM_F_REPLACE as u16;
 const FLAG_CREATE: u16 = (libc::NLM_F_CREATE | libc::NLM_F_EXCL) as u16;
 
-fn family_of(address: IpAddr) -> u8 {
-    family_number(if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 })
-}
-
-fn family_number(family: libc::c_int) -> u8 {
-    u8::try_from(family).unwrap_or_default()
-}
-
-fn put_ip(request: Request, kind: u16, address: IpAddr) -> Request {
-    match address {
-        IpAddr::V4(address) => request.attribute(kind, &address.octets()),
-        IpAddr::V6(address) => request.attribute(kind, &address.octets()),
-    }
-}
-
 /// Begins a request about a link. The request sets the flags `link_flags` of the link.
-fn link_request(kind: u16, flags: u16, index: u32, link_flags: u32) -> Request {
-    let mut header = [0; LINK_HEADER_BYTES];
-    header[4..8].copy_from_slice(&index.to_ne_bytes());
-    header[8..12].copy_from_slice(&link_flags.to_ne_bytes());
-    header[12..16].copy_from_slice(&link_flags.to_ne_bytes());
-    Request::new(kind, flags, &header)
-}
-
-pub(super) fn get_link(name: &str) -> Request {
-    link_request(libc::RTM_GETLINK, 0, 0, 0).text(LINK_NAME, name)
+pub(super) fn link_request(kind: u16, flags: u16, index: u32, link_flags: u32) -> Request {
+    let words = [0, index, link_flags, link_flags].map(u32::to_ne_bytes);
+    Request::new(kind, flags, words.as_flattened())
 }
 
 pub(super) fn add_dummy(name: &str) -> Request {
-    let no_arp = libc::IFF_NOARP.cast_unsigned();
-    link_request(libc::RTM_NEWLINK, FLAG_CREATE, 0, no_arp)
-        .text(LINK_NAME, name)
-        .nested(LINK_INFO, |info| info.text(LINK_INFO_KIND, "dummy"))
-}
-
-pub(super) fn remove_link(index: u32) -> Request {
-    link_request(libc::RTM_DELLINK, 0, index, 0)
+    link_request(libc::RTM_NEWLINK, FLAG_CREATE, 0, libc::IFF_NOARP.cast_unsigned())
+        .text(libc::IFLA_IFNAME, name)
+        .nested(libc::IFLA_LINKINFO, |info| info.text(libc::IFLA_INFO_KIND, "dummy"))
 }
 
 pub(super) fn link(payload: &[u8]) -> Result<Link, Malformed> {
-    let short = Malformed("a link without its header");
-    let header = payload.get(..LINK_HEADER_BYTES).ok_or(short)?;
-    let (mut name, mut kind) = (None, None);
-    for attribute in checked_attributes(payload.get(LINK_HEADER_BYTES..).ok_or(short)?) {
-        match attribute? {
-            (LINK_NAME, value) => name = Some(read_text(value)?.to_owned()),
-            (LINK_INFO, value) => {
-                for attribute in checked_attributes(value) {
-                    if let (LINK_INFO_KIND, value) = attribute? {
-                        kind = Some(read_text(value)?.to_owned());
-                    }
-                }
-            }
-            _ => {}
-        }
-    }
+    let (header, attributes) =
+        payload.split_at_checked(LINK_HEADER_BYTES).ok_or(Malformed("a link without its header"))?;
+    let fields = Fields::of(attributes)?;
+    let info = fields.get(libc::IFLA_LINKINFO, Fields::of)?;
     Ok(Link {
         index: read_u32(&header[4..8])?,
-        name: name.ok_or(Malformed("a link without a name"))?,
-        kind,
+        name: fields.need(libc::IFLA_IFNAME, read_text, "a link without a name")?,
+        kind: info.map(|info| info.get(libc::IFLA_INFO_KIND, read_text)).transpose()?.flatten(),
         flags: read_u32(&header[8..12])?,
     })
 }
 
-fn address_header(family: u8, length: u8, scope: u8, link: u32) -> [u8; ADDRESS_HEADER_BYTES] {
+/// Begins a request about addresses.
+pub(super) fn address_request(kind: u16, flags: u16, family: Family, length: u8, scope: u8, link: u32) -> Request {
     let [a, b, c, d] = link.to_ne_bytes();
-    [family, length, 0, scope, a, b, c, d]
-}
-
-fn address_request(kind: u16, flags: u16, link: u32, address: Prefix) -> Request {
-    let header = address_header(family_of(address.address), address.length, libc::RT_SCOPE_HOST, link);
-    let request = put_ip(Request::new(kind, flags, &header), ADDRESS_LOCAL, address.address);
-    put_ip(request, ADDRESS, address.address)
-}
-
-pub(super) fn list_addresses(family: libc::c_int, link: u32) -> Request {
-    Request::new(libc::RTM_GETADDR, FLAG_DUMP, &address_header(family_number(family), 0, 0, link))
+    Request::new(kind, flags, &[family.number(), length, 0, scope, a, b, c, d])
 }
 
 /// Returns the address of an address message, or `None` if the message has no address.
 pub(super) fn address(payload: &[u8]) -> Result<Option<LinkAddress>, Malformed> {
-    let short = Malformed("an address without its header");
-    let header = payload.get(..ADDRESS_HEADER_BYTES).ok_or(short)?;
-    let (mut local, mut other) = (None, None);
-    for attribute in checked_attributes(payload.get(ADDRESS_HEADER_BYTES..).ok_or(short)?) {
-        match attribute? {
-            (ADDRESS_LOCAL, value) => local = Some(read_ip(value)?),
-            (ADDRESS, value) => other = Some(read_ip(value)?),
-            _ => {}
-        }
-    }
+    let (header, attributes) =
+        payload.split_at_checked(ADDRESS_HEADER_BYTES).ok_or(Malformed("an address without its header"))?;
+    let fields = Fields::of(attributes)?;
+    // The local address differs from the other address on point-to-point links.
+    let (local, other) = (fields.get(libc::IFA_LOCAL, read_ip)?, fields.get(libc::IFA_ADDRESS, read_ip)?);
     let link = read_u32(&header[4..8])?;
     // In IPv6 the peer is not part of the key: the kernel can change it (`inet6_addr_modify`).
     let peer = other.and_then(|other| if let IpAddr::V4(peer) = other { Some(peer) } else { None });
@@ -147,7 +74,7 @@ pub(super) fn event(kind: u16, payload: &[u8]) -> Result<Option<Event>, Malforme
         // A bridge sends messages of the same types about its ports, in the family `AF_BRIDGE`. A
         // bridge sends `RTM_DELLINK` when a link is no longer a port, although the link still
         // exists (`br_ifinfo_notify` in `net/bridge/br_netlink.c`).
-        libc::RTM_NEWLINK | libc::RTM_DELLINK if payload.first() == Some(&family_number(libc::AF_UNSPEC)) => {
+        libc::RTM_NEWLINK | libc::RTM_DELLINK if payload.first() == Some(&(libc::AF_UNSPEC as u8)) => {
             let Link { index, name, .. } = link(payload)?;
             Some(if kind == libc::RTM_NEWLINK { Event::Link { index, name } } else { Event::RemovedLink(index) })
         }
@@ -155,56 +82,51 @@ pub(super) fn event(kind: u16, payload: &[u8]) -> Result<Option<Event>, Malforme
     })
 }
 
-/// A `struct ifa_cacheinfo` with a preferred lifetime of 0 and an unlimited valid lifetime. These
-/// lifetimes make an IPv6 address deprecated from the beginning, so that the kernel avoids it as a
-/// source address (RFC 6724, rule 3). IPv6 has no host scope, which has this effect in IPv4.
-fn deprecated_lifetimes() -> [u8; 16] {
-    let mut lifetimes = [0; 16];
-    lifetimes[4..8].copy_from_slice(&u32::MAX.to_ne_bytes());
-    lifetimes
-}
+/// The lifetimes of an IPv6 address as `struct ifa_cacheinfo`: a preferred lifetime of 0 and an
+/// unlimited valid lifetime. They make the address deprecated from the beginning, so that the kernel
+/// avoids it as a source address (RFC 6724, rule 3). IPv6 has no host scope, which has this effect
+/// in IPv4.
+const DEPRECATED: [u32; 4] = [0, u32::MAX, 0, 0];
 
 pub(super) fn change(change: &Change) -> Request {
-    let deprecated = |request: Request| {
-        request
-            .attribute(ADDRESS_FLAGS, &(libc::IFA_F_NODAD | libc::IFA_F_NOPREFIXROUTE).to_ne_bytes())
-            .attribute(ADDRESS_LIFETIMES, &deprecated_lifetimes())
+    let (kind, flags, link, address) = match *change {
+        Change::AddAddress { link, address } => (libc::RTM_NEWADDR, FLAG_CREATE, link, address),
+        Change::DeprecateAddress { link, address } => (libc::RTM_NEWADDR, libc::NLM_F_REPLACE as u16, link, address),
+        Change::RemoveAddress { link, address } => (libc::RTM_DELADDR, 0, link, address),
     };
-    match *change {
-        Change::AddAddress { link, address } => {
-            let request = address_request(libc::RTM_NEWADDR, FLAG_CREATE, link, address);
-            if address.address.is_ipv4() { request } else { deprecated(request) }
-        }
-        Change::DeprecateAddress { link, address } => {
-            deprecated(address_request(libc::RTM_NEWADDR, FLAG_REPLACE, link, address))
-        }
-        Change::RemoveAddress { link, address } => address_request(libc::RTM_DELADDR, 0, link, address),
+    let Prefix { address, length } = address;
+    let request = address_request(kind, flags, Family::of(address), length, libc::RT_SCOPE_HOST, link)
+        .ip(libc::IFA_LOCAL, address)
+        .ip(libc::IFA_ADDRESS, address);
+    if kind == libc::RTM_DELADDR || address.is_ipv4() {
+        return request;
     }
+    request
+        .attribute(ADDRESS_FLAGS, &(libc::IFA_F_NODAD | libc::IFA_F_NOPREFIXROUTE).to_ne_bytes())
+        .attribute(libc::IFA_CACHEINFO, DEPRECATED.map(u32::to_ne_bytes).as_flattened())
 }
 
-/// A request about the route that makes an address local on a link. The header is a `struct rtmsg`.
-fn local_route(kind: u16, flags: u16, link: u32, address: IpAddr) -> Request {
-    let Prefix { address, length } = Prefix::host(address);
-    let table = libc::RT_TABLE_LOCAL;
-    let header = [
-        [family_of(address), length, 0, 0],
-        [table, libc::RTPROT_STATIC, libc::RT_SCOPE_HOST, libc::RTN_LOCAL],
-        [0; 4],
-    ];
-    let request = put_ip(Request::new(kind, flags, &header.concat()), ROUTE_DESTINATION, address);
-    request.attribute(ROUTE_LINK, &link.to_ne_bytes())
+/// A request about the route to an address, which `route` describes: its table, protocol, scope and
+/// type. The header is a `struct rtmsg`.
+fn route_request(kind: u16, flags: u16, address: IpAddr, route: [u8; 4]) -> Request {
+    let header = [[Family::of(address).number(), Prefix::host(address).length, 0, 0], route, [0; 4]];
+    Request::new(kind, flags, header.as_flattened()).ip(libc::RTA_DST, address)
 }
 
 /// Asks for the route to an address.
 pub(super) fn get_route(address: IpAddr) -> Request {
-    let Prefix { address, length } = Prefix::host(address);
-    let header = [[family_of(address), length, 0, 0], [0; 4], [0; 4]];
-    put_ip(Request::new(libc::RTM_GETROUTE, 0, &header.concat()), ROUTE_DESTINATION, address)
+    route_request(libc::RTM_GETROUTE, 0, address, [0; 4])
 }
 
 /// Whether a route leads to this node.
 pub(super) fn is_local(payload: &[u8]) -> bool {
     payload.get(7) == Some(&libc::RTN_LOCAL)
+}
+
+/// A request about the route that makes an address local on a link.
+fn local_route(kind: u16, flags: u16, link: u32, address: IpAddr) -> Request {
+    let route = [libc::RT_TABLE_LOCAL, libc::RTPROT_STATIC, libc::RT_SCOPE_HOST, libc::RTN_LOCAL];
+    route_request(kind, flags, address, route).attribute(libc::RTA_OIF, &link.to_ne_bytes())
 }
 
 pub(super) fn add_local_route(link: u32, address: IpAddr) -> Request {

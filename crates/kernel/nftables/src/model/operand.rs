@@ -1,112 +1,202 @@
-//! Operands of expressions: headers, properties, comparisons and flags.
+//! Operands of chains and expressions: headers, properties, comparisons and flags.
+
+use headgate_netlink::{Fields, Malformed, Request};
 
 use super::Register;
+use crate::wire::{Field, UNKNOWN};
 
-/// The header that a payload expression reads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum PayloadBase {
-    /// The link-layer header.
-    LinkLayer,
-    /// The IPv4 or IPv6 header.
-    Network,
-    /// The TCP, UDP or other transport header. Packets without a transport header, such as
-    /// fragments, do not match.
-    Transport,
+/// Declares enumerations with the kernel's numbers, which attributes hold.
+macro_rules! numbered {
+    ($($(#[$meta:meta])* pub enum $name:ident: $number:ty {
+        $($(#[$doc:meta])* $variant:ident = $value:literal,)+
+    })+) => { $(
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum $name {
+            $($(#[$doc])* $variant = $value,)+
+        }
+
+        impl Field for $name {
+            fn put(&self, request: Request, kind: u16) -> Request {
+                (*self as $number).put(request, kind)
+            }
+
+            fn read(fields: &Fields<'_>, kind: u16) -> Result<Self, Malformed> {
+                match <$number>::read(fields, kind)? {
+                    $($value => Ok(Self::$variant),)+
+                    _ => Err(UNKNOWN),
+                }
+            }
+        }
+    )+ };
 }
 
-/// Packet metadata that is not in the headers (`NFT_META_…`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum MetaKey {
-    /// The length of the packet in bytes, 4 bytes.
-    Length,
-    /// The Ethernet type, 2 bytes in network byte order.
-    Protocol,
-    /// The packet mark, 4 bytes.
-    Mark,
-    /// The index of the incoming interface, 4 bytes.
-    InputInterface,
-    /// The index of the outgoing interface, 4 bytes.
-    OutputInterface,
-    /// The name of the incoming interface, 16 bytes.
-    InputInterfaceName,
-    /// The name of the outgoing interface, 16 bytes.
-    OutputInterfaceName,
-    /// The user ID of the sending socket, 4 bytes.
-    SocketUser,
-    /// `NFPROTO_IPV4` or `NFPROTO_IPV6`, 1 byte.
-    NfProtocol,
-    /// The transport protocol, 1 byte.
-    L4Protocol,
-    /// The packet type, such as `PACKET_HOST`, 1 byte.
-    PacketType,
-    /// A random number, 4 bytes.
-    Random,
-}
+numbered! {
+    /// The verdict on packets that reach the end of a base chain.
+    pub enum Policy: u32 {
+        /// The packets continue.
+        Accept = 1,
+        /// The packets are dropped.
+        Drop = 0,
+    }
 
-/// Properties of a packet's connection (`NFT_CT_…`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum CtKey {
-    /// Bits of `NF_CT_STATE_BIT`, 4 bytes.
-    State,
-    /// The packet's direction, 1 byte.
-    Direction,
-    /// Bits of `IPS_…`, 4 bytes.
-    Status,
-    /// The connection's mark, 4 bytes.
-    Mark,
-    /// The time until the connection expires in milliseconds, 4 bytes.
-    Expiration,
-    /// `NFPROTO_IPV4` or `NFPROTO_IPV6`, 1 byte.
-    L3Protocol,
-    /// The source address: 4 bytes in IPv4 tables, otherwise 16. Needs a direction.
-    Source,
-    /// The destination address: 4 bytes in IPv4 tables, otherwise 16. Needs a direction.
-    Destination,
-    /// The transport protocol, 1 byte.
-    Protocol,
-    /// The source port, 2 bytes. Needs a direction.
-    SourcePort,
-    /// The destination port, 2 bytes. Needs a direction.
-    DestinationPort,
-    /// The IPv4 source address, 4 bytes, in tables of any family (Linux 4.17). Needs a direction.
-    SourceIp,
-    /// The IPv4 destination address, 4 bytes, in tables of any family (Linux 4.17). Needs a
-    /// direction.
-    DestinationIp,
-    /// The IPv6 source address, 16 bytes, in tables of any family (Linux 4.17). Needs a direction.
-    SourceIp6,
-    /// The IPv6 destination address, 16 bytes, in tables of any family (Linux 4.17). Needs a
-    /// direction.
-    DestinationIp6,
-    /// The ID of the connection, 4 bytes.
-    Id,
-}
+    /// The header that a payload expression reads.
+    pub enum PayloadBase: u32 {
+        /// The link-layer header.
+        LinkLayer = 0,
+        /// The IPv4 or IPv6 header.
+        Network = 1,
+        /// The TCP, UDP or other transport header. Packets without a transport header, such as
+        /// fragments, do not match.
+        Transport = 2,
+    }
 
-/// Direction of a connection's tuple.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// The direction of the first packet.
-    Original,
-    /// The direction of the replies.
-    Reply,
-}
+    /// Packet metadata that is not in the headers (`NFT_META_…`).
+    pub enum MetaKey: u32 {
+        /// The length of the packet in bytes, 4 bytes.
+        Length = 0,
+        /// The Ethernet type, 2 bytes in network byte order.
+        Protocol = 1,
+        /// The packet mark, 4 bytes.
+        Mark = 3,
+        /// The index of the incoming interface, 4 bytes.
+        InputInterface = 4,
+        /// The index of the outgoing interface, 4 bytes.
+        OutputInterface = 5,
+        /// The name of the incoming interface, 16 bytes.
+        InputInterfaceName = 6,
+        /// The name of the outgoing interface, 16 bytes.
+        OutputInterfaceName = 7,
+        /// The user ID of the sending socket, 4 bytes.
+        SocketUser = 10,
+        /// `NFPROTO_IPV4` or `NFPROTO_IPV6`, 1 byte.
+        NfProtocol = 15,
+        /// The transport protocol, 1 byte.
+        L4Protocol = 16,
+        /// The packet type, such as `PACKET_HOST`, 1 byte.
+        PacketType = 19,
+        /// A random number, 4 bytes.
+        Random = 24,
+    }
 
-/// How a register is compared with a value. Bytes are compared in order, starting with the first
-/// byte.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Comparison {
-    /// Equal.
-    Equal,
-    /// Not equal.
-    NotEqual,
-    /// Less.
-    Less,
-    /// Less or equal.
-    LessOrEqual,
-    /// Greater.
-    Greater,
-    /// Greater or equal.
-    GreaterOrEqual,
+    /// Properties of a packet's connection (`NFT_CT_…`).
+    pub enum CtKey: u32 {
+        /// Bits of `NF_CT_STATE_BIT`, 4 bytes.
+        State = 0,
+        /// The packet's direction, 1 byte.
+        Direction = 1,
+        /// Bits of `IPS_…`, 4 bytes.
+        Status = 2,
+        /// The connection's mark, 4 bytes.
+        Mark = 3,
+        /// The time until the connection expires in milliseconds, 4 bytes.
+        Expiration = 5,
+        /// `NFPROTO_IPV4` or `NFPROTO_IPV6`, 1 byte.
+        L3Protocol = 7,
+        /// The source address: 4 bytes in IPv4 tables, otherwise 16. Needs a direction.
+        Source = 8,
+        /// The destination address: 4 bytes in IPv4 tables, otherwise 16. Needs a direction.
+        Destination = 9,
+        /// The transport protocol, 1 byte.
+        Protocol = 10,
+        /// The source port, 2 bytes. Needs a direction.
+        SourcePort = 11,
+        /// The destination port, 2 bytes. Needs a direction.
+        DestinationPort = 12,
+        /// The IPv4 source address, 4 bytes, in tables of any family (Linux 4.17). Needs a direction.
+        SourceIp = 19,
+        /// The IPv4 destination address, 4 bytes, in tables of any family (Linux 4.17). Needs a
+        /// direction.
+        DestinationIp = 20,
+        /// The IPv6 source address, 16 bytes, in tables of any family (Linux 4.17). Needs a direction.
+        SourceIp6 = 21,
+        /// The IPv6 destination address, 16 bytes, in tables of any family (Linux 4.17). Needs a
+        /// direction.
+        DestinationIp6 = 22,
+        /// The ID of the connection, 4 bytes.
+        Id = 23,
+    }
+
+    /// Direction of a connection's tuple.
+    pub enum Direction: u8 {
+        /// The direction of the first packet.
+        Original = 0,
+        /// The direction of the replies.
+        Reply = 1,
+    }
+
+    /// How a register is compared with a value. Bytes are compared in order, starting with the first
+    /// byte.
+    pub enum Comparison: u32 {
+        /// Equal.
+        Equal = 0,
+        /// Not equal.
+        NotEqual = 1,
+        /// Less.
+        Less = 2,
+        /// Less or equal.
+        LessOrEqual = 3,
+        /// Greater.
+        Greater = 4,
+        /// Greater or equal.
+        GreaterOrEqual = 5,
+    }
+
+    /// How numbers are generated.
+    pub enum Generator: u32 {
+        /// The generator counts upwards, with one number for each packet that reaches the rule.
+        Incremental = 0,
+        /// Random numbers.
+        Random = 1,
+    }
+
+    /// The result that a routing query returns.
+    pub enum FibResult: u32 {
+        /// The index of the interface, 4 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists, 1
+        /// byte.
+        Interface = 1,
+        /// The name of the interface, 16 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists, 1
+        /// byte.
+        InterfaceName = 2,
+        /// The type of the address (`RTN_LOCAL` is 2), 4 bytes.
+        AddressType = 3,
+    }
+
+    /// The address that is translated.
+    pub enum NatKind: u32 {
+        /// The source.
+        Source = 0,
+        /// The destination.
+        Destination = 1,
+    }
+
+    /// The address family of a translation.
+    pub enum AddressFamily: u32 {
+        /// IPv4.
+        Ip = 2,
+        /// IPv6.
+        Ip6 = 10,
+        /// Both families: for ports without addresses, in tables of family inet.
+        Inet = 1,
+    }
+
+    /// The operation of a packet on a set.
+    pub enum DynamicSetOperation: u32 {
+        /// Adds an element if it does not exist.
+        Add = 0,
+        /// Adds an element. If the element exists, its timeout restarts and its data stays.
+        Update = 1,
+        /// Deletes an element (Linux 5.1).
+        Delete = 2,
+    }
+
+    /// Whether a limit counts bytes or packets.
+    pub enum Bytes: u32 {
+        /// The limit counts bytes.
+        Counted = 1,
+        /// The limit counts packets.
+        Ignored = 0,
+    }
 }
 
 /// How a lookup's result is used. With [`Self::Absent`] the rule continues if the key is not found.
@@ -123,28 +213,6 @@ pub enum LookupResult {
     Verdict,
 }
 
-/// How numbers are generated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Generator {
-    /// The generator counts upwards, with one number for each packet that reaches the rule.
-    Incremental,
-    /// Random numbers.
-    Random,
-}
-
-/// The result that a routing query returns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum FibResult {
-    /// The index of the interface, 4 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists, 1
-    /// byte.
-    Interface,
-    /// The name of the interface, 16 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists, 1
-    /// byte.
-    InterfaceName,
-    /// The type of the address (`RTN_LOCAL` is 2), 4 bytes.
-    AddressType,
-}
-
 /// The inputs of a routing query (`NFTA_FIB_F_…`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FibFlags(pub u32);
@@ -159,38 +227,6 @@ impl FibFlags {
     #[must_use]
     pub fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
-    }
-}
-
-/// The address that is translated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum NatKind {
-    /// The source.
-    Source,
-    /// The destination.
-    Destination,
-}
-
-/// The address family of a translation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum AddressFamily {
-    /// IPv4.
-    Ip,
-    /// IPv6.
-    Ip6,
-    /// Both families: for ports without addresses, in tables of family inet.
-    Inet,
-}
-
-impl AddressFamily {
-    /// `NFPROTO_…`.
-    #[must_use]
-    pub fn number(self) -> u32 {
-        match self {
-            Self::Inet => 1,
-            Self::Ip => 2,
-            Self::Ip6 => 10,
-        }
     }
 }
 
@@ -232,24 +268,4 @@ pub enum Reject {
     TcpReset,
     /// An "unreachable" message of the packet's family: 0 no route, 1 port, 2 host, 3 prohibited.
     Icmpx(u8),
-}
-
-/// The operation of a packet on a set.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum DynamicSetOperation {
-    /// Adds an element if it does not exist.
-    Add,
-    /// Adds an element. If the element exists, its timeout restarts and its data stays.
-    Update,
-    /// Deletes an element (Linux 5.1).
-    Delete,
-}
-
-/// Whether a limit counts bytes or packets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Bytes {
-    /// The limit counts bytes.
-    Counted,
-    /// The limit counts packets.
-    Ignored,
 }

@@ -8,28 +8,22 @@ use super::{Expression, TableName, Value, Verdict};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DataType {
     /// `ipv4_addr`: 4 bytes.
-    Ipv4Address,
+    Ipv4Address = 7,
     /// `ipv6_addr`: 16 bytes.
-    Ipv6Address,
+    Ipv6Address = 8,
     /// `inet_proto`: 1 byte.
-    Protocol,
+    Protocol = 12,
     /// `inet_service`, a port: 2 bytes.
-    Port,
+    Port = 13,
     /// `mark`: 4 bytes in the machine's byte order. Also suitable for your own numbers.
-    Mark,
+    Mark = 19,
 }
 
 impl DataType {
     /// The number of the type in `nft`.
     #[must_use]
     pub fn id(self) -> u32 {
-        match self {
-            Self::Ipv4Address => 7,
-            Self::Ipv6Address => 8,
-            Self::Protocol => 12,
-            Self::Port => 13,
-            Self::Mark => 19,
-        }
+        self as u32
     }
 
     /// The length of a value in bytes.

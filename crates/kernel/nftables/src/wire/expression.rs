@@ -1,215 +1,307 @@
-//! Encoding of expressions. Each expression has its own attribute numbers, which
-//! `linux/netfilter/nf_tables.h` defines. The attributes are in the order in which `nft` writes
-//! them.
+//! Expressions as attributes. Each expression has its own attribute numbers, which
+//! `linux/netfilter/nf_tables.h` defines.
 
-use headgate_netlink::Request;
+use headgate_netlink::{Fields, Malformed, Request, read_be32};
 
-use super::{
-    attributes::{EXPRESSION_DATA, EXPRESSION_NAME, LIST_ELEMENT},
-    encode::{put_expressions, put_u32, put_u64, put_value, put_verdict},
-};
+use super::{Field, MISSING, UNKNOWN, With, put_expressions, read_expressions};
 use crate::{
-    AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibResult,
-    Generator, LookupResult, MetaKey, NatFlags, NatKind, PayloadBase, Register, RegisterRange, Reject,
+    Bytes, DynamicSet, DynamicSetOperation, Expression, FibFlags, LookupResult, NatFlags, Register, RegisterRange,
+    Reject,
 };
 
+/// `NFTA_EXPR_NAME`
+const NAME: u16 = 1;
+/// `NFTA_EXPR_DATA`
+const DATA: u16 = 2;
 /// `NFT_REG_VERDICT`.
 const VERDICT_REGISTER: u32 = 0;
+/// `NFT_PAYLOAD_CSUM_INET`.
+const INTERNET_CHECKSUM: u32 = 1;
 
-/// `NFT_PAYLOAD_L4CSUM_PSEUDOHDR`.
-pub(super) const IN_PSEUDO_HEADER: u32 = 1;
-
-/// Defines both conversions between the values of this crate and the kernel's numbers.
-macro_rules! numbers {
-    ($of:ty, $number:ident, $of_number:ident, { $($variant:ident = $value:literal),+ $(,)? }) => {
-        impl $of {
-            pub(crate) fn $number(self) -> u32 {
-                match self { $(Self::$variant => $value),+ }
+/// Defines both directions of expressions from one table: the kernel's name, and the number of the
+/// attribute of each field. `= value` stands for an attribute that the kernel may omit. The
+/// attributes after `also` are only written.
+macro_rules! expressions {
+    (@read $fields:ident $number:literal) => { Field::read($fields, $number)? };
+    (@read $fields:ident $number:literal $default:expr) => {
+        Option::read($fields, $number)?.unwrap_or($default)
+    };
+    ($(
+        $name:literal $variant:ident { $($number:literal: $field:ident $(= $default:expr)?),* }
+        $(also { $($only_written:literal: $value:expr),+ })?
+    )+) => {
+        /// The kernel's name of an expression in the table.
+        fn name_in_table(expression: &Expression) -> Option<&'static str> {
+            match expression {
+                $(Expression::$variant { .. } => Some($name),)+
+                _ => None,
             }
+        }
 
-            pub(crate) fn $of_number(number: u32) -> Option<Self> {
-                match number { $($value => Some(Self::$variant),)+ _ => None }
+        fn put_fields(data: Request, expression: &Expression) -> Request {
+            match expression {
+                $(Expression::$variant { $($field),* } => {
+                    data $(.with($number, $field))* $($(.with($only_written, &$value))+)?
+                })+
+                other => put_others(data, other),
             }
+        }
+
+        fn read_fields(name: &str, fields: &Fields<'_>) -> Result<Expression, Malformed> {
+            Ok(match name {
+                $($name => {
+                    Expression::$variant { $($field: expressions!(@read fields $number $($default)?)),* }
+                })+
+                _ => return Err(UNKNOWN),
+            })
         }
     };
 }
 
-numbers!(PayloadBase, number, of_number, { LinkLayer = 0, Network = 1, Transport = 2 });
-numbers!(MetaKey, number, of_number, {
-    Length = 0, Protocol = 1, Mark = 3, InputInterface = 4, OutputInterface = 5, InputInterfaceName = 6,
-    OutputInterfaceName = 7, SocketUser = 10, NfProtocol = 15, L4Protocol = 16, PacketType = 19, Random = 24,
-});
-numbers!(CtKey, number, of_number, {
-    State = 0, Direction = 1, Status = 2, Mark = 3, Expiration = 5, L3Protocol = 7, Source = 8, Destination = 9,
-    Protocol = 10, SourcePort = 11, DestinationPort = 12, SourceIp = 19, DestinationIp = 20, SourceIp6 = 21,
-    DestinationIp6 = 22, Id = 23,
-});
-numbers!(Direction, number, of_number, { Original = 0, Reply = 1 });
-numbers!(Comparison, number, of_number, {
-    Equal = 0, NotEqual = 1, Less = 2, LessOrEqual = 3, Greater = 4, GreaterOrEqual = 5,
-});
-numbers!(Generator, number, of_number, { Incremental = 0, Random = 1 });
-numbers!(FibResult, number, of_number, { Interface = 1, InterfaceName = 2, AddressType = 3 });
-numbers!(NatKind, number, of_number, { Source = 0, Destination = 1 });
-numbers!(DynamicSetOperation, number, of_number, { Add = 0, Update = 1, Delete = 2 });
-numbers!(Bytes, number, of_number, { Ignored = 0, Counted = 1 });
+expressions! {
+    "payload" Payload { 1: to, 2: base, 3: offset, 4: length }
+    "meta" Meta { 2: key, 1: to }
+    "ct" Conntrack { 2: key, 1: to, 3: direction }
+    "cmp" Compare { 1: register, 2: comparison, 3: value }
+    // The operation NFT_BITWISE_MASK_XOR, and the length.
+    "bitwise" Bitwise { 1: from, 2: to, 4: mask, 5: xor } also { 6: 0_u32, 3: mask.0.len() as u32 }
+    "lookup" Lookup { 2: key, 3: result, 1: set }
+    "immediate" Immediate { 1: to, 2: value }
+    "numgen" NumberGenerator { 1: to, 2: modulus, 3: generator, 4: offset = 0 }
+    // The type NFT_HASH_JENKINS.
+    "hash" Hash { 1: from, 2: to, 3: length, 4: modulus, 5: seed, 6: offset = 0 } also { 7: 0_u32 }
+    "fib" Fib { 2: result, 3: flags = FibFlags(0), 1: to }
+    "nat" Nat { 1: kind, 2: family, 3: address, 5: port, 7: flags }
+    "masq" Masquerade { 1: flags, 2: port }
+    "counter" Counter { 1: bytes, 2: packets }
+    "limit" Limit { 1: rate, 2: seconds, 3: burst = 0, 4: bytes = Bytes::Ignored, 5: inverted }
+    "log" Log { 2: prefix, 1: group, 5: level }
+    "notrack" NoTrack {}
+}
+
+/// Attributes of an expression that must be 0 or absent, because this crate does not represent
+/// them.
+fn unrepresented(name: &str) -> &'static [u16] {
+    match name {
+        // Shifts. Since Linux 6.13: a second source register.
+        "bitwise" => &[6, 8],
+        // Other kinds of hashes.
+        "hash" => &[7],
+        // The snap length, the queue threshold, and flags.
+        "log" => &[3, 4, 6],
+        _ => &[],
+    }
+}
 
 impl Expression {
     /// The kernel's name of the expression.
     #[must_use]
     pub fn name(&self) -> &str {
         match self {
-            Self::Payload { .. } | Self::SetPayload { .. } => "payload",
-            Self::Meta { .. } => "meta",
-            Self::Conntrack { .. } => "ct",
-            Self::Compare { .. } => "cmp",
-            Self::Bitwise { .. } => "bitwise",
-            Self::Lookup { .. } => "lookup",
-            Self::Immediate { .. } | Self::Verdict(_) => "immediate",
-            Self::NumberGenerator { .. } => "numgen",
-            Self::Hash { .. } => "hash",
-            Self::Fib { .. } => "fib",
-            Self::Nat { .. } => "nat",
-            Self::Masquerade { .. } => "masq",
+            Self::SetPayload { .. } => "payload",
+            Self::Verdict(_) => "immediate",
             Self::Reject(_) => "reject",
             Self::DynamicSet(_) => "dynset",
-            Self::Counter { .. } => "counter",
-            Self::Limit { .. } => "limit",
-            Self::Log { .. } => "log",
-            Self::NoTrack => "notrack",
             Self::Unknown { name, .. } => name,
+            other => name_in_table(other).unwrap_or_default(),
         }
     }
 }
 
-/// Adds an expression's name and its attributes.
-pub(super) fn put_expression(request: Request, expression: &Expression) -> Request {
-    let request = request.text(EXPRESSION_NAME, expression.name());
-    match expression {
-        Expression::Unknown { data, .. } => request.attribute(EXPRESSION_DATA, data),
-        _ => request.nested(EXPRESSION_DATA, |data| put_attributes(data, expression)),
+impl Field for Expression {
+    fn put(&self, request: Request, kind: u16) -> Request {
+        request.nested(kind, |inner| {
+            let inner = inner.text(NAME, self.name());
+            match self {
+                Self::Unknown { data, .. } => inner.attribute(DATA, data),
+                _ => inner.nested(DATA, |data| put_fields(data, self)),
+            }
+        })
+    }
+
+    fn read(fields: &Fields<'_>, kind: u16) -> Result<Self, Malformed> {
+        fields.need(kind, read, MISSING)
     }
 }
 
-fn put_register(request: Request, kind: u16, register: Register) -> Request {
-    put_u32(request, kind, register.number())
+/// Reads an expression. Expressions that this crate cannot represent become
+/// [`Expression::Unknown`].
+pub(super) fn read(bytes: &[u8]) -> Result<Expression, Malformed> {
+    let fields = Fields::of(bytes)?;
+    let name = String::read(&fields, NAME)?;
+    let data = fields.bytes(DATA).unwrap_or_default();
+    let fields = &Fields::of(data)?;
+    let is_zero = |kind: &u16| fields.bytes(*kind).is_none_or(|value| value.iter().all(|byte| *byte == 0));
+    let mut known = Err(UNKNOWN);
+    if unrepresented(&name).iter().all(is_zero) {
+        known = read_fields(&name, fields);
+        if known == Err(UNKNOWN) {
+            known = read_others(&name, fields);
+        }
+    }
+    if known == Err(UNKNOWN) { Ok(Expression::Unknown { name, data: data.to_vec() }) } else { known }
 }
 
-fn put_optional(request: Request, kind: u16, number: Option<u32>) -> Request {
-    number.iter().fold(request, |request, number| put_u32(request, kind, *number))
-}
-
-/// Adds the first register, and the last register if it differs.
-fn put_registers(request: Request, first: u16, range: Option<RegisterRange>) -> Request {
-    let Some(range) = range else { return request };
-    let request = put_register(request, first, range.first);
-    if range.last == range.first { request } else { put_register(request, first + 1, range.last) }
-}
-
-fn put_attributes(data: Request, expression: &Expression) -> Request {
+fn put_others(data: Request, expression: &Expression) -> Request {
     match expression {
-        Expression::Payload { base, offset, length, to } => {
-            put_u32(put_u32(put_u32(put_register(data, 1, *to), 2, base.number()), 3, *offset), 4, *length)
-        }
-        Expression::SetPayload { base, offset, length, from, checksum_offset, in_pseudo_header } => {
-            let data = put_u32(put_register(data, 5, *from), 2, base.number());
-            let data = put_u32(put_u32(data, 3, *offset), 4, *length);
-            let data = match checksum_offset {
-                // The type NFT_PAYLOAD_CSUM_INET.
-                Some(offset) => put_u32(put_u32(data, 6, 1), 7, *offset),
-                None => data,
-            };
-            if *in_pseudo_header { put_u32(data, 8, IN_PSEUDO_HEADER) } else { data }
-        }
-        Expression::Meta { key, to } => put_register(put_u32(data, 2, key.number()), 1, *to),
-        Expression::Conntrack { key, direction, to } => {
-            let data = put_register(put_u32(data, 2, key.number()), 1, *to);
-            let direction = direction.and_then(|direction| u8::try_from(direction.number()).ok());
-            direction.iter().fold(data, |data, direction| data.attribute(3, &[*direction]))
-        }
-        Expression::Compare { register, comparison, value } => {
-            put_value(put_u32(put_register(data, 1, *register), 2, comparison.number()), 3, value)
-        }
-        Expression::Bitwise { from, to, mask, xor } => {
-            let length = u32::try_from(mask.0.len()).unwrap_or(u32::MAX);
-            let data = put_u32(put_register(put_register(data, 1, *from), 2, *to), 3, length);
-            // The operation NFT_BITWISE_MASK_XOR.
-            put_value(put_value(put_u32(data, 6, 0), 4, mask), 5, xor)
-        }
-        Expression::Lookup { set, key, result } => {
-            let data = put_register(data, 2, *key);
-            let data = match result {
-                LookupResult::Present | LookupResult::Absent => data,
-                LookupResult::Into(to) => put_register(data, 3, *to),
-                LookupResult::Verdict => put_u32(data, 3, VERDICT_REGISTER),
-            };
-            let data = data.text(1, set);
-            if *result == LookupResult::Absent { put_u32(data, 5, 1) } else { data }
-        }
-        Expression::Immediate { to, value } => put_value(put_register(data, 1, *to), 2, value),
-        Expression::Verdict(verdict) => put_verdict(put_u32(data, 1, VERDICT_REGISTER), 2, verdict),
-        Expression::NumberGenerator { generator, modulus, offset, to } => {
-            let data = put_u32(put_register(data, 1, *to), 2, *modulus);
-            put_u32(put_u32(data, 3, generator.number()), 4, *offset)
-        }
-        Expression::Hash { from, length, modulus, seed, offset, to } => {
-            let data = put_register(put_register(data, 1, *from), 2, *to);
-            let data = put_optional(put_u32(put_u32(data, 3, *length), 4, *modulus), 5, *seed);
-            // The type NFT_HASH_JENKINS.
-            put_u32(put_u32(data, 6, *offset), 7, 0)
-        }
-        Expression::Fib { result, flags, to } => {
-            put_register(put_u32(put_u32(data, 2, result.number()), 3, flags.0), 1, *to)
-        }
-        Expression::Nat { kind, family, address, port, flags } => {
-            let data = put_u32(put_u32(data, 1, kind.number()), 2, family.number());
-            put_flags(put_registers(put_registers(data, 3, *address), 5, *port), 7, *flags)
-        }
-        Expression::Masquerade { port, flags } => put_registers(put_flags(data, 1, *flags), 2, *port),
-        Expression::Reject(reject) => match reject {
-            Reject::Icmp(code) => put_u32(data, 1, 0).attribute(2, &[*code]),
-            Reject::TcpReset => put_u32(data, 1, 1).attribute(2, &[0]),
-            Reject::Icmpx(code) => put_u32(data, 1, 2).attribute(2, &[*code]),
-        },
+        Expression::SetPayload { base, offset, length, from, checksum_offset, in_pseudo_header } => data
+            .with(5, from)
+            .with(2, base)
+            .with(3, offset)
+            .with(4, length)
+            .with(6, &checksum_offset.map(|_| INTERNET_CHECKSUM))
+            .with(7, checksum_offset)
+            .with(8, in_pseudo_header),
+        Expression::Verdict(verdict) => data.with(1, &VERDICT_REGISTER).with(2, verdict),
+        Expression::Reject(reject) => data.with(1, reject),
         Expression::DynamicSet(change) => put_dynamic_set(data, change),
-        Expression::Counter { packets, bytes } => put_u64(put_u64(data, 1, *bytes), 2, *packets),
-        Expression::Limit { rate, seconds, burst, bytes, inverted } => {
-            let data = put_u32(put_u64(put_u64(data, 1, *rate), 2, *seconds), 3, *burst);
-            put_u32(put_u32(data, 4, bytes.number()), 5, u32::from(*inverted))
-        }
-        Expression::Log { prefix, level, group } => {
-            let data = prefix.iter().fold(data, |data, prefix| data.text(2, prefix));
-            let data = group.iter().fold(data, |data, group| data.attribute(1, &group.to_be_bytes()));
-            put_optional(data, 5, *level)
-        }
-        Expression::NoTrack | Expression::Unknown { .. } => data,
+        _ => data,
     }
 }
 
-fn put_flags(data: Request, kind: u16, flags: NatFlags) -> Request {
-    if flags == NatFlags::NONE { data } else { put_u32(data, kind, flags.0) }
+fn read_others(name: &str, fields: &Fields<'_>) -> Result<Expression, Malformed> {
+    Ok(match name {
+        "payload" => {
+            let checksum_offset = match fields.get(6, read_be32)?.unwrap_or_default() {
+                0 => None,
+                INTERNET_CHECKSUM => Some(Field::read(fields, 7)?),
+                // The checksum of SCTP.
+                _ => return Err(UNKNOWN),
+            };
+            Expression::SetPayload {
+                base: Field::read(fields, 2)?,
+                offset: Field::read(fields, 3)?,
+                length: Field::read(fields, 4)?,
+                from: Field::read(fields, 5)?,
+                checksum_offset,
+                in_pseudo_header: Field::read(fields, 8)?,
+            }
+        }
+        "immediate" => Expression::Verdict(Field::read(fields, 2)?),
+        "reject" => Expression::Reject(Field::read(fields, 1)?),
+        "dynset" => Expression::DynamicSet(read_dynamic_set(fields)?),
+        _ => return Err(UNKNOWN),
+    })
 }
+
+/// `NFT_DYNSET_F_INV`: the rule continues if the change fails.
+const INVERTED: u32 = 1;
+/// `NFT_DYNSET_F_EXPR`: the request contains a list of expressions.
+const HAS_EXPRESSIONS: u32 = 2;
 
 fn put_dynamic_set(data: Request, change: &DynamicSet) -> Request {
-    /// `NFT_DYNSET_F_EXPR`: the request contains a list of expressions.
-    const HAS_EXPRESSIONS: u32 = 2;
-    let data = put_register(data, 4, change.key);
-    let data = put_optional(data, 5, change.data.map(Register::number));
-    let data = put_u32(data, 3, change.operation.number());
-    let data = change.timeout_ms.iter().fold(data, |data, timeout| put_u64(data, 6, *timeout));
-    let data = data.text(1, &change.set);
-    match change.expressions.as_slice() {
-        [] => data,
-        [expression] => data.nested(7, |inner| put_expression(inner, expression)),
-        several => put_u32(put_expressions(data, 10, several), 9, HAS_EXPRESSIONS),
+    let data = data
+        .with(4, &change.key)
+        .with(5, &change.data)
+        .with(3, &change.operation)
+        .with(6, &change.timeout_ms)
+        .with(1, &change.set)
+        .with(9, &(change.expressions.len() > 1).then_some(HAS_EXPRESSIONS));
+    put_expressions(data, 7, 10, &change.expressions)
+}
+
+fn read_dynamic_set(fields: &Fields<'_>) -> Result<DynamicSet, Malformed> {
+    if fields.get(9, read_be32)?.unwrap_or_default() & INVERTED != 0 {
+        return Err(UNKNOWN);
+    }
+    let timeout_ms: Option<u64> = Field::read(fields, 6)?;
+    Ok(DynamicSet {
+        set: Field::read(fields, 1)?,
+        operation: DynamicSetOperation::read(fields, 3)?,
+        key: Field::read(fields, 4)?,
+        data: Field::read(fields, 5)?,
+        timeout_ms: timeout_ms.filter(|timeout| *timeout != 0),
+        expressions: read_expressions(fields, 7, 10)?,
+    })
+}
+
+/// Expressions without a register, or with the verdict register, are of another kind.
+impl Field for Register {
+    fn put(&self, request: Request, kind: u16) -> Request {
+        request.with(kind, &self.number())
+    }
+
+    fn read(fields: &Fields<'_>, kind: u16) -> Result<Self, Malformed> {
+        fields.get(kind, read_be32)?.and_then(Self::of_number).ok_or(UNKNOWN)
     }
 }
 
-impl AddressFamily {
-    pub(crate) fn of_number(number: u32) -> Option<Self> {
-        [Self::Inet, Self::Ip, Self::Ip6].into_iter().find(|family| family.number() == number)
+/// The first register, and in the next attribute the last register if it differs.
+impl Field for RegisterRange {
+    fn put(&self, request: Request, kind: u16) -> Request {
+        let request = request.with(kind, &self.first);
+        if self.last == self.first { request } else { request.with(kind + 1, &self.last) }
+    }
+
+    fn read(fields: &Fields<'_>, kind: u16) -> Result<Self, Malformed> {
+        let first = Register::read(fields, kind)?;
+        let last: Option<Register> = Field::read(fields, kind + 1)?;
+        Ok(Self { first, last: last.unwrap_or(first) })
     }
 }
 
-/// The attribute of one expression in a list.
-pub(super) const IN_LIST: u16 = LIST_ELEMENT;
+/// The destination register, and in the attribute 5 whether the lookup is inverted.
+impl Field for LookupResult {
+    fn put(&self, request: Request, kind: u16) -> Request {
+        match self {
+            Self::Present => request,
+            Self::Absent => request.with(5, &true),
+            Self::Into(to) => request.with(kind, to),
+            Self::Verdict => request.with(kind, &VERDICT_REGISTER),
+        }
+    }
+
+    fn read(fields: &Fields<'_>, kind: u16) -> Result<Self, Malformed> {
+        Ok(match fields.get(kind, read_be32)? {
+            Some(VERDICT_REGISTER) => Self::Verdict,
+            Some(_) => Self::Into(Field::read(fields, kind)?),
+            None if bool::read(fields, 5)? => Self::Absent,
+            None => Self::Present,
+        })
+    }
+}
+
+/// The type, and in the next attribute the code.
+impl Field for Reject {
+    fn put(&self, request: Request, kind: u16) -> Request {
+        let (of, code) = match self {
+            Self::Icmp(code) => (0_u32, *code),
+            Self::TcpReset => (1, 0),
+            Self::Icmpx(code) => (2, *code),
+        };
+        request.with(kind, &of).with(kind + 1, &code)
+    }
+
+    fn read(fields: &Fields<'_>, kind: u16) -> Result<Self, Malformed> {
+        let code: Option<u8> = Field::read(fields, kind + 1)?;
+        match u32::read(fields, kind)? {
+            0 => Ok(Self::Icmp(code.unwrap_or_default())),
+            1 => Ok(Self::TcpReset),
+            2 => Ok(Self::Icmpx(code.unwrap_or_default())),
+            _ => Err(UNKNOWN),
+        }
+    }
+}
+
+impl Field for FibFlags {
+    fn put(&self, request: Request, kind: u16) -> Request {
+        request.with(kind, &self.0)
+    }
+
+    fn read(fields: &Fields<'_>, kind: u16) -> Result<Self, Malformed> {
+        Field::read(fields, kind).map(Self)
+    }
+}
+
+impl Field for NatFlags {
+    fn put(&self, request: Request, kind: u16) -> Request {
+        if *self == Self::NONE { request } else { request.with(kind, &self.0) }
+    }
+
+    fn read(fields: &Fields<'_>, kind: u16) -> Result<Self, Malformed> {
+        /// `NF_NAT_RANGE_MAP_IPS` and `NF_NAT_RANGE_PROTO_SPECIFIED`. The kernel derives both flags
+        /// from the registers.
+        const IMPLIED: u32 = 3;
+        Ok(Self(fields.get(kind, read_be32)?.unwrap_or_default() & !IMPLIED))
+    }
+}

@@ -24,10 +24,10 @@ fn hex(request: &headgate_netlink::Request) -> String {
 #[test]
 fn messages_equal_the_messages_of_nft() {
     let name = "01000000 06000100 74000000 ";
-    assert_eq!(hex(&new_table(&Table::new(table()))), format!("{name}08000200 00000000 "));
+    assert_eq!(hex(&put_table(&Table::new(table()))), format!("{name}08000200 00000000 "));
     let pre = BaseChain { kind: ChainType::Nat, hook: Hook::Prerouting, priority: -100, policy: Policy::Accept };
     assert_eq!(
-        hex(&new_chain(&Chain::base(&table(), "a", pre))),
+        hex(&put_chain(&Chain::base(&table(), "a", pre))),
         format!(
             "{name}06000300 61000000 08000700 6e617400 08000500 00000001 14000480 08000100 00000000 08000200 ffffff9c "
         )
@@ -35,7 +35,7 @@ fn messages_equal_the_messages_of_nft() {
     let (mark, ip, port) = (DataType::Mark, DataType::Ipv4Address, DataType::Port);
     let set = Set::map(&table(), "eps", &[mark, mark], &[ip, port]).with_size(1024);
     assert_eq!(
-        hex(&new_set(&set, 2)),
+        hex(&put_set(&set, 2)),
         format!(
             "{name}08000200 65707300 08000300 00000008 08000400 000004d3 08000500 00000008 08000600 000001cd \
              08000700 00000008 08000a00 00000002 0c000980 08000100 00000400 "
@@ -44,7 +44,7 @@ fn messages_equal_the_messages_of_nft() {
     let flags = SetFlags { interval: true, concatenated_ranges: true, ..SetFlags::default() };
     let ranges = Set { flags, field_lengths: vec![4, 2], ..Set::new(&table(), "iv", &[ip, port]) };
     assert_eq!(
-        hex(&new_set(&ranges, 5)),
+        hex(&put_set(&ranges, 5)),
         format!(
             "{name}07000200 69760000 08000300 00000084 08000400 000001cd 08000500 00000008 08000a00 00000005 \
              20000980 1c000280 0c000180 08000100 00000004 0c000180 08000100 00000002 "
@@ -53,7 +53,7 @@ fn messages_equal_the_messages_of_nft() {
     let key = |address: [u8; 4], number| Value::concatenation(&[Value(address.to_vec()), Value::port(number)]);
     let element = Element { key_end: Some(key([10, 255, 255, 255], 90)), ..Element::new(key([10, 0, 0, 0], 80)) };
     assert_eq!(
-        hex(&new_elements(&table(), "iv", [element])[0]),
+        hex(&put_elements(libc::NFT_MSG_NEWSETELEM, libc::NLM_F_CREATE, &table(), "iv", [element])[0]),
         format!(
             "{name}07000200 69760000 28000380 24000180 10000180 0c000100 0a000000 00500000 \
              10000a80 0c000100 0affffff 005a0000 "
@@ -86,8 +86,8 @@ fn rule() -> Rule {
 
 /// The offset of an element in a request, from the start of the message header.
 fn offset_of_element(payload: &[u8], index: usize) -> usize {
-    let (_, fields) = decode::split(payload).unwrap();
-    let list = fields.get(attributes::element::LIST_ELEMENTS).unwrap();
+    let (_, fields) = split(payload).unwrap();
+    let list = fields.bytes(element::LIST_ELEMENTS).unwrap();
     let one = headgate_netlink::checked_attributes(list).nth(index).unwrap().unwrap().1;
     // Add the message header of 16 bytes, and subtract the element's own attribute header of 4
     // bytes.
@@ -97,20 +97,20 @@ fn offset_of_element(payload: &[u8], index: usize) -> usize {
 #[test]
 fn long_lists_of_elements_are_divided_without_loss() {
     let elements = (0..10_000_u32).map(|key| Element::new(Value::host_u32(key)).with_value(Value::port(1)));
-    let requests = new_elements(&table(), "m", elements.clone());
+    let requests = put_elements(libc::NFT_MSG_NEWSETELEM, libc::NLM_F_CREATE, &table(), "m", elements.clone());
     assert!(requests.len() > 5 && requests.iter().all(|request| request.length() < 60_000));
-    let read = requests.iter().flat_map(|request| decode::elements(request.payload()).unwrap().list.unwrap());
+    let read = requests.iter().flat_map(|request| read_elements(request.payload()).unwrap().list.unwrap());
     assert!(read.eq(elements));
     for index in [0, 7, 500] {
         let payload = requests[0].payload();
         let offset = offset_of_element(payload, index);
         // The offset of an error points to the element or to an attribute within it.
         for within in [0, 4, 12] {
-            let (found, _) = decode::element_at(payload, offset + within).unwrap();
+            let (found, _) = element_at(payload, offset + within).unwrap();
             assert_eq!(found, index);
         }
     }
-    assert_eq!(decode::element_at(requests[0].payload(), 20), None);
+    assert_eq!(element_at(requests[0].payload(), 20), None);
 }
 
 #[test]
@@ -175,7 +175,7 @@ proptest! {
             for command in 0..32 {
                 let _ = crate::monitor::changed(command, &bytes);
             }
-            let _ = (decode::element_at(&bytes, cut), decode::element_count(&bytes));
+            let _ = element_at(&bytes, cut);
         }
     }
 }
