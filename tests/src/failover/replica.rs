@@ -1,101 +1,65 @@
 //! One replica: a real process on loopback that reaches its API server through a [`Gate`].
 
-use std::{
-    fs::{self, File},
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    process::{Command, Stdio},
-    time::{Duration, Instant},
-};
+use std::{fs, path::Path};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result};
 use headgate_proto::v1::{
     AgentInfo, GetStatusRequest, GetStatusResponse, ListAgentsRequest, inspect_client::InspectClient,
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
-    time::sleep,
 };
 
 use super::gate::{Gate, Mode};
-use crate::{
-    apiserver::ApiServer,
-    testbed::process::{self, KilledOnDrop, control_plane_addresses, program},
-};
-
-/// How long a replica may take until it listens.
-const START_LIMIT: Duration = Duration::from_secs(30);
+use crate::{apiserver::ApiServer, testbed::control_plane::ControlPlane};
 
 /// One replica. Dropping it ends the process.
 #[derive(Debug)]
 pub struct Replica {
     /// The relay between the replica and its API server.
     pub gate: Gate,
-    name: String,
-    log: PathBuf,
-    _process: KilledOnDrop,
-    address: SocketAddr,
-    inspect: SocketAddr,
-    metrics: SocketAddr,
+    program: ControlPlane,
 }
 
 impl Replica {
-    /// Starts a replica, with its files in `folder`.
+    /// Starts a replica, with its files in a folder of its own in `folder`.
     ///
     /// # Errors
-    /// The program does not listen within 30 seconds.
+    /// The program does not listen in time.
     pub async fn start(name: &str, folder: &Path, api: &ApiServer, mode: Mode) -> Result<Self> {
         let gate = Gate::start(api.address(), mode).await?;
-        let kubeconfig = folder.join(format!("{name}.kubeconfig"));
+        let folder = folder.join(name);
+        fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        let kubeconfig = folder.join("kubeconfig");
         let text = api.kubeconfig().replace(&api.url(), &format!("http://{}", gate.address));
         fs::write(&kubeconfig, text).with_context(|| format!("writing {}", kubeconfig.display()))?;
-        let log = folder.join(format!("{name}.log"));
-        let file = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
-        let mut command = Command::new(program("headgate-control-plane")?);
-        command.args(["--source=kubernetes", "--insecure-loopback", "--replica-name", name]);
-        command.args(["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]);
-        command.arg(format!("--kubeconfig={}", kubeconfig.display())).env("NO_COLOR", "1");
-        command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
-        let child = command.spawn().context("starting headgate-control-plane")?;
-        let unknown = SocketAddr::from(([127, 0, 0, 1], 0));
-        let _process = KilledOnDrop(child);
-        let (name, [address, inspect, metrics]) = (name.to_owned(), [unknown; 3]);
-        let mut replica = Self { gate, name, log, _process, address, inspect, metrics };
-        replica.find_addresses().await?;
-        Ok(replica)
-    }
-
-    /// Waits until the log has the replica's addresses.
-    async fn find_addresses(&mut self) -> Result<()> {
-        let until = Instant::now() + START_LIMIT;
-        loop {
-            let log = fs::read_to_string(&self.log)?;
-            if let Some(addresses) = control_plane_addresses(&log) {
-                [self.address, self.inspect, self.metrics] = addresses;
-                return Ok(());
-            }
-            ensure!(Instant::now() < until, "{} does not start: {log}", self.name);
-            sleep(Duration::from_millis(10)).await;
-        }
+        let options = [
+            "--source=kubernetes".to_owned(),
+            "--insecure-loopback".to_owned(),
+            format!("--replica-name={name}"),
+            format!("--kubeconfig={}", kubeconfig.display()),
+        ];
+        let start = move || ControlPlane::start(&folder, &options);
+        Ok(Self { gate, program: tokio::task::spawn_blocking(start).await?? })
     }
 
     /// The URL for agents.
     #[must_use]
     pub fn url(&self) -> String {
-        format!("http://{}", self.address)
+        format!("http://{}", self.program.address)
     }
 
     /// The URL for headgatectl.
     #[must_use]
     pub fn inspect_url(&self) -> String {
-        format!("http://{}", self.inspect)
+        format!("http://{}", self.program.inspect)
     }
 
     /// The end of the replica's log.
     #[must_use]
     pub fn log_tail(&self) -> String {
-        process::log_tail(&self.log)
+        self.program.log_tail()
     }
 
     /// The replica's status.
@@ -127,7 +91,7 @@ impl Replica {
     /// # Errors
     /// The page cannot be read.
     pub async fn is_ready(&self) -> Result<bool> {
-        let mut stream = TcpStream::connect(self.metrics).await?;
+        let mut stream = TcpStream::connect(self.program.metrics).await?;
         stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: replica\r\nConnection: close\r\n\r\n").await?;
         let mut page = String::new();
         stream.read_to_string(&mut page).await?;

@@ -26,6 +26,7 @@ mod bed;
 pub mod client;
 mod cluster;
 mod container;
+pub mod control_plane;
 pub mod flow;
 pub mod iptables;
 pub mod kube_proxy;

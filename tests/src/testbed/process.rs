@@ -80,7 +80,7 @@ pub fn log_tail(path: &Path) -> String {
 
 /// The addresses at which a control plane serves agents, Inspect and its pages, read from its log.
 /// `None` if the log does not contain the line with these addresses yet.
-pub fn control_plane_addresses(log: &str) -> Option<[SocketAddr; 3]> {
+pub(super) fn control_plane_addresses(log: &str) -> Option<[SocketAddr; 3]> {
     // A line without a newline may be incomplete.
     let (whole, _) = log.rsplit_once('\n')?;
     let line = whole.lines().find(|line| line.contains("control plane runs"))?;

@@ -14,8 +14,8 @@ use data_encoding::BASE64;
 use headgate_tests::{
     apiserver::{ApiUnderTest, Rights},
     testbed::{
-        port::ReservedPort,
-        process::{KilledOnDrop, program, tool},
+        control_plane::ControlPlane,
+        process::{program, tool},
     },
 };
 use serde_json::{Value, json};
@@ -636,23 +636,17 @@ fn accepts_only_its_clients(folder: &tempfile::TempDir) {
     let path = |name: &str| folder.path().join(name).display().to_string();
     std::fs::create_dir(folder.path().join("manifests")).unwrap();
     std::fs::write(path("manifests/none.yaml"), "apiVersion: v1\nkind: List\nitems: []\n").unwrap();
-    let port = ReservedPort::reserve().unwrap();
-    let control_plane = Command::new(program("headgate-control-plane").unwrap())
-        .arg(format!("--source=files:{}", path("manifests")))
-        .args(["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"])
-        .arg(format!("--inspect-listen={}", port.address()))
-        .args([format!("--tls-cert={}", path("control-plane/tls.crt"))])
-        .args([format!("--tls-key={}", path("control-plane/tls.key"))])
-        .args([format!("--tls-client-ca={}", path("control-plane/ca.crt"))])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(std::fs::File::create(path("log")).unwrap())
-        .spawn()
-        .unwrap();
-    let control_plane = KilledOnDrop(control_plane);
+    let options = [
+        format!("--source=files:{}", path("manifests")),
+        format!("--tls-cert={}", path("control-plane/tls.crt")),
+        format!("--tls-key={}", path("control-plane/tls.key")),
+        format!("--tls-client-ca={}", path("control-plane/ca.crt")),
+    ];
+    let control_plane = ControlPlane::start(folder.path(), &options).unwrap();
+    let server = format!("--server=https://{}", control_plane.inspect);
     let ask = |tls: &[String]| {
         let mut command = Command::new(program("headgatectl").unwrap());
-        command.arg(format!("--server=https://{}", port.address())).args(tls).args(["status", "-o", "json"]);
+        command.arg(&server).args(tls).args(["status", "-o", "json"]);
         command.stdin(Stdio::null()).output().unwrap()
     };
     let authority = format!("--tls-ca={}", path("ca.crt"));
@@ -666,15 +660,13 @@ fn accepts_only_its_clients(folder: &tempfile::TempDir) {
     }
     // If the name of the first server does not resolve, the next one answers.
     let mut agents = Command::new(program("headgatectl").unwrap());
-    agents.arg("--server=https://nobody.invalid:7443").arg(format!("--server=https://{}", port.address()));
+    agents.arg("--server=https://nobody.invalid:7443").arg(&server);
     let agents = agents.args(&with_own).arg("agents").stdin(Stdio::null()).output().unwrap();
     let anonymous = ask(&[authority]);
     // The client refuses a server with a certificate of another authority.
     run(certs(&folder.path().join("other")).args(["--reader", "me"]));
     let elsewhere = ask(&[&[format!("--tls-ca={}", path("other/ca.crt"))], &own[..]].concat());
-    drop(control_plane);
-
-    let log = std::fs::read_to_string(path("log")).unwrap();
+    let log = control_plane.log().unwrap();
     assert!(answer.status.success(), "{}\n{log}", String::from_utf8_lossy(&answer.stderr));
     let (shown, error) = (String::from_utf8_lossy(&agents.stdout), String::from_utf8_lossy(&agents.stderr));
     assert_eq!(shown, "No Node and no agent is known.\n", "{error}");

@@ -1,24 +1,12 @@
 //! Runs grpcurl as an operator would, against the real control plane with a folder of manifests.
 
-use std::{
-    env, fs,
-    io::{BufRead as _, BufReader},
-    path::Path,
-    process::{Child, Command, Stdio},
-    sync::mpsc,
-    thread,
-    time::Duration,
-};
+use std::{fs, path::Path, process::Command, thread, time::Duration};
 
-use headgate_tests::testbed::process::{control_plane_addresses, program, tool};
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
+use headgate_tests::testbed::{
+    control_plane,
+    process::{program, tool},
 };
 use serde_json::Value;
-
-/// A guard against hanging. No test asserts on time.
-const GUARD: Duration = Duration::from_secs(60);
 
 /// The only method on the port for agents. That port has no reflection.
 const SYNC: &str = "headgate.v1.Discovery/Sync";
@@ -45,11 +33,10 @@ ports: [{name: http, port: 8080, protocol: TCP}]
 
 /// A control plane that is killed when the test ends.
 struct ControlPlane {
-    child: Child,
-    /// The address for agents, and the address for everything else.
-    addresses: [String; 2],
+    program: control_plane::ControlPlane,
     /// The options with which grpcurl connects to the control plane.
     transport: Vec<String>,
+    _logs: tempfile::TempDir,
 }
 
 impl ControlPlane {
@@ -77,40 +64,20 @@ impl ControlPlane {
     }
 
     fn start_with(folder: &Path, security: &[String], transport: Vec<String>) -> Self {
-        let source = format!("files:{}", folder.display());
-        let mut child = Command::new(program("headgate-control-plane").unwrap())
-            .args(["--source", &source, "--listen", "127.0.0.1:0"])
-            .args(security)
-            .env("NO_COLOR", "1")
-            .args(["--metrics-listen", "127.0.0.1:0", "--replica-name", "replica-1", "--log", "info"])
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let log = BufReader::new(child.stderr.take().unwrap());
-        let (sender, receiver) = mpsc::channel();
-        thread::spawn(move || {
-            for line in log.lines().map_while(Result::ok) {
-                eprintln!("{line}");
-                // Ignore an error: the test no longer reads after it has found the address.
-                drop(sender.send(line));
-            }
-        });
-        let mut control_plane = Self { child, addresses: Default::default(), transport };
-        while control_plane.addresses[0].is_empty() {
-            let line = receiver.recv_timeout(GUARD).expect("the control plane does not log its addresses");
-            if let Some([listen, inspect, _]) = control_plane_addresses(&format!("{line}\n")) {
-                control_plane.addresses = [listen, inspect].map(|address| address.to_string());
-            }
-        }
-        control_plane
+        let own = [format!("--source=files:{}", folder.display()), "--replica-name=replica-1".to_owned()];
+        let logs = tempfile::tempdir().unwrap();
+        let program = control_plane::ControlPlane::start(logs.path(), &[&own[..], security].concat()).unwrap();
+        Self { program, transport, _logs: logs }
     }
 
     fn call(&self, arguments: &[&str], method: &[&str]) -> Result<String, String> {
+        let control_plane::ControlPlane { address, inspect, .. } = self.program;
+        let address = if method.contains(&SYNC) { address } else { inspect };
         let output = Command::new(tool("grpcurl"))
             .args(&self.transport)
             .args(["-max-time", "30"])
             .args(arguments)
-            .arg(&self.addresses[usize::from(!method.contains(&SYNC))])
+            .arg(address.to_string())
             .args(method)
             .output()
             .unwrap();
@@ -124,17 +91,8 @@ impl ControlPlane {
     }
 
     /// Sends SIGTERM, and returns whether the program ended with success.
-    fn stop(mut self) -> bool {
-        kill(Pid::from_raw(self.child.id().try_into().unwrap()), Signal::SIGTERM).unwrap();
-        self.child.wait().unwrap().success()
-    }
-}
-
-impl Drop for ControlPlane {
-    fn drop(&mut self) {
-        // The process has already ended if the test passed.
-        drop(self.child.kill());
-        drop(self.child.wait());
+    fn stop(self) -> bool {
+        self.program.stop().unwrap().success()
     }
 }
 

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use headgate_tests::testbed::{
-    port::ReservedPort,
+    control_plane,
     process::{KilledOnDrop, program},
 };
 use serde_json::Value;
@@ -20,9 +20,8 @@ fn root() -> &'static Path {
 
 /// A control plane that reads a copy of `docs/examples/web.yaml`.
 pub(crate) struct ControlPlane {
-    _process: KilledOnDrop,
+    program: control_plane::ControlPlane,
     folder: tempfile::TempDir,
-    port: ReservedPort,
 }
 
 impl ControlPlane {
@@ -31,18 +30,10 @@ impl ControlPlane {
         let manifests = folder.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
         std::fs::copy(root().join("docs/examples/web.yaml"), manifests.join("web.yaml")).unwrap();
-        let port = ReservedPort::reserve().unwrap();
-        let process = Command::new(program("headgate-control-plane").unwrap())
-            .args(["--source", &format!("files:{}", manifests.display()), "--insecure-loopback"])
-            .args(["--listen", "127.0.0.1:0", "--inspect-listen", &port.address().to_string()])
-            .args(["--metrics-listen", "127.0.0.1:0"])
-            .args(["--replica-name", "example"])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(std::fs::File::create(folder.path().join("log")).unwrap())
-            .spawn()
-            .unwrap();
-        let control_plane = Self { _process: KilledOnDrop(process), folder, port };
+        let source = format!("--source=files:{}", manifests.display());
+        let options = [source, "--insecure-loopback".to_owned(), "--replica-name=example".to_owned()];
+        let control_plane =
+            Self { program: control_plane::ControlPlane::start(folder.path(), &options).unwrap(), folder };
         control_plane.wait_for("the first listing", |this| {
             let status = this.headgatectl(&["status", "-o", "json"]).ok()?;
             serde_json::from_str::<Value>(&status).ok()?["synced"].as_bool()?.then_some(())
@@ -57,8 +48,7 @@ impl ControlPlane {
                 return found;
             }
             if Instant::now() > deadline {
-                let log = std::fs::read_to_string(self.folder.path().join("log")).unwrap();
-                panic!("{what} does not happen; the log:\n{log}");
+                panic!("{what} does not happen; the log:\n{}", self.program.log().unwrap());
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -66,7 +56,7 @@ impl ControlPlane {
 
     /// The URL of its server.
     pub(crate) fn url(&self) -> String {
-        format!("http://{}", self.port.address())
+        format!("http://{}", self.program.inspect)
     }
 
     fn manifests(&self) -> PathBuf {

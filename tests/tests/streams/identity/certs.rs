@@ -10,7 +10,7 @@ use std::{
 use headgate_tests::testbed::process::program;
 use serde_json::Value;
 
-use super::program::ControlPlane;
+use super::program::control_plane;
 
 pub(super) fn headgatectl(arguments: &[&str]) -> Output {
     let mut command = Command::new(program("headgatectl").unwrap());
@@ -46,7 +46,7 @@ fn certificates_of_headgatectl_give_the_intended_access() {
         text.contains("/my certs/ca.crt'") || text.contains("/my certs'/ca.crt"),
         "the path is not quoted:\n{text}"
     );
-    let control_plane = ControlPlane::start(folder.path(), &out.join("control-plane"));
+    let control_plane = control_plane(folder.path(), &out.join("control-plane"));
     let server = format!("--server=https://{}", control_plane.inspect);
     let ask = |name: &str| {
         let file = |option: &str, name: &str| format!("{option}={}", out.join(name).display());

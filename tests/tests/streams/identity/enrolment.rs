@@ -18,7 +18,7 @@ use std::{
 use headgate_tests::{
     apiserver::{ApiServer, Options, Token, objects},
     in_memory::Call,
-    testbed::port::ReservedPort,
+    testbed::{control_plane::ControlPlane, port::ReservedPort},
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -27,7 +27,7 @@ use self::rights::granted;
 use super::{
     agent::Agent,
     certs::{headgatectl, made},
-    program::{ControlPlane, metric},
+    program::{control_plane_with, metric},
     rotation::rotate,
     server::eventually,
 };
@@ -112,7 +112,7 @@ impl<A> Cluster<A> {
 
     fn start_control_plane(&mut self) {
         let tls = self.path("certs/control-plane");
-        self.control_plane = Some(ControlPlane::start_with(self.folder.path(), &tls, &self.options));
+        self.control_plane = Some(control_plane_with(self.folder.path(), &tls, &self.options));
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -186,7 +186,7 @@ async fn a_node_enrols_with_nothing_but_its_token() {
         assert_eq!(fs::metadata(folder.join(file)).unwrap().permissions().mode() & 0o777, 0o600, "{file}");
     }
     assert_eq!((agent.metric(SUCCESS), cluster.enrolments("success")), (1, 1));
-    let line = cluster.control_plane.as_ref().unwrap().until_logged("a node has enrolled");
+    let line = cluster.control_plane.as_ref().unwrap().until_logged("a node has enrolled").unwrap();
     assert!(line.contains("agent-n1"), "{line}");
 }
 

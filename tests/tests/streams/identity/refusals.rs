@@ -11,7 +11,7 @@ use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, SanType, date_time_ymd};
 use super::{
     authority::{Authority, Pair},
     client::{Client, files},
-    program::{ControlPlane, metric},
+    program::{control_plane, metric},
     server::Server,
 };
 
@@ -20,7 +20,7 @@ async fn refused_clients_and_the_servers_log_get_the_reason() {
     let (authority, stranger) = (Authority::new("authority"), Authority::new("stranger"));
     let folder = tempfile::tempdir().unwrap();
     authority.server(|_| {}).write(&folder.path().join("tls"), &[&authority]);
-    let control_plane = ControlPlane::start(folder.path(), &folder.path().join("tls"));
+    let control_plane = control_plane(folder.path(), &folder.path().join("tls"));
     let node = |change: fn(&mut CertificateParams)| Some(authority.client(&["headgate://node/n1"], change));
     let cases = [
         (
@@ -60,7 +60,7 @@ async fn refused_clients_and_the_servers_log_get_the_reason() {
         let refusal = explain(&error, &files()).unwrap_or_else(|| panic!("{reason}: {error}"));
         assert_eq!(refusal.reason, "refused_by_control_plane", "{refusal:?}");
         assert!(refusal.sentence.contains(client_says), "{reason}: {}", refusal.sentence);
-        let line = control_plane.until_logged(server_says);
+        let line = control_plane.until_logged(server_says).unwrap();
         assert!(line.contains(reason), "{line}");
         let sample = format!("headgate_tls_handshakes_failed_total{{reason=\"{reason}\"}}");
         assert_eq!(metric(control_plane.metrics, &sample), 1, "{reason}");

@@ -2,10 +2,12 @@
 
 use std::{fs, path::Path};
 
+use headgate_tests::testbed::control_plane::ControlPlane;
+
 use super::{
     agent::Agent,
     certs::{headgatectl, made},
-    program::ControlPlane,
+    program::control_plane,
     server::eventually,
 };
 
@@ -48,7 +50,7 @@ async fn a_rotation_of_the_authority_interrupts_no_stream_and_locks_nobody_out()
     }
     let old_authority = folder.path().join("old-authority");
     fs::copy(path("ca.crt"), &old_authority).unwrap();
-    let control_plane = ControlPlane::start(folder.path(), &path("control-plane"));
+    let control_plane = control_plane(folder.path(), &path("control-plane"));
     let url = format!("https://{}", control_plane.address);
     let agent = |node: &str| Agent::of_node(node, &url, &path("nodes").join(node), &path("nodes/ca.crt"));
     let first = agent("n1");

@@ -84,21 +84,19 @@ async fn the_certificate_decides_which_node_an_agent_may_name() {
     replica.put([service(1, 80)]);
     let address = replica.running.local_addr;
     let connect = async |pair: &Pair, address| TlsClient::new(&authority, pair).connect(address).await.unwrap();
-    let by_uri = connect(&authority.node("n1"), address).await;
-    let by_name = connect(&authority.kubelet("n2"), address).await;
+    let (by_uri, by_name) = (authority.node("n1"), authority.kubelet("n2"));
     let reader = authority.client(&["headgate://reader/operator"], |_| {});
-    let looks = connect(&reader, replica.running.inspect_addr).await;
-    let reader = connect(&reader, address).await;
-    for (connected, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
-        let mut client = Client::open(connected.channel.clone(), node, None).await.unwrap();
+    for (pair, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
+        let mut client = Client::open(connect(pair, address).await.channel, node, None).await.unwrap();
         client.reach(1).await;
         assert_same(&client, &replica);
     }
-    for connected in [&by_uri, &reader] {
-        let status = Client::open(connected.channel.clone(), "n2", None).await.err().unwrap();
+    for pair in [&by_uri, &reader] {
+        let status = Client::open(connect(pair, address).await.channel, "n2", None).await.err().unwrap();
         assert_eq!(status.code(), Code::PermissionDenied, "{status}");
     }
     assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"permission_denied\"}"), 2);
+    let looks = connect(&reader, replica.running.inspect_addr).await;
     assert_eq!(looks.inspect().await.unwrap().services, 1);
 
     // The replica refuses a client without a certificate, and a client with a certificate of

@@ -126,5 +126,6 @@ async fn a_real_api_server_grants_the_control_plane_nothing_else() {
         .control_plane
         .as_ref()
         .unwrap()
-        .until_logged("on endpointslices.discovery.k8s.io in the ClusterRole of this account");
+        .until_logged("on endpointslices.discovery.k8s.io in the ClusterRole of this account")
+        .unwrap();
 }

@@ -56,7 +56,7 @@ async fn a_missing_right_to_read_a_kind_is_named_in_the_log() {
     ] {
         assert!(granted().all().contains(right), "{right}");
         let cluster = cluster_with(granted().without(right));
-        cluster.control_plane.as_ref().unwrap().until_logged(message);
+        cluster.control_plane.as_ref().unwrap().until_logged(message).unwrap();
     }
 }
 
