@@ -122,6 +122,9 @@ pub struct Reconciler {
     /// When the next full sync in the background may begin.
     full_sync_at: Instant,
     pauses: verification::Pauses,
+    /// What syncs have programmed since a verification of the rules read the kernel. `None` if no
+    /// verification is under way, or if anything may have changed.
+    programmed_meanwhile: Option<Dirty>,
     /// See [`Self::with_unknown_rules`].
     has_unknown_rules: bool,
     summary: Summary,
@@ -175,6 +178,7 @@ impl Reconciler {
             failed_checks: 0,
             full_sync_at,
             pauses: verification::Pauses::default(),
+            programmed_meanwhile: None,
             has_unknown_rules: false,
             summary: Summary::default(),
         };
@@ -300,6 +304,11 @@ impl Reconciler {
             SyncKind::Full => self.dataplane.sync_full(&*self.shared),
         };
         self.pace = Pace { not_before: started + self.timing.min_sync_period, after_failure: None };
+        self.programmed_meanwhile =
+            self.programmed_meanwhile.take().filter(|_| kind != SyncKind::Full && result.is_ok());
+        if let Some(programmed) = &mut self.programmed_meanwhile {
+            programmed.merge(self.unfinished.dirty.clone());
+        }
         let now = self.now();
         self.check_at = now + self.timing.sync_period;
         match result {
@@ -369,6 +378,8 @@ impl Reconciler {
         if services.is_empty() {
             return;
         }
+        // The search may write chains of these services.
+        self.programmed_meanwhile = None;
         match self.dataplane.find_faults(&*self.shared, Some(services), &[]) {
             Ok(faults) => {
                 let rejected: BTreeSet<_> = faults.iter().map(|fault| Arc::clone(&fault.service)).collect();
@@ -585,7 +596,7 @@ impl Reconciler {
                 if is_unknown && self.done.is_none() {
                     self.unfinished.needs_full = true;
                 } else if is_unknown || self.full_sync_at <= self.now() {
-                    self.sync_in_background();
+                    self.verify_rules();
                 }
                 if self.is_table_due() {
                     self.verify_table();

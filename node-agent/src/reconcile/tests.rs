@@ -615,15 +615,15 @@ fn a_newer_change_is_tried_soon_after_a_failure() {
 }
 
 #[test]
-fn a_full_sync_in_the_background_restores_rules_and_leaves_out_changes() {
+fn a_verification_of_the_rules_in_the_background_finds_what_is_missing() {
     let timing = Timing { sync_period: Duration::from_millis(5), full_sync_period: Duration::ZERO, ..timing() };
     let run = Loop::start(timing);
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
     run.batch(2, vec![endpoint("web", 1, 8080)]);
     run.wait_programmed(2);
-    let syncs = |calls: &[Call]| calls.iter().filter(|call| matches!(call, Call::Full(..))).count();
-    assert!(run.control.wait_for(GUARD, |calls| syncs(calls) >= 3), "{:?}", run.control.calls());
+    let verified = |calls: &[Call]| calls.iter().filter(|call| **call == Call::Verify).count();
+    assert!(run.control.wait_for(GUARD, |calls| verified(calls) >= 3), "{:?}", run.control.calls());
     assert_eq!((run.metrics.repairs.get(), run.metrics.dataplane.drift.get()), (0, 0), "nobody changed anything");
     run.control.forget("prod/db");
     run.wait_progress(|_| run.metrics.repairs.get() > 0);

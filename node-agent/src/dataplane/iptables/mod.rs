@@ -28,7 +28,8 @@ use tracing::warn;
 
 pub use super::xtables::Variant;
 use super::{
-    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Report, Statistics,
+    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Report, RulesVerification,
+    Statistics,
     xtables::{
         self, Flushes, Rules, bisect,
         programs::{Programs, Restore},
@@ -127,6 +128,15 @@ impl Dataplane for IptablesFamily {
         Ok(report)
     }
 
+    fn verification(&mut self, _kernel: &mut Flushes) -> Result<RulesVerification, DataplaneError> {
+        let existing = self.rules.programs.existing_tables()?;
+        let (mut ledger, division) = (self.ledger.fresh(), self.ledger.prefix_length());
+        Ok(Box::new(move |source| {
+            let (script, _) = ledger.full(source, existing);
+            xtables::differences(&script, division == ledger.prefix_length())
+        }))
+    }
+
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan {
         self.ledger.changed(state, node, dirty)
     }
@@ -209,7 +219,6 @@ impl IptablesFamily {
     /// Reads the rules in the kernel, and writes what differs from the state.
     fn write_everything(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let existing = self.rules.programs.existing_tables()?;
-        let division = self.ledger.prefix_length();
         let programs = &self.rules.programs;
         let mut parts: Option<Result<Restore, DataplaneError>> = None;
         let mut write = |script: &Script| {
@@ -222,13 +231,7 @@ impl IptablesFamily {
         self.rules.count(&script);
         let written = parts.map_or(Ok(()), |parts| parts?.finish(None));
         let written = written.and_then(|()| self.write(&script));
-        let mut report = self.finish(written, services_planned)?;
-        // Another layout or division of the rules is not a change of another program.
-        if division == self.ledger.prefix_length() {
-            report.differences = report.objects_written;
-            report.differing = script.services().iter().cloned().collect();
-        }
-        Ok(report)
+        self.finish(written, services_planned)
     }
 
     fn finish(

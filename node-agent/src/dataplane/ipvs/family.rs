@@ -14,7 +14,8 @@ use headgate_core::{
 
 use super::{
     super::{
-        Dataplane, DataplaneError, Degradation, ErrorKind, Fault, Finding, Report, Statistics,
+        Dataplane, DataplaneError, Degradation, ErrorKind, Fault, Finding, Report, RulesDifferences, RulesVerification,
+        Statistics,
         ip_sets::of_sets,
         retries::{PAUSES, PAUSES_OF_MODULES, Retries},
         xtables::{self, Rules, bisect},
@@ -105,23 +106,30 @@ impl Dataplane for IpvsFamily {
         kernel.device()?;
         let failed = if self.family() == Family::V6 { Sysctls::default().allow_ipv6_on_device().err() } else { None };
         let found = self.read(kernel)?;
-        let deferred: BTreeSet<Object> = self.ledger.deferred().map(|(object, _)| object).collect();
-        let division = self.ledger.rules().prefix_length();
         let now_ms = self.now_ms();
         let plan = self.ledger.full(source, &found, now_ms);
         drop(found);
-        let is_new = |op: &&Op| op.object().is_none_or(|object| !deferred.contains(&object));
-        let ops: Vec<Op> = plan.ops().filter(is_new).copied().collect();
-        // Another layout or division of the rules is not a change of another program.
-        let is_redivided = division != self.ledger.rules().prefix_length();
-        let chains = if is_redivided { 0 } else { plan.script.chains_written() + plan.script.chains_deleted() };
-        let owners = if ops.is_empty() { HashMap::new() } else { self.ledger.owners(&ops) };
-        let differing = plan.script.services().iter().cloned().chain(owners.into_values()).collect();
         let mut report = self.apply(kernel, plan)?;
         self.is_synced = true;
         report.warnings.extend(failed);
-        let differences = u32::try_from(ops.len()).unwrap_or(u32::MAX).saturating_add(chains);
-        Ok(Report { differences, differing, ..report })
+        Ok(report)
+    }
+
+    fn verification(&mut self, kernel: &mut Kernel) -> Result<RulesVerification, DataplaneError> {
+        let (found, now_ms) = (self.read(kernel)?, self.now_ms());
+        let deferred: BTreeSet<Object> = self.ledger.deferred().map(|(object, _)| object).collect();
+        let (mut ledger, division) = (self.ledger.fresh(), self.ledger.rules().prefix_length());
+        Ok(Box::new(move |source| {
+            let plan = ledger.full(source, &found, now_ms);
+            let is_new = |op: &&Op| op.object().is_none_or(|object| !deferred.contains(&object));
+            let ops: Vec<Op> = plan.ops().filter(is_new).copied().collect();
+            let rules = xtables::differences(&plan.script, division == ledger.rules().prefix_length());
+            let owners = if ops.is_empty() { HashMap::new() } else { ledger.owners(&ops) };
+            RulesDifferences {
+                count: u32::try_from(ops.len()).unwrap_or(u32::MAX).saturating_add(rules.count),
+                services: rules.services.into_iter().chain(owners.into_values()).collect(),
+            }
+        }))
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {

@@ -28,7 +28,7 @@ pub use service_counters::{Counts, ServiceCounters, read_counters};
 pub(super) use watch::{Syncs, Watch};
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     net::SocketAddr,
     sync::Arc,
     time::Instant,
@@ -38,7 +38,7 @@ use headgate_core::{
     Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
-    nftables::{Existing, Ledger, Lookup, NftablesConfig, Plan},
+    nftables::{Element, Existing, Ledger, Lookup, NftablesConfig, Plan},
 };
 use nftables_netlink::{Nftables, NftablesError, Transaction, probe};
 
@@ -46,7 +46,10 @@ use self::{
     layout::{Layout, LayoutConfig, picks::is_clients_map, table_name},
     quarantine::Rejected,
 };
-use super::{Dataplane, DataplaneError, DualStack, ErrorKind, Fault, Finding, Report, Statistics};
+use super::{
+    Dataplane, DataplaneError, DualStack, ErrorKind, Fault, Finding, Report, RulesDifferences, RulesVerification,
+    Statistics,
+};
 use crate::{
     decoders::{self, nftables::Dump},
     node_inputs::NodeInputs,
@@ -269,15 +272,23 @@ impl Dataplane for NftablesFamily {
     fn sync(&mut self, kernel: &mut Connection, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let failed = if self.layout_config.has_loopback_guard() { route_localnet().err() } else { None };
         let found = self.read(kernel)?;
-        let rules = self.layout.differences(&found.layout).len();
         let step = self.plan_full(source, found);
-        let Plan { add, delete, .. } = &step.plan;
-        let differences = u32::try_from(rules + add.len() + delete.len()).unwrap_or(u32::MAX);
-        let differing =
-            if add.is_empty() { Vec::new() } else { self.ledger.services_of(&add.iter().copied().collect()) };
         let mut report = self.apply(kernel, step)?;
         report.warnings.extend(failed);
-        Ok(Report { differences, differing: differing.into_iter().collect(), ..report })
+        Ok(report)
+    }
+
+    fn verification(&mut self, kernel: &mut Connection) -> Result<RulesVerification, DataplaneError> {
+        let found = self.read(kernel)?;
+        let rules = self.layout.differences(&found.layout).len() + usize::from(found.is_foreign);
+        let mut ledger = self.ledger.fresh();
+        Ok(Box::new(move |source| {
+            let plan = ledger.full(source, found.existing);
+            let missing: HashSet<Element> = plan.added(&ledger).collect();
+            let services = if missing.is_empty() { Vec::new() } else { ledger.services_of(&missing) };
+            let count = u32::try_from(rules + missing.len() + plan.delete.len()).unwrap_or(u32::MAX);
+            RulesDifferences { count, services: services.into_iter().collect() }
+        }))
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Step {

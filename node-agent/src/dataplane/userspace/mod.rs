@@ -39,7 +39,7 @@ use self::{
     set_gate::SetGate,
 };
 use super::{
-    Dataplane, DataplaneError, Degradation, DualStack, Fault, Finding, Leftover, Report, Statistics,
+    Dataplane, DataplaneError, Degradation, DualStack, Fault, Finding, Leftover, Report, RulesVerification, Statistics,
     iptables::{self, IptablesFamily, Variant},
     nftables::{self, NftablesFamily},
     xtables::{self, Flushes},
@@ -198,6 +198,10 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
         self.finish(kernel, true)?;
         self.proxy.serve(self.family());
         Ok(report)
+    }
+
+    fn verification(&mut self, kernel: &mut R::Kernel) -> Result<RulesVerification, DataplaneError> {
+        self.direct.verification(kernel)
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Step<R::Plan> {

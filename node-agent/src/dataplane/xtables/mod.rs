@@ -20,7 +20,7 @@ use headgate_core::{
 pub(super) use self::{flushes::Flushes, rules::Kept};
 use self::{programs::Programs, sctp::Sctp};
 use super::{
-    DataplaneError, ErrorKind, Report, Statistics, TableStatistics, dual_stack::has_ipv6,
+    DataplaneError, ErrorKind, Report, RulesDifferences, Statistics, TableStatistics, dual_stack::has_ipv6,
     kernel_modules::NFNETLINK_ACCT, leftovers::Leftover,
 };
 use crate::packet_counters;
@@ -77,6 +77,16 @@ pub(super) fn note_written(
         report.warnings.extend(is_new(table, &name).then_some(sentence));
     }
     report.objects_written += script.chains_written() + script.chains_deleted();
+}
+
+/// What a full script that nobody writes would change. Another division of the rules than the
+/// programmed one is no change of another program.
+pub(super) fn differences(script: &Script, has_same_division: bool) -> RulesDifferences {
+    if !has_same_division {
+        return RulesDifferences::default();
+    }
+    let services = script.services().iter().cloned().collect();
+    RulesDifferences { count: script.chains_written() + script.chains_deleted(), services }
 }
 
 /// The leftovers of a dataplane that uses this variant of iptables.

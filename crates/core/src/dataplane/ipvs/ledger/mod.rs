@@ -106,6 +106,14 @@ impl Ledger {
         }
     }
 
+    /// Creates a ledger with the configuration and the quarantine of this one, in which nothing is
+    /// programmed. Its [`Self::full`] plans what the full plan of this ledger would write, and
+    /// leaves this ledger as it is.
+    #[must_use]
+    pub fn fresh(&self) -> Self {
+        Self { rules: self.rules.fresh(), ..Self::new(self.config.clone()) }
+    }
+
     /// The configuration of the plans.
     #[must_use]
     pub fn config(&self) -> &IpvsConfig {

@@ -82,6 +82,21 @@ impl Ledger {
         }
     }
 
+    /// Creates a ledger with the configuration and the quarantine of this one, in which nothing is
+    /// programmed. Its [`Self::full`] plans what the full script of this ledger would write, and
+    /// leaves this ledger as it is.
+    #[must_use]
+    pub fn fresh(&self) -> Self {
+        Self {
+            ruleset: Arc::clone(&self.ruleset),
+            dispatch: Dispatch::new(Arc::clone(&self.ruleset), None, None),
+            undeletable: self.undeletable.clone(),
+            quarantine: self.quarantine.clone(),
+            programmed: HashMap::new(),
+            ..*self
+        }
+    }
+
     /// The configuration of the rules.
     #[must_use]
     pub fn config(&self) -> &RenderConfig {
