@@ -62,8 +62,8 @@ pub struct Timing {
     pub min_sync_period: Duration,
     /// Time between two checks of the rules.
     pub sync_period: Duration,
-    /// Shortest time between two full syncs in the background. Their cost extends this time.
-    pub full_sync_period: Duration,
+    /// Shortest time between two verifications of the rules. Their cost extends this time.
+    pub rules_period: Duration,
     /// Pauses after failures.
     pub backoff: Backoff,
     /// Pauses before an unchanged service in quarantine is tried again. Jitter spreads these
@@ -78,7 +78,7 @@ impl Default for Timing {
         Self {
             min_sync_period: Duration::ZERO,
             sync_period: Duration::from_secs(30),
-            full_sync_period: Duration::ZERO,
+            rules_period: Duration::ZERO,
             backoff: Backoff::default(),
             quarantine: Backoff::new(Duration::from_secs(60), Duration::from_secs(3600), Jitter::Half),
             clock: Instant::now,
@@ -119,8 +119,8 @@ pub struct Reconciler {
     check_at: Instant,
     /// Number of failed checks since the last successful check.
     failed_checks: u32,
-    /// When the next full sync in the background may begin.
-    full_sync_at: Instant,
+    /// When the next verification of the rules may begin.
+    verify_rules_at: Instant,
     pauses: verification::Pauses,
     /// What syncs have programmed since a verification of the rules read the kernel. `None` if no
     /// verification is under way, or if anything may have changed.
@@ -154,7 +154,7 @@ impl Reconciler {
             ..Progress::default()
         });
         let now = (timing.clock)();
-        let (check_at, full_sync_at) = (now + timing.sync_period, now + timing.full_sync_period);
+        let (check_at, verify_rules_at) = (now + timing.sync_period, now + timing.rules_period);
         let failures = timing.backoff.clone();
         let unfinished = Unfinished::default();
         let quarantine = Quarantine::new(timing.quarantine.clone());
@@ -176,7 +176,7 @@ impl Reconciler {
             pace: Pace { not_before: now, after_failure: None },
             check_at,
             failed_checks: 0,
-            full_sync_at,
+            verify_rules_at,
             pauses: verification::Pauses::default(),
             programmed_meanwhile: None,
             has_unknown_rules: false,
@@ -595,7 +595,7 @@ impl Reconciler {
                 let is_unknown = sign == Finding::Unknown;
                 if is_unknown && self.done.is_none() {
                     self.unfinished.needs_full = true;
-                } else if is_unknown || self.full_sync_at <= self.now() {
+                } else if is_unknown || self.verify_rules_at <= self.now() {
                     self.verify_rules();
                 }
                 if self.is_table_due() {

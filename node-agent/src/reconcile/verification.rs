@@ -98,7 +98,7 @@ impl Reconciler {
         }
         let now = self.now();
         let used = cpu_time_since(before).unwrap_or(now - started);
-        self.full_sync_at = now + self.timing.full_sync_period.max(used * PAUSE_FACTOR);
+        self.verify_rules_at = now + self.timing.rules_period.max(used * PAUSE_FACTOR);
         memory::give_back();
         let programmed = self.programmed_meanwhile.take().filter(|_| !self.unfinished.needs_full);
         let changed = programmed.and_then(|mut changed| {
@@ -108,7 +108,7 @@ impl Reconciler {
         });
         let Some(changed) = changed else {
             // All rules may have changed, so the result says nothing.
-            self.full_sync_at = now;
+            self.verify_rules_at = now;
             return;
         };
         services.retain(|service| !changed.services.contains(service));
