@@ -293,6 +293,9 @@ pub struct RulesDifferences {
     pub count: u32,
     /// The services to which these objects belong, if they belong to services.
     pub services: BTreeSet<Arc<ServiceKey>>,
+    /// True if a full sync would divide the rules among chains in another way, because the cluster
+    /// has grown or shrunk. Nothing is compared then.
+    pub is_redivided: bool,
 }
 
 /// Counts of the programmed rules of one family.

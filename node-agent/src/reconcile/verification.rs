@@ -18,7 +18,7 @@ use headgate_core::{
     explain::{Mode, NodeSettings},
     forwarding::{self, Comparer, Comparison, Table},
 };
-use tracing::{error, warn};
+use tracing::{error, info, warn};
 
 use super::Reconciler;
 use crate::{cpu_time, dataplane::mode_of, memory, progress::Verification, state::Wake};
@@ -78,7 +78,7 @@ impl Reconciler {
         }
         let (started, before) = (self.now(), cpu_time::of_thread_and_children());
         self.programmed_meanwhile = Some(Dirty::default());
-        let (mut count, mut services) = (0_u32, BTreeSet::new());
+        let (mut count, mut services, mut is_redivided) = (0_u32, BTreeSet::new(), false);
         for family in Family::BOTH {
             match self.dataplane.verification(family) {
                 Ok(verification) => {
@@ -86,6 +86,7 @@ impl Reconciler {
                     let found = verification.map(|verification| verification(&source)).unwrap_or_default();
                     count = count.saturating_add(found.count);
                     services.extend(found.services);
+                    is_redivided |= found.is_redivided;
                 }
                 Err(error) => {
                     self.metrics.verifications_failed.inc();
@@ -115,6 +116,11 @@ impl Reconciler {
         if !changed.is_empty() {
             // What belongs to no service may belong to a change. The next verification finds it.
             count = u32::try_from(services.len()).unwrap_or(u32::MAX);
+        }
+        if is_redivided {
+            info!("making a full sync, which divides the rules among chains anew");
+            self.unfinished.needs_full = true;
+            self.done = None;
         }
         if count > 0 {
             self.metrics.repairs.inc();

@@ -78,7 +78,7 @@ impl Dataplane for InMemoryFamily {
             wanted.retain(|_, views| !views.is_empty());
             let differs = |key: &&Arc<ServiceKey>| found.get(*key) != wanted.get(*key);
             let services: BTreeSet<_> = found.keys().chain(wanted.keys()).filter(differs).cloned().collect();
-            RulesDifferences { count: count(services.len()), services }
+            RulesDifferences { count: count(services.len()), services, is_redivided: false }
         }))
     }
 

@@ -128,6 +128,7 @@ impl Dataplane for IpvsFamily {
             RulesDifferences {
                 count: u32::try_from(ops.len()).unwrap_or(u32::MAX).saturating_add(rules.count),
                 services: rules.services.into_iter().chain(owners.into_values()).collect(),
+                is_redivided: rules.is_redivided,
             }
         }))
     }

@@ -287,7 +287,7 @@ impl Dataplane for NftablesFamily {
             let missing: HashSet<Element> = plan.added(&ledger).collect();
             let services = if missing.is_empty() { Vec::new() } else { ledger.services_of(&missing) };
             let count = u32::try_from(rules + missing.len() + plan.delete.len()).unwrap_or(u32::MAX);
-            RulesDifferences { count, services: services.into_iter().collect() }
+            RulesDifferences { count, services: services.into_iter().collect(), is_redivided: false }
         }))
     }
 

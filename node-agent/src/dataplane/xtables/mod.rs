@@ -83,10 +83,10 @@ pub(super) fn note_written(
 /// programmed one is no change of another program.
 pub(super) fn differences(script: &Script, has_same_division: bool) -> RulesDifferences {
     if !has_same_division {
-        return RulesDifferences::default();
+        return RulesDifferences { is_redivided: true, ..RulesDifferences::default() };
     }
     let services = script.services().iter().cloned().collect();
-    RulesDifferences { count: script.chains_written() + script.chains_deleted(), services }
+    RulesDifferences { count: script.chains_written() + script.chains_deleted(), services, is_redivided: false }
 }
 
 /// The leftovers of a dataplane that uses this variant of iptables.

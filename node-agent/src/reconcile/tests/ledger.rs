@@ -63,7 +63,8 @@ impl Dataplane for LedgerFamily {
         Ok(Box::new(move |source| {
             let (script, _) = ledger.full(&Interrupted(source, during, Cell::new(0)), found);
             let services = script.services().iter().cloned().collect();
-            RulesDifferences { count: script.chains_written() + script.chains_deleted(), services }
+            let count = script.chains_written() + script.chains_deleted();
+            RulesDifferences { count, services, is_redivided: false }
         }))
     }
 
