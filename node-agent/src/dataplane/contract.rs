@@ -198,7 +198,7 @@ pub trait KernelHandle: Send {
     ///
     /// # Errors
     /// The kernel does not report changes now. The dataplane works without the reports.
-    fn follow(&mut self, _wake: Wake, _metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
+    fn follow(&mut self, _wake: WakeLoop, _metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
         Ok(())
     }
 
@@ -240,9 +240,9 @@ pub struct ProxyCounts {
 }
 
 /// Wakes the reconcile loop.
-pub type Wake = Arc<dyn Fn() + Send + Sync>;
+pub type WakeLoop = Arc<dyn Fn() + Send + Sync>;
 
-/// Like [`Wake`], for threads that must not wait. Returns false if the call would have to wait:
+/// Like [`WakeLoop`], for threads that must not wait. Returns false if the call would have to wait:
 /// call it again soon.
 pub type TryWake = Arc<dyn Fn() -> bool + Send + Sync>;
 

@@ -14,7 +14,7 @@ use super::{
     DataplaneError,
     contract::{
         ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, Finding, KernelHandle as _, Report,
-        RulesVerification, Wake,
+        RulesVerification, WakeLoop,
     },
     first_services::FirstServices,
     leftovers::{Leftover, Leftovers},
@@ -49,7 +49,7 @@ pub trait NodeDataplane: Send {
 
     /// Starts to follow the changes of other programs; see [`super::KernelHandle::follow`]. The
     /// dataplane counts into `metrics`. Logs a warning if the kernel does not report changes.
-    fn follow(&mut self, wake: Wake, metrics: DataplaneMetrics);
+    fn follow(&mut self, wake: WakeLoop, metrics: DataplaneMetrics);
 
     /// Programs the whole state, whatever the kernel holds; see [`Dataplane::sync`]. The caller
     /// calls this function for the first sync and for every repair.
@@ -322,7 +322,7 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         is_changed
     }
 
-    fn follow(&mut self, wake: Wake, metrics: DataplaneMetrics) {
+    fn follow(&mut self, wake: WakeLoop, metrics: DataplaneMetrics) {
         if let Err(error) = self.kernel.follow(wake, &metrics) {
             warn!(%error, "the agent cannot follow the changes of other programs, and finds such changes by full syncs alone");
         }

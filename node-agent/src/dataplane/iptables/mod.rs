@@ -31,7 +31,7 @@ use super::{
     Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Report, RulesVerification,
     Statistics,
     xtables::{
-        self, Flushes, Rules, bisect,
+        self, FamilyRules, Flushes, bisect,
         programs::{Programs, Restore},
     },
 };
@@ -78,7 +78,7 @@ pub type IptablesDataplane = DualStack<IptablesFamily>;
 /// One IP family of the dataplane.
 #[derive(Debug)]
 pub struct IptablesFamily {
-    rules: Rules,
+    rules: FamilyRules,
     ledger: Ledger,
     /// True after a full sync succeeded, or after the kernel accepted a trial of rules that count
     /// packets.
@@ -202,7 +202,7 @@ impl IptablesFamily {
             counts_packets: config.count_packets,
             ..RenderConfig::new(family)
         };
-        Self { rules: Rules::new(family, variant), ledger: Ledger::new(ruleset(render)), has_counted: false }
+        Self { rules: FamilyRules::new(family, variant), ledger: Ledger::new(ruleset(render)), has_counted: false }
     }
 
     /// Makes the rules send TCP connections to the listeners of a proxy while the gate is closed.

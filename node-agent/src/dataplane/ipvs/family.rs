@@ -9,7 +9,7 @@ use std::{
 
 use headgate_core::{
     Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
-    ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Problem, Scheduler, ServerKey, Set},
+    ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Scheduler, SchedulerProblem, ServerKey, Set},
 };
 
 use super::{
@@ -18,13 +18,13 @@ use super::{
         Statistics,
         ip_sets::of_sets,
         retries::{PAUSES, PAUSES_OF_MODULES, Retries},
-        xtables::{self, Rules, bisect},
+        xtables::{self, FamilyRules, bisect},
     },
     Config, convert,
     kernel::{Kernel, is_without_route, of_ipvs},
     probe, read,
-    sysctl::Sysctls,
-    write::{self, Outcome, RejectedOp},
+    sysctl::IpvsSysctls,
+    write::{self, RejectedOp, StepsOutcome},
 };
 use crate::node_inputs::NodeInputs;
 
@@ -34,7 +34,7 @@ const MAX_REASONS: usize = 3;
 /// One IP family of the dataplane.
 #[derive(Debug)]
 pub struct IpvsFamily {
-    pub(super) rules: Rules,
+    pub(super) rules: FamilyRules,
     pub(super) ledger: Ledger,
     config: Arc<Config>,
     began: Instant,
@@ -55,7 +55,7 @@ pub struct IpvsFamily {
 }
 
 impl IpvsFamily {
-    pub(super) fn new(rules: Rules, ledger: Ledger, config: Arc<Config>) -> Self {
+    pub(super) fn new(rules: FamilyRules, ledger: Ledger, config: Arc<Config>) -> Self {
         Self {
             rules,
             ledger,
@@ -104,7 +104,8 @@ impl Dataplane for IpvsFamily {
     fn sync(&mut self, kernel: &mut Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         self.unset_parameters = kernel.prepare(&self.config.settings)?;
         kernel.device()?;
-        let failed = if self.family() == Family::V6 { Sysctls::default().allow_ipv6_on_device().err() } else { None };
+        let failed =
+            if self.family() == Family::V6 { IpvsSysctls::default().allow_ipv6_on_device().err() } else { None };
         let found = self.read(kernel)?;
         let now_ms = self.now_ms();
         let plan = self.ledger.full(source, &found, now_ms);
@@ -230,7 +231,7 @@ impl IpvsFamily {
     fn write(&mut self, kernel: &mut Kernel, plan: &Plan) -> Result<Report, DataplaneError> {
         let (device, family) = (kernel.device_in_use()?, self.family());
         let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
-        let mut outcome = Outcome::default();
+        let mut outcome = StepsOutcome::default();
         write::run(kernel, device, family, &plan.before, &mut outcome)?;
         if !plan.script.is_empty() {
             let kept = self.rules.programs.restore_leaving(&plan.script).map_err(|error| {
@@ -251,7 +252,7 @@ impl IpvsFamily {
     /// Executes steps that do not belong to a plan.
     pub(super) fn run_steps(&mut self, kernel: &mut Kernel, ops: &[Op]) -> Result<(), DataplaneError> {
         let device = kernel.device_in_use()?;
-        let mut outcome = Outcome::default();
+        let mut outcome = StepsOutcome::default();
         write::run(kernel, device, self.family(), ops, &mut outcome)?;
         self.record(ops.iter(), &outcome)
     }
@@ -262,7 +263,7 @@ impl IpvsFamily {
     /// # Errors
     /// A full sync is needed if somebody else removed a virtual server, because other objects may
     /// be missing too. Services must be planned again if the kernel lacks their scheduler.
-    fn record<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, outcome: &Outcome) -> Result<(), DataplaneError> {
+    fn record<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, outcome: &StepsOutcome) -> Result<(), DataplaneError> {
         let removed = self.removed_server(outcome);
         let rejected = &outcome.rejected;
         let before = self.ledger.deferred_revision();
@@ -314,7 +315,7 @@ impl IpvsFamily {
 
     /// Returns a virtual server that somebody else removed: a step did not find the server, and the
     /// kernel has not rejected the server.
-    fn removed_server(&self, Outcome { rejected, absent }: &Outcome) -> Option<ServerKey> {
+    fn removed_server(&self, StepsOutcome { rejected, absent }: &StepsOutcome) -> Option<ServerKey> {
         let not_created: BTreeSet<ServerKey> = rejected
             .iter()
             .filter_map(|rejected| match rejected.op {
@@ -343,7 +344,7 @@ impl IpvsFamily {
 
     /// The degradation to report if services ask for this missing scheduler.
     fn missing_scheduler(&self, scheduler: Scheduler) -> Option<Degradation> {
-        let problem = Problem::MissingScheduler(scheduler);
+        let problem = SchedulerProblem::MissingScheduler(scheduler);
         let asking = self.ledger.problems().filter(|(_, found)| **found == problem);
         let services: BTreeSet<_> = asking.map(|(service, _)| Arc::clone(service)).collect();
         let sentence = format!(

@@ -111,7 +111,7 @@ pub struct NftablesFamily {
 
 /// The table of one family, as read from the kernel.
 #[derive(Debug, Default)]
-pub struct Found {
+pub struct FoundTable {
     has_table: bool,
     existing: Existing,
     layout: Layout,
@@ -121,7 +121,7 @@ pub struct Found {
 
 /// The changes of one step.
 #[derive(Debug, Default)]
-pub struct Step {
+pub struct TableStep {
     plan: Plan,
     layout: Option<Layout>,
     /// The layout in the kernel, as a full sync found it.
@@ -229,7 +229,7 @@ pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> Nf
 
 impl Dataplane for NftablesFamily {
     type Kernel = Connection;
-    type Plan = Step;
+    type Plan = TableStep;
 
     const NEEDS_INTERFACES: bool = true;
 
@@ -291,16 +291,16 @@ impl Dataplane for NftablesFamily {
         }))
     }
 
-    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Step {
+    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> TableStep {
         let plan = self.ledger.changed(state, node, dirty);
         let layout = plan.shape.as_ref().map(|shape| Layout::new(&self.layout_config, shape));
-        Step { plan, layout, ..Step::default() }
+        TableStep { plan, layout, ..TableStep::default() }
     }
 
-    fn apply(&mut self, kernel: &mut Connection, step: Step) -> Result<Report, DataplaneError> {
+    fn apply(&mut self, kernel: &mut Connection, step: TableStep) -> Result<Report, DataplaneError> {
         let family = self.family();
         let table = table_name(family);
-        let Step { mut plan, layout, found, replaces_table } = step;
+        let TableStep { mut plan, layout, found, replaces_table } = step;
         // The transaction that deletes a foreign table also writes all endpoints, so that no packet
         // misses them.
         let written = if replaces_table { 0 } else { self.write_endpoints(kernel, &plan)? };
@@ -422,7 +422,7 @@ impl NftablesFamily {
     }
 
     /// Reads all objects of this family, and counts the clients in the maps of affinity.
-    fn read(&self, kernel: &mut Connection) -> Result<Found, DataplaneError> {
+    fn read(&self, kernel: &mut Connection) -> Result<FoundTable, DataplaneError> {
         let (family, owns_tables) = (self.family(), kernel.owns_tables());
         if let Some(watch) = kernel.watch() {
             watch.forget(family);
@@ -439,7 +439,7 @@ impl NftablesFamily {
     }
 
     /// Plans the changes from `found` to the state.
-    fn plan_full(&mut self, source: &dyn StateSource, mut found: Found) -> Step {
+    fn plan_full(&mut self, source: &dyn StateSource, mut found: FoundTable) -> TableStep {
         self.addresses_due_at = None;
         let family = self.family();
         source.look(&mut |_, node, _| {
@@ -455,7 +455,7 @@ impl NftablesFamily {
             plan = self.ledger.full(source, Existing::default());
             layout = Layout::new(&self.layout_config, self.ledger.shape());
         }
-        Step {
+        TableStep {
             plan,
             layout: Some(layout),
             found: Some(found.layout),

@@ -27,14 +27,14 @@ use crate::packet_counters;
 
 /// Reads and writes the rules of one family, for any dataplane.
 #[derive(Debug)]
-pub(super) struct Rules {
+pub(super) struct FamilyRules {
     pub(super) programs: Programs,
     pub(super) sctp: Sctp,
     /// The number of rules that the last step wrote to the tables nat and filter.
     last_written: [u32; 2],
 }
 
-impl Rules {
+impl FamilyRules {
     /// Creates the reader and writer for a variant, which must not be `Auto`.
     pub(super) fn new(family: Family, variant: Variant) -> Self {
         Self { programs: Programs::new(family, variant), sctp: Sctp::default(), last_written: [0; 2] }

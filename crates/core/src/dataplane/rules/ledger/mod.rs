@@ -41,7 +41,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Ledger {
     ruleset: Arc<Ruleset>,
-    programmed: HashMap<Arc<ServiceKey>, Programmed>,
+    programmed: HashMap<Arc<ServiceKey>, ProgrammedRules>,
     dispatch: Dispatch,
     /// Number of services for which the dispatch groups were sized.
     groups_sized_for: usize,
@@ -57,7 +57,7 @@ pub struct Ledger {
 
 /// The programmed rules of one service.
 #[derive(Debug, Default, Clone)]
-struct Programmed {
+struct ProgrammedRules {
     chains: Box<[(ChainName, RulesHash)]>,
     dispatch: Box<[(DispatchChain, Selector)]>,
     dispatch_hash: u64,
@@ -367,7 +367,7 @@ impl Ledger {
         }
         if !chains.is_empty() || !dispatch.is_empty() {
             self.tally.add(tally);
-            let programmed = Programmed { chains: chains.into(), dispatch, dispatch_hash, tally };
+            let programmed = ProgrammedRules { chains: chains.into(), dispatch, dispatch_hash, tally };
             self.programmed.insert(Arc::clone(key), programmed);
         }
         Before { programmed: old, lines: old_lines }
