@@ -3,7 +3,7 @@
 /// A faulty item, and the reason of its failure. Contains several items if the attempts ran out
 /// before the search found the faulty items among these items.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Fault<K> {
+pub(crate) struct FaultyItems<K> {
     pub(crate) items: Vec<K>,
     pub(crate) reason: String,
 }
@@ -12,7 +12,7 @@ pub(crate) struct Fault<K> {
 ///
 /// `attempt` tries some of the items, and returns why they fail, or `None` if they work. To find
 /// one faulty item among `n`, the search makes about `2·log2(n)` attempts on ever fewer items.
-/// After `max_attempts`, each group that still holds a faulty item is returned as one [`Fault`].
+/// After `max_attempts`, each group that still holds a faulty item is returned as one [`FaultyItems`].
 ///
 /// Returns nothing when each item works by itself.
 ///
@@ -23,7 +23,7 @@ pub(crate) fn find_faults<K: Clone, E>(
     reason: &str,
     max_attempts: u32,
     attempt: impl FnMut(&[K]) -> Result<Option<String>, E>,
-) -> Result<Vec<Fault<K>>, E> {
+) -> Result<Vec<FaultyItems<K>>, E> {
     let mut search = Search { attempt, attempts_left: max_attempts, faults: Vec::new() };
     search.divide(items, reason.to_owned())?;
     Ok(search.faults)
@@ -32,7 +32,7 @@ pub(crate) fn find_faults<K: Clone, E>(
 struct Search<K, F> {
     attempt: F,
     attempts_left: u32,
-    faults: Vec<Fault<K>>,
+    faults: Vec<FaultyItems<K>>,
 }
 
 impl<K: Clone, F> Search<K, F> {
@@ -63,13 +63,13 @@ impl<K: Clone, F> Search<K, F> {
             return Ok(false);
         }
         if self.attempts_left == 0 {
-            self.faults.push(Fault { items: items.to_vec(), reason: reason.to_owned() });
+            self.faults.push(FaultyItems { items: items.to_vec(), reason: reason.to_owned() });
             return Ok(true);
         }
         self.attempts_left -= 1;
         let Some(reason) = (self.attempt)(items)? else { return Ok(false) };
         if items.len() == 1 {
-            self.faults.push(Fault { items: items.to_vec(), reason });
+            self.faults.push(FaultyItems { items: items.to_vec(), reason });
         } else {
             self.divide(items, reason)?;
         }
@@ -86,7 +86,7 @@ mod tests {
 
     /// Searches the numbers below `count`, of which `bad` fail. Returns the faults, the number of
     /// attempts, and the number of items in all attempts together.
-    fn find(count: u32, bad: &[u32], max_attempts: u32) -> (Vec<Fault<u32>>, u32, usize) {
+    fn find(count: u32, bad: &[u32], max_attempts: u32) -> (Vec<FaultyItems<u32>>, u32, usize) {
         let items: Vec<u32> = (0..count).collect();
         let (mut attempts, mut tried) = (0, 0);
         let found = find_faults(&items, "all", max_attempts, |items| {
@@ -102,7 +102,7 @@ mod tests {
     fn one_faulty_item_is_found_in_few_attempts_at_any_position() {
         for bad in [0, 1, 4_999, 5_000, 9_999] {
             let (found, attempts, tried) = find(10_000, &[bad], 256);
-            assert_eq!(found, [Fault { items: vec![bad], reason: format!("line {bad}") }]);
+            assert_eq!(found, [FaultyItems { items: vec![bad], reason: format!("line {bad}") }]);
             assert!(attempts <= 2 * 14 + 1, "{attempts}");
             assert!(tried <= 2 * 10_000 + 100, "{tried}");
         }
@@ -130,7 +130,7 @@ mod tests {
     fn items_that_work_by_themselves_are_not_reported() {
         let (found, ..) = find(10, &[], 256);
         assert!(found.is_empty(), "{found:?}");
-        let failed: Result<Vec<Fault<u32>>, &str> = find_faults(&[1, 2], "all", 256, |_| Err("the lock"));
+        let failed: Result<Vec<FaultyItems<u32>>, &str> = find_faults(&[1, 2], "all", 256, |_| Err("the lock"));
         assert_eq!(failed, Err("the lock"));
     }
 }

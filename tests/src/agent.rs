@@ -79,7 +79,7 @@ impl Agent {
     pub fn programmed(&self) -> Option<Digests> {
         self.kernel.calls().into_iter().rev().find_map(|call| match call {
             Call::Full(digests, _) | Call::Apply(_, digests) => Some(digests),
-            Call::FindFaults(_) | Call::Check | Call::Cleanup => None,
+            Call::FindFaults(_) | Call::Check | Call::Verify | Call::Cleanup => None,
         })
     }
 

@@ -72,6 +72,15 @@ pub trait Dataplane: Send {
     /// The kernel has its old objects, or a part of the new ones.
     fn sync(&mut self, kernel: &mut Self::Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError>;
 
+    /// Reads all objects of this family from the kernel, and returns a verification, which plans
+    /// everything anew. The verification does not touch the kernel and needs nothing of this
+    /// dataplane, so that the caller can program changes while it runs. The cost is that of a full
+    /// sync that writes nothing.
+    ///
+    /// # Errors
+    /// The kernel cannot be read. It may lack objects that a full sync creates.
+    fn verification(&mut self, kernel: &mut Self::Kernel) -> Result<RulesVerification, DataplaneError>;
+
     /// Plans the changes for the changed services. The cost depends only on these services.
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan;
 
@@ -189,7 +198,7 @@ pub trait KernelHandle: Send {
     ///
     /// # Errors
     /// The kernel does not report changes now. The dataplane works without the reports.
-    fn follow(&mut self, _wake: Wake, _metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
+    fn follow(&mut self, _wake: WakeLoop, _metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
         Ok(())
     }
 
@@ -231,9 +240,9 @@ pub struct ProxyCounts {
 }
 
 /// Wakes the reconcile loop.
-pub type Wake = Arc<dyn Fn() + Send + Sync>;
+pub type WakeLoop = Arc<dyn Fn() + Send + Sync>;
 
-/// Like [`Wake`], for threads that must not wait. Returns false if the call would have to wait:
+/// Like [`WakeLoop`], for threads that must not wait. Returns false if the call would have to wait:
 /// call it again soon.
 pub type TryWake = Arc<dyn Fn() -> bool + Send + Sync>;
 
@@ -258,11 +267,6 @@ pub struct Report {
     pub objects_written: u32,
     /// One sentence for each part of the step that did not succeed completely.
     pub warnings: Vec<String>,
-    /// Number of objects that a full sync found otherwise than this dataplane should have written
-    /// them before. Contains what no step has written yet.
-    pub differences: u32,
-    /// The services to which these objects belong, if they belong to services.
-    pub differing: BTreeSet<Arc<ServiceKey>>,
 }
 
 impl Report {
@@ -273,10 +277,25 @@ impl Report {
             services_planned: one.services_planned.max(other.services_planned),
             objects_written: one.objects_written + other.objects_written,
             warnings: [one.warnings, other.warnings].concat(),
-            differences: one.differences + other.differences,
-            differing: one.differing.into_iter().chain(other.differing).collect(),
         })
     }
+}
+
+/// Plans everything anew from a source, a few Services at a time, and returns in which objects the
+/// kernel differed from that plan when it was read. Objects differ also if the state or the kernel
+/// has changed since then: the caller leaves these out.
+pub type RulesVerification = Box<dyn FnOnce(&dyn StateSource) -> RulesDifferences + Send>;
+
+/// What differs between the kernel and the state.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RulesDifferences {
+    /// Number of chains, or of the corresponding objects of the dataplane.
+    pub count: u32,
+    /// The services to which these objects belong, if they belong to services.
+    pub services: BTreeSet<Arc<ServiceKey>>,
+    /// True if a full sync would divide the rules among chains in another way, because the cluster
+    /// has grown or shrunk. Nothing is compared then.
+    pub is_redivided: bool,
 }
 
 /// Counts of the programmed rules of one family.

@@ -13,7 +13,8 @@ use tracing::{info, warn};
 use super::{
     DataplaneError,
     contract::{
-        ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, Finding, KernelHandle as _, Report, Wake,
+        ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, Finding, KernelHandle as _, Report,
+        RulesVerification, WakeLoop,
     },
     first_services::FirstServices,
     leftovers::{Leftover, Leftovers},
@@ -48,16 +49,23 @@ pub trait NodeDataplane: Send {
 
     /// Starts to follow the changes of other programs; see [`super::KernelHandle::follow`]. The
     /// dataplane counts into `metrics`. Logs a warning if the kernel does not report changes.
-    fn follow(&mut self, wake: Wake, metrics: DataplaneMetrics);
+    fn follow(&mut self, wake: WakeLoop, metrics: DataplaneMetrics);
 
     /// Programs the whole state, whatever the kernel holds; see [`Dataplane::sync`]. The caller
-    /// calls this function for the first sync, for every repair, and as background verification.
+    /// calls this function for the first sync and for every repair.
     /// The programmed state is at least as new as the state at the start of the call. Changes that
     /// arrive during the call are planned again afterwards.
     ///
     /// # Errors
     /// The kernel has its old rules, or a part of the new rules. The caller tries again.
     fn sync_full(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError>;
+
+    /// Reads the kernel's objects of a family for a verification; see [`Dataplane::verification`].
+    /// `None` if the family is not programmed.
+    ///
+    /// # Errors
+    /// The kernel cannot be read.
+    fn verification(&mut self, family: Family) -> Result<Option<RulesVerification>, DataplaneError>;
 
     /// Plans the changed services for both families. Does not touch the kernel, because the caller
     /// holds the lock of the state. The caller must call [`Self::apply`] next.
@@ -314,7 +322,7 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         is_changed
     }
 
-    fn follow(&mut self, wake: Wake, metrics: DataplaneMetrics) {
+    fn follow(&mut self, wake: WakeLoop, metrics: DataplaneMetrics) {
         if let Err(error) = self.kernel.follow(wake, &metrics) {
             warn!(%error, "the agent cannot follow the changes of other programs, and finds such changes by full syncs alone");
         }
@@ -329,6 +337,14 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         // rules would still redirect packets.
         report.warnings.extend(self.leftovers.remove());
         Ok(report)
+    }
+
+    fn verification(&mut self, family: Family) -> Result<Option<RulesVerification>, DataplaneError> {
+        let verifications = self.each(|OneFamily { dataplane, .. }, kernel| {
+            let is_wanted = dataplane.family() == family;
+            is_wanted.then(|| dataplane.verification(kernel)).transpose()
+        })?;
+        Ok(verifications.into_iter().flatten().next())
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) {

@@ -50,15 +50,14 @@ impl DataplaneMetrics {
         let help =
             "Changes that other programs made to Headgate's tables of nftables, as the kernel notified the agent";
         add.counter("foreign_changes", "", help, self.foreign_changes.clone());
-        let help = "Times that notifications about changes of nftables were lost, so that the agent made a full sync";
+        let help = "Times that notifications about changes of nftables were lost, so that the agent verified its rules";
         add.counter("notifications_lost", "", help, self.notifications_lost.clone());
-        let help =
-            "Differences between the kernel and the state that verifications and full syncs in the background found";
+        let help = "Differences between the kernel and the state that verifications found";
         add.counter("drift", "", help, self.drift.clone());
         let help = "Time that the kernel took for a transaction of nftables";
         add.histogram("transaction_duration_seconds", "", help, self.transaction_duration.clone());
         let labels = "ip_family, map";
-        let help = "Clients with a recorded endpoint (ClientIP affinity in mode nftables), by the map of their timeout, at the last full sync";
+        let help = "Clients with a recorded endpoint (ClientIP affinity in mode nftables), by the map of their timeout, when the agent last read its table";
         add.gauge("affinity_clients", labels, help, self.affinity_clients.clone());
         let help =
             "Clients that a map of ClientIP affinity can hold. When the map is full, further clients get any endpoint";

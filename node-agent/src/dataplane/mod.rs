@@ -27,7 +27,7 @@ pub(crate) mod xtables;
 
 pub use contract::{
     ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, Finding, KernelHandle, ProxyCounts, Report,
-    Statistics, TableStatistics, TryWake, Wake,
+    RulesDifferences, RulesVerification, Statistics, TableStatistics, TryWake, WakeLoop,
 };
 pub use dual_stack::{DualStack, NodeDataplane};
 pub use error::{DataplaneError, ErrorKind};

@@ -24,12 +24,12 @@ pub(in crate::dataplane) const PAUSES_OF_MODULES: Backoff =
 #[derive(Debug)]
 pub(in crate::dataplane) struct Retries<K> {
     pauses: Backoff,
-    entries: BTreeMap<K, Entry>,
+    entries: BTreeMap<K, RejectedObject>,
     due: BTreeSet<(Instant, K)>,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct RejectedObject {
     reason: String,
     backoff: Backoff,
     retry_at: Instant,
@@ -45,11 +45,11 @@ impl<K: Ord + Copy> Retries<K> {
     pub(in crate::dataplane) fn note(&mut self, what: K, reason: String, now: Instant) {
         let mut backoff = self.remove(what).map_or_else(|| self.pauses.clone(), |entry| entry.backoff);
         let retry_at = now + backoff.next_pause();
-        self.entries.insert(what, Entry { reason, backoff, retry_at });
+        self.entries.insert(what, RejectedObject { reason, backoff, retry_at });
         self.due.insert((retry_at, what));
     }
 
-    fn remove(&mut self, what: K) -> Option<Entry> {
+    fn remove(&mut self, what: K) -> Option<RejectedObject> {
         let entry = self.entries.remove(&what)?;
         self.due.remove(&(entry.retry_at, what));
         Some(entry)

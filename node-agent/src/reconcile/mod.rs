@@ -62,8 +62,8 @@ pub struct Timing {
     pub min_sync_period: Duration,
     /// Time between two checks of the rules.
     pub sync_period: Duration,
-    /// Shortest time between two full syncs in the background. Their cost extends this time.
-    pub full_sync_period: Duration,
+    /// Shortest time between two verifications of the rules. Their cost extends this time.
+    pub rules_period: Duration,
     /// Pauses after failures.
     pub backoff: Backoff,
     /// Pauses before an unchanged service in quarantine is tried again. Jitter spreads these
@@ -78,7 +78,7 @@ impl Default for Timing {
         Self {
             min_sync_period: Duration::ZERO,
             sync_period: Duration::from_secs(30),
-            full_sync_period: Duration::ZERO,
+            rules_period: Duration::ZERO,
             backoff: Backoff::default(),
             quarantine: Backoff::new(Duration::from_secs(60), Duration::from_secs(3600), Jitter::Half),
             clock: Instant::now,
@@ -119,9 +119,12 @@ pub struct Reconciler {
     check_at: Instant,
     /// Number of failed checks since the last successful check.
     failed_checks: u32,
-    /// When the next full sync in the background may begin.
-    full_sync_at: Instant,
+    /// When the next verification of the rules may begin.
+    verify_rules_at: Instant,
     pauses: verification::Pauses,
+    /// What syncs have programmed since a verification of the rules read the kernel. `None` if no
+    /// verification is under way, or if anything may have changed.
+    programmed_meanwhile: Option<Dirty>,
     /// See [`Self::with_unknown_rules`].
     has_unknown_rules: bool,
     summary: Summary,
@@ -151,7 +154,7 @@ impl Reconciler {
             ..Progress::default()
         });
         let now = (timing.clock)();
-        let (check_at, full_sync_at) = (now + timing.sync_period, now + timing.full_sync_period);
+        let (check_at, verify_rules_at) = (now + timing.sync_period, now + timing.rules_period);
         let failures = timing.backoff.clone();
         let unfinished = Unfinished::default();
         let quarantine = Quarantine::new(timing.quarantine.clone());
@@ -173,8 +176,9 @@ impl Reconciler {
             pace: Pace { not_before: now, after_failure: None },
             check_at,
             failed_checks: 0,
-            full_sync_at,
+            verify_rules_at,
             pauses: verification::Pauses::default(),
+            programmed_meanwhile: None,
             has_unknown_rules: false,
             summary: Summary::default(),
         };
@@ -300,6 +304,11 @@ impl Reconciler {
             SyncKind::Full => self.dataplane.sync_full(&*self.shared),
         };
         self.pace = Pace { not_before: started + self.timing.min_sync_period, after_failure: None };
+        self.programmed_meanwhile =
+            self.programmed_meanwhile.take().filter(|_| kind != SyncKind::Full && result.is_ok());
+        if let Some(programmed) = &mut self.programmed_meanwhile {
+            programmed.merge(self.unfinished.dirty.clone());
+        }
         let now = self.now();
         self.check_at = now + self.timing.sync_period;
         match result {
@@ -369,6 +378,8 @@ impl Reconciler {
         if services.is_empty() {
             return;
         }
+        // The search may write chains of these services.
+        self.programmed_meanwhile = None;
         match self.dataplane.find_faults(&*self.shared, Some(services), &[]) {
             Ok(faults) => {
                 let rejected: BTreeSet<_> = faults.iter().map(|fault| Arc::clone(&fault.service)).collect();
@@ -584,8 +595,8 @@ impl Reconciler {
                 let is_unknown = sign == Finding::Unknown;
                 if is_unknown && self.done.is_none() {
                     self.unfinished.needs_full = true;
-                } else if is_unknown || self.full_sync_at <= self.now() {
-                    self.sync_in_background();
+                } else if is_unknown || self.verify_rules_at <= self.now() {
+                    self.verify_rules();
                 }
                 if self.is_table_due() {
                     self.verify_table();

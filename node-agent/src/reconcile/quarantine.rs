@@ -22,7 +22,7 @@ use crate::{backoff::Backoff, dataplane::Fault};
 pub(crate) struct Quarantine {
     /// The initial pauses of each service.
     pauses: Backoff,
-    services: BTreeMap<Arc<ServiceKey>, Entry>,
+    services: BTreeMap<Arc<ServiceKey>, QuarantinedService>,
     partial: BTreeMap<Arc<ServiceKey>, Reasons>,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Quarantine {
 type Reasons = BTreeMap<Family, String>;
 
 #[derive(Debug)]
-struct Entry {
+struct QuarantinedService {
     reasons: Reasons,
     pauses: Backoff,
     retry_at: Instant,
@@ -68,7 +68,7 @@ impl Quarantine {
         }
         let before = self.services.len();
         for (service, reasons) in by_service {
-            let new = || Entry { reasons: Reasons::new(), pauses: self.pauses.clone(), retry_at: now };
+            let new = || QuarantinedService { reasons: Reasons::new(), pauses: self.pauses.clone(), retry_at: now };
             let entry = self.services.entry(service).or_insert_with(new);
             entry.reasons.extend(reasons);
             entry.retry_at = now + entry.pauses.next_pause();
@@ -122,7 +122,7 @@ impl Quarantine {
 
     /// All services in quarantine, for the dataplane. A service has one item per family.
     pub(crate) fn all(&self) -> Vec<Fault> {
-        let faults_of = |(service, entry): (&Arc<ServiceKey>, &Entry)| {
+        let faults_of = |(service, entry): (&Arc<ServiceKey>, &QuarantinedService)| {
             let fault = |(family, reason): (&Family, &String)| Fault {
                 service: Arc::clone(service),
                 family: *family,

@@ -100,12 +100,12 @@ fn programmed_version(progress: &Progress) -> Option<u64> {
     Some(progress.programmed.as_ref()?.target.version)
 }
 
-/// Returns long periods, so that no check and no full sync in the background interferes with a
+/// Returns long periods, so that no check and no verification interferes with a
 /// test, and short pauses after failures.
 fn timing() -> Timing {
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
     let period = Duration::from_secs(3600);
-    Timing { sync_period: period, full_sync_period: period, backoff, ..Timing::default() }
+    Timing { sync_period: period, rules_period: period, backoff, ..Timing::default() }
 }
 
 fn retry() -> DataplaneError {
@@ -455,7 +455,7 @@ fn the_minimum_sync_period_combines_changes_into_few_syncs() {
 #[test]
 fn row_95_full_syncs_are_repeated_periodically() {
     let often = Duration::from_millis(5);
-    let run = Loop::start(Timing { sync_period: often, full_sync_period: often, ..timing() });
+    let run = Loop::start(Timing { sync_period: often, rules_period: often, ..timing() });
     run.snapshot(1, vec![service("web", 80)]);
     let is_full = |call: &&Call| matches!(call, Call::Full(..));
     assert!(run.control.wait_for(GUARD, |calls| calls.iter().filter(is_full).count() >= 3));
@@ -615,15 +615,15 @@ fn a_newer_change_is_tried_soon_after_a_failure() {
 }
 
 #[test]
-fn a_full_sync_in_the_background_restores_rules_and_leaves_out_changes() {
-    let timing = Timing { sync_period: Duration::from_millis(5), full_sync_period: Duration::ZERO, ..timing() };
+fn a_verification_of_the_rules_in_the_background_finds_what_is_missing() {
+    let timing = Timing { sync_period: Duration::from_millis(5), rules_period: Duration::ZERO, ..timing() };
     let run = Loop::start(timing);
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
     run.batch(2, vec![endpoint("web", 1, 8080)]);
     run.wait_programmed(2);
-    let syncs = |calls: &[Call]| calls.iter().filter(|call| matches!(call, Call::Full(..))).count();
-    assert!(run.control.wait_for(GUARD, |calls| syncs(calls) >= 3), "{:?}", run.control.calls());
+    let verified = |calls: &[Call]| calls.iter().filter(|call| **call == Call::Verify).count();
+    assert!(run.control.wait_for(GUARD, |calls| verified(calls) >= 3), "{:?}", run.control.calls());
     assert_eq!((run.metrics.repairs.get(), run.metrics.dataplane.drift.get()), (0, 0), "nobody changed anything");
     run.control.forget("prod/db");
     run.wait_progress(|_| run.metrics.repairs.get() > 0);

@@ -1,34 +1,30 @@
 //! Verifies the kernel in the background, in two ways.
 //!
-//! A full sync compares everything that the dataplane writes with the state, and restores what
-//! another program changed. It does not find a mistake of the code that renders rules. The other
-//! verification does, because it shares no code with it: it compares the table that is decoded from
-//! the kernel with the table that the state asks for.
+//! The verification of the rules plans a full sync without writing it: everything that the plan
+//! would write differs from the state. It does not find a mistake of the code that renders rules.
+//! The other verification does, because it shares no code with it: it compares the table that is
+//! decoded from the kernel with the table that the state asks for.
 
 use std::{
+    cell::RefCell,
     collections::BTreeSet,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use headgate_core::{
-    ServiceKey,
+    Dirty, Family, NodeFacts, ServiceKey, State, StateSource,
     digest::Digests,
     explain::{Mode, NodeSettings},
     forwarding::{self, Table},
 };
 use headgate_oracle::{Comparer, Comparison};
-use tracing::{error, warn};
+use tracing::{error, info, warn};
 
 use super::Reconciler;
-use crate::{
-    cpu_time,
-    dataplane::{ErrorKind, Report, mode_of},
-    memory,
-    progress::Verification,
-};
+use crate::{cpu_time, dataplane::mode_of, memory, progress::Verification, state::Wake};
 
-/// The pause after a full sync in the background, and after a verification of the forwarding table,
+/// The pause after a verification of the rules, and after a verification of the forwarding table,
 /// as a multiple of the processor time that it took. So each takes at most half a percent of a
 /// core.
 const PAUSE_FACTOR: u32 = 200;
@@ -58,47 +54,82 @@ pub(super) struct Pauses {
 /// The part of a verification that needs the state.
 type Compared = (Comparison, Option<Digests>);
 
+/// The state for a verification of the rules. Before each part of the plan, the loop programs the
+/// changes that may be programmed now.
+struct Interleaved<'a>(RefCell<&'a mut Reconciler>);
+
+impl StateSource for Interleaved<'_> {
+    fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty)) {
+        let mut reconciler = self.0.borrow_mut();
+        let Reconciler { shared, done, pace, .. } = &**reconciler;
+        if shared.is_work_due(*done, *pace, reconciler.now()) {
+            reconciler.step(Wake::Work);
+        }
+        reconciler.shared.look(read);
+    }
+}
+
 impl Reconciler {
-    /// Makes a full sync beside the syncs that program changes, unless such a sync follows anyway.
-    /// Records and logs what another program had changed.
-    pub(super) fn sync_in_background(&mut self) {
+    /// Reads the rules in the kernel, plans everything anew, and requests a full sync if something
+    /// differs that no change explains. Between parts of the plan, programs the changes that have
+    /// arrived. Does nothing if a full sync follows anyway.
+    pub(super) fn verify_rules(&mut self) {
         if self.done.is_none() || self.shared.needs_full() {
             return;
         }
         let (started, before) = (self.now(), cpu_time::of_thread_and_children());
-        let result = self.dataplane.sync_full(&*self.shared);
-        let now = self.now();
-        let used = cpu_time_since(before).unwrap_or(now - started);
-        self.full_sync_at = now + self.timing.full_sync_period.max(used * PAUSE_FACTOR);
-        match result {
-            Ok(report) => self.record_restored(&report),
-            Err(error) if error.kind == ErrorKind::PlanAgain => self.plan_again(error.services),
-            Err(error) => {
-                self.metrics.verifications_failed.inc();
-                warn!(%error, "a full sync in the background failed");
-                self.repair();
+        self.programmed_meanwhile = Some(Dirty::default());
+        let (mut count, mut services, mut is_redivided) = (0_u32, BTreeSet::new(), false);
+        for family in Family::BOTH {
+            match self.dataplane.verification(family) {
+                Ok(verification) => {
+                    let source = Interleaved(RefCell::new(&mut *self));
+                    let found = verification.map(|verification| verification(&source)).unwrap_or_default();
+                    count = count.saturating_add(found.count);
+                    services.extend(found.services);
+                    is_redivided |= found.is_redivided;
+                }
+                Err(error) => {
+                    self.metrics.verifications_failed.inc();
+                    warn!(%error, "could not verify the rules; making a full sync");
+                    self.programmed_meanwhile = None;
+                    self.repair();
+                    break;
+                }
             }
         }
-        self.record_deferred();
-        self.publish_rejections();
+        let now = self.now();
+        let used = cpu_time_since(before).unwrap_or(now - started);
+        self.verify_rules_at = now + self.timing.rules_period.max(used * PAUSE_FACTOR);
         memory::give_back();
-    }
-
-    /// Records what a full sync in the background has restored. Leaves out services that changed
-    /// since the last sync, because their rules differ for this reason.
-    fn record_restored(&self, report: &Report) {
-        report.warnings.iter().for_each(|warning| warn!("{warning}"));
-        let restored = self.shared.with_unprogrammed(|_, _, changed| {
-            let is_restored = |service: &&Arc<ServiceKey>| !changed.services.contains(*service);
-            let restored: Vec<_> = report.differing.iter().filter(is_restored).collect();
-            let count = u32::try_from(restored.len()).unwrap_or(u32::MAX);
-            (restored, if changed.is_empty() { report.differences } else { count })
+        let programmed = self.programmed_meanwhile.take().filter(|_| !self.unfinished.needs_full);
+        let changed = programmed.and_then(|mut changed| {
+            changed.merge(self.unfinished.dirty.clone());
+            self.shared.with_unprogrammed(|_, _, waiting| changed.merge(waiting.clone()))?;
+            Some(changed)
         });
-        let Some((restored, differences)) = restored.filter(|(_, differences)| *differences > 0) else { return };
-        self.metrics.repairs.inc();
-        self.metrics.dataplane.drift.inc_by(differences.into());
-        warn!(differences, "another program had changed Headgate's rules, and a full sync has restored them");
-        restored.iter().take(MAX_LOGGED).for_each(|service| warn!(%service, "rules of this service were restored"));
+        let Some(changed) = changed else {
+            // All rules may have changed, so the result says nothing.
+            self.verify_rules_at = now;
+            return;
+        };
+        services.retain(|service| !changed.services.contains(service));
+        if !changed.is_empty() {
+            // What belongs to no service may belong to a change. The next verification finds it.
+            count = u32::try_from(services.len()).unwrap_or(u32::MAX);
+        }
+        if is_redivided {
+            info!("making a full sync, which divides the rules among chains anew");
+            self.unfinished.needs_full = true;
+            self.done = None;
+        }
+        if count > 0 {
+            self.metrics.repairs.inc();
+            self.metrics.dataplane.drift.inc_by(count.into());
+            warn!(differences = count, "another program removed or changed Headgate's rules; making a full sync");
+            services.iter().take(MAX_LOGGED).for_each(|service| warn!(%service, "rules of this service differ"));
+            self.repair();
+        }
     }
 
     /// True when a verification without a request may begin.

@@ -127,12 +127,18 @@ impl Shared {
             self.signals.remove(&wake);
             return Some((wake, now));
         }
-        if may_program && Some(self.generation) != done {
-            let is_node_known = self.node.is_some() || self.node_revision != 0;
-            let node_awaited_until = self.policy.node_awaited_until.filter(|_| !is_node_known);
-            return Some((Wake::Work, pace.next(self.generation).max(node_awaited_until.unwrap_or(now))));
-        }
-        has_state.then_some((Wake::Verify, verify_at))
+        let work = self.work_at(done, pace).map(|at| (Wake::Work, at));
+        work.or_else(|| has_state.then_some((Wake::Verify, verify_at)))
+    }
+
+    /// The earliest time to program changes newer than generation `done`. `None` if there are none,
+    /// or if they may not be programmed.
+    fn work_at(&self, done: Option<u64>, pace: Pace) -> Option<Instant> {
+        let may_program = self.held.position().is_some() && self.lack != Lack::ChangesOfRules;
+        let is_node_known = self.node.is_some() || self.node_revision != 0;
+        let node_awaited_until = self.policy.node_awaited_until.filter(|_| !is_node_known);
+        let at = pace.next(self.generation);
+        (may_program && Some(self.generation) != done).then(|| node_awaited_until.map_or(at, |until| at.max(until)))
     }
 }
 
@@ -501,6 +507,11 @@ impl AgentState {
     /// True when a change of the state or of the node requires a full sync.
     pub(crate) fn needs_full(&self) -> bool {
         self.lock().needs_full
+    }
+
+    /// True when changes newer than generation `done` may be programmed at `now`, as `pace` allows.
+    pub(crate) fn is_work_due(&self, done: Option<u64>, pace: Pace, now: Instant) -> bool {
+        self.lock().work_at(done, pace).is_some_and(|at| at <= now)
     }
 
     /// True when changes have arrived since this generation.

@@ -21,6 +21,8 @@ pub enum Call {
     FindFaults(Option<Vec<String>>),
     /// The table was checked.
     Check,
+    /// The table was read for a verification.
+    Verify,
     /// The table was removed.
     Cleanup,
 }

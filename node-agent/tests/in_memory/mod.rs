@@ -17,7 +17,8 @@ use headgate_core::{
     view::{ServicePortView, service_views},
 };
 use headgate_node_agent::dataplane::{
-    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Leftover, Report,
+    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Leftover, Report, RulesDifferences,
+    RulesVerification,
 };
 
 use self::control::{Script, Table};
@@ -65,11 +66,20 @@ impl Dataplane for InMemoryFamily {
             plan = Some(Plan { call, services: state.service_count(), entries });
         });
         let Some(plan) = plan else { return Ok(Report::default()) };
-        let differs = |(key, views): &(&Arc<ServiceKey>, &Vec<ServicePortView>)| {
-            found.get(*key).map_or(!views.is_empty(), |found| found != *views)
-        };
-        let differing: BTreeSet<_> = plan.entries.iter().filter(differs).map(|(key, _)| Arc::clone(key)).collect();
-        Ok(Report { differences: count(differing.len()), differing, ..self.apply(kernel, plan)? })
+        self.apply(kernel, plan)
+    }
+
+    fn verification(&mut self, kernel: &mut Control) -> Result<RulesVerification, DataplaneError> {
+        let found = kernel.work(Call::Verify)?.table.clone();
+        Ok(Box::new(move |source| {
+            let mut wanted = Table::new();
+            source
+                .look(&mut |state, node, _| wanted = state.entries().map(|(key, _)| entry(state, node, key)).collect());
+            wanted.retain(|_, views| !views.is_empty());
+            let differs = |key: &&Arc<ServiceKey>| found.get(*key) != wanted.get(*key);
+            let services: BTreeSet<_> = found.keys().chain(wanted.keys()).filter(differs).cloned().collect();
+            RulesDifferences { count: count(services.len()), services, is_redivided: false }
+        }))
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {

@@ -1,5 +1,5 @@
-//! The nftables dataplane against the real kernel, without the programs: quarantine, full syncs
-//! that find changes, and counters of Services.
+//! The nftables dataplane against the real kernel, without the programs: quarantine, background
+//! verification and counters of Services.
 
 use std::{
     collections::BTreeSet,
@@ -255,7 +255,7 @@ fn a_comparison_finds_every_kind_of_foreign_change() {
         let (mut dataplane, mut state, node) = (dataplane()?, State::default(), NodeFacts::named("node-1"));
         apply(&mut state, service("one", 1, &[80]).into_iter().chain(service("two", 2, &[80])));
         dataplane.sync_full(&FixedState(&state, &node))?;
-        // Nothing listens to notifications: only a full sync can find the changes.
+        // Nothing listens to notifications: only a verification of the rules can find the changes.
         let changes: [&[&str]; 7] = [
             &["delete", "element", "ip", "headgate", "services", "{ 10.96.0.2 . tcp . 80 }"],
             &["flush", "map", "ip", "headgate", "endpoints"],
@@ -318,9 +318,10 @@ fn a_cold_start_programs_the_api_server_and_dns_before_other_services() {
     });
 }
 
-/// Whether neither a check nor a full sync finds a difference. The full sync removes it.
+/// Whether neither a check nor a verification of the rules finds a difference.
 fn is_intact(dataplane: &mut NftablesDataplane, source: &dyn StateSource) -> Result<bool> {
-    Ok(dataplane.check()? == Finding::Intact && dataplane.sync_full(source)?.differences == 0)
+    let verification = dataplane.verification(Family::V4)?.context("IPv4 is not programmed")?;
+    Ok(dataplane.check()? == Finding::Intact && verification(source).count == 0)
 }
 
 /// The Service "counted" with port 53/UDP at 10.96.0.1 and NodePort 30053, and one endpoint.

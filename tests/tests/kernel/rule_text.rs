@@ -130,8 +130,10 @@ impl Rig {
         let family = headgate_tests::testbed::plan::Family::V4;
         let flush = ["-t", "nat", "-F", "KUBE-MARK-MASQ"];
         testbed_iptables::run(namespace, variant, family, Path::new("/run/xtables.lock"), &flush).unwrap();
-        let report = backend.sync_full(&FixedState(&self.state, &node())).unwrap();
-        assert_eq!((report.objects_written, report.differences), (1, 1), "the flushed chain was not noticed");
+        let verification = backend.verification(Family::V4).unwrap().unwrap();
+        let found = verification(&FixedState(&self.state, &node()));
+        assert_eq!(found.count, 1, "the flushed chain was not noticed");
+        assert_eq!(backend.sync_full(&FixedState(&self.state, &node())).unwrap().objects_written, 1);
     }
 
     /// Asserts that a new agent writes nothing if it finds its rules in the kernel. After a change

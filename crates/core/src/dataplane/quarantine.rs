@@ -10,7 +10,7 @@ use crate::model::ServiceKey;
 
 /// The quarantined services, and the objects that services had before unconfirmed plans. `T` is
 /// what a ledger records for one service.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Quarantine<T> {
     /// For each service that plans changed since the last confirmation, its objects before the
     /// first of these changes.

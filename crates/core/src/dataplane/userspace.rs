@@ -2,7 +2,7 @@
 //!
 //! The rules of mode userspace are the rules of mode nftables, or those of mode iptables. While the
 //! proxy accepts connections, rules send the TCP connections (with nftables, also the datagrams)
-//! for a frontend to the proxy, which finds the [`Pool`] of the frontend. The [`Ledger`] records
+//! for a frontend to the proxy, which finds the [`ProxyPool`] of the frontend. The [`Ledger`] records
 //! the pools and plans only the differences. A pool has the endpoints of one [group of mode
 //! nftables](super::nftables).
 
@@ -81,14 +81,14 @@ struct PoolKey {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Pool {
+struct ProxyPool {
     number: u64,
     settings: PoolSettings,
     endpoints: BTreeMap<SocketAddr, u32>,
     addresses: BTreeSet<(Lookup, Protocol, SocketAddr)>,
 }
 
-type Pools = BTreeMap<PoolKey, Pool>;
+type Pools = BTreeMap<PoolKey, ProxyPool>;
 
 /// How the rules choose the listener of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -203,7 +203,7 @@ impl Ledger {
             let has_one_port = is_per_policy && view.port == view.node_port;
             let node_port = Frontend::NodePort(view.family, view.protocol, view.node_port);
             let node_port = has_one_port.then(|| address(node_port, !is_local));
-            let pool = Pool {
+            let pool = ProxyPool {
                 number,
                 settings: PoolSettings {
                     name: view.display_name().into(),
@@ -237,7 +237,7 @@ impl Ledger {
     }
 }
 
-impl Pool {
+impl ProxyPool {
     /// Plans the changes from `before`, the same pool before the step.
     fn plan_changes(&self, before: Option<&Self>, plan: &mut Plan) {
         let number = self.number;

@@ -28,9 +28,10 @@ use tracing::warn;
 
 pub use super::xtables::Variant;
 use super::{
-    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Report, Statistics,
+    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Report, RulesVerification,
+    Statistics,
     xtables::{
-        self, Flushes, Rules, bisect,
+        self, FamilyRules, Flushes, bisect,
         programs::{Programs, Restore},
     },
 };
@@ -77,7 +78,7 @@ pub type IptablesDataplane = DualStack<IptablesFamily>;
 /// One IP family of the dataplane.
 #[derive(Debug)]
 pub struct IptablesFamily {
-    rules: Rules,
+    rules: FamilyRules,
     ledger: Ledger,
     /// True after a full sync succeeded, or after the kernel accepted a trial of rules that count
     /// packets.
@@ -125,6 +126,15 @@ impl Dataplane for IptablesFamily {
         self.has_counted = true;
         report.warnings.extend(failed);
         Ok(report)
+    }
+
+    fn verification(&mut self, _kernel: &mut Flushes) -> Result<RulesVerification, DataplaneError> {
+        let existing = self.rules.programs.existing_tables()?;
+        let (mut ledger, division) = (self.ledger.fresh(), self.ledger.prefix_length());
+        Ok(Box::new(move |source| {
+            let (script, _) = ledger.full(source, existing);
+            xtables::differences(&script, division == ledger.prefix_length())
+        }))
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan {
@@ -192,7 +202,7 @@ impl IptablesFamily {
             counts_packets: config.count_packets,
             ..RenderConfig::new(family)
         };
-        Self { rules: Rules::new(family, variant), ledger: Ledger::new(ruleset(render)), has_counted: false }
+        Self { rules: FamilyRules::new(family, variant), ledger: Ledger::new(ruleset(render)), has_counted: false }
     }
 
     /// Makes the rules send TCP connections to the listeners of a proxy while the gate is closed.
@@ -209,7 +219,6 @@ impl IptablesFamily {
     /// Reads the rules in the kernel, and writes what differs from the state.
     fn write_everything(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let existing = self.rules.programs.existing_tables()?;
-        let division = self.ledger.prefix_length();
         let programs = &self.rules.programs;
         let mut parts: Option<Result<Restore, DataplaneError>> = None;
         let mut write = |script: &Script| {
@@ -222,13 +231,7 @@ impl IptablesFamily {
         self.rules.count(&script);
         let written = parts.map_or(Ok(()), |parts| parts?.finish(None));
         let written = written.and_then(|()| self.write(&script));
-        let mut report = self.finish(written, services_planned)?;
-        // Another layout or division of the rules is not a change of another program.
-        if division == self.ledger.prefix_length() {
-            report.differences = report.objects_written;
-            report.differing = script.services().iter().cloned().collect();
-        }
-        Ok(report)
+        self.finish(written, services_planned)
     }
 
     fn finish(

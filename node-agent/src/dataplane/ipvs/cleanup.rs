@@ -95,7 +95,7 @@ fn remove(
     let config = IpvsConfig { exclude_cidrs: exclude_cidrs.to_vec(), ..IpvsConfig::new(family) };
     let (busy, connections) = if leaves_busy { busy(kernel, &config, &existing)? } else { (BTreeSet::new(), 0) };
     let plan = Ledger::cleanup(&config, &existing, &busy);
-    let mut outcome = write::Outcome::default();
+    let mut outcome = write::StepsOutcome::default();
     write::run(kernel, device.unwrap_or_default(), family, &plan.after, &mut outcome)?;
     if outcome.rejected.is_empty() {
         return Ok(connections);

@@ -9,21 +9,22 @@ use std::{
 
 use headgate_core::{
     Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
-    ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Problem, Scheduler, ServerKey, Set},
+    ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Scheduler, SchedulerProblem, ServerKey, Set},
 };
 
 use super::{
     super::{
-        Dataplane, DataplaneError, Degradation, ErrorKind, Fault, Finding, Report, Statistics,
+        Dataplane, DataplaneError, Degradation, ErrorKind, Fault, Finding, Report, RulesDifferences, RulesVerification,
+        Statistics,
         ip_sets::of_sets,
         retries::{PAUSES, PAUSES_OF_MODULES, Retries},
-        xtables::{self, Rules, bisect},
+        xtables::{self, FamilyRules, bisect},
     },
     Config, convert,
     kernel::{Kernel, is_without_route, of_ipvs},
     probe, read,
-    sysctl::Sysctls,
-    write::{self, Outcome, RejectedOp},
+    sysctl::IpvsSysctls,
+    write::{self, RejectedOp, StepsOutcome},
 };
 use crate::node_inputs::NodeInputs;
 
@@ -33,7 +34,7 @@ const MAX_REASONS: usize = 3;
 /// One IP family of the dataplane.
 #[derive(Debug)]
 pub struct IpvsFamily {
-    pub(super) rules: Rules,
+    pub(super) rules: FamilyRules,
     pub(super) ledger: Ledger,
     config: Arc<Config>,
     began: Instant,
@@ -54,7 +55,7 @@ pub struct IpvsFamily {
 }
 
 impl IpvsFamily {
-    pub(super) fn new(rules: Rules, ledger: Ledger, config: Arc<Config>) -> Self {
+    pub(super) fn new(rules: FamilyRules, ledger: Ledger, config: Arc<Config>) -> Self {
         Self {
             rules,
             ledger,
@@ -103,25 +104,34 @@ impl Dataplane for IpvsFamily {
     fn sync(&mut self, kernel: &mut Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         self.unset_parameters = kernel.prepare(&self.config.settings)?;
         kernel.device()?;
-        let failed = if self.family() == Family::V6 { Sysctls::default().allow_ipv6_on_device().err() } else { None };
+        let failed =
+            if self.family() == Family::V6 { IpvsSysctls::default().allow_ipv6_on_device().err() } else { None };
         let found = self.read(kernel)?;
-        let deferred: BTreeSet<Object> = self.ledger.deferred().map(|(object, _)| object).collect();
-        let division = self.ledger.rules().prefix_length();
         let now_ms = self.now_ms();
         let plan = self.ledger.full(source, &found, now_ms);
         drop(found);
-        let is_new = |op: &&Op| op.object().is_none_or(|object| !deferred.contains(&object));
-        let ops: Vec<Op> = plan.ops().filter(is_new).copied().collect();
-        // Another layout or division of the rules is not a change of another program.
-        let is_redivided = division != self.ledger.rules().prefix_length();
-        let chains = if is_redivided { 0 } else { plan.script.chains_written() + plan.script.chains_deleted() };
-        let owners = if ops.is_empty() { HashMap::new() } else { self.ledger.owners(&ops) };
-        let differing = plan.script.services().iter().cloned().chain(owners.into_values()).collect();
         let mut report = self.apply(kernel, plan)?;
         self.is_synced = true;
         report.warnings.extend(failed);
-        let differences = u32::try_from(ops.len()).unwrap_or(u32::MAX).saturating_add(chains);
-        Ok(Report { differences, differing, ..report })
+        Ok(report)
+    }
+
+    fn verification(&mut self, kernel: &mut Kernel) -> Result<RulesVerification, DataplaneError> {
+        let (found, now_ms) = (self.read(kernel)?, self.now_ms());
+        let deferred: BTreeSet<Object> = self.ledger.deferred().map(|(object, _)| object).collect();
+        let (mut ledger, division) = (self.ledger.fresh(), self.ledger.rules().prefix_length());
+        Ok(Box::new(move |source| {
+            let plan = ledger.full(source, &found, now_ms);
+            let is_new = |op: &&Op| op.object().is_none_or(|object| !deferred.contains(&object));
+            let ops: Vec<Op> = plan.ops().filter(is_new).copied().collect();
+            let rules = xtables::differences(&plan.script, division == ledger.rules().prefix_length());
+            let owners = if ops.is_empty() { HashMap::new() } else { ledger.owners(&ops) };
+            RulesDifferences {
+                count: u32::try_from(ops.len()).unwrap_or(u32::MAX).saturating_add(rules.count),
+                services: rules.services.into_iter().chain(owners.into_values()).collect(),
+                is_redivided: rules.is_redivided,
+            }
+        }))
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
@@ -221,7 +231,7 @@ impl IpvsFamily {
     fn write(&mut self, kernel: &mut Kernel, plan: &Plan) -> Result<Report, DataplaneError> {
         let (device, family) = (kernel.device_in_use()?, self.family());
         let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
-        let mut outcome = Outcome::default();
+        let mut outcome = StepsOutcome::default();
         write::run(kernel, device, family, &plan.before, &mut outcome)?;
         if !plan.script.is_empty() {
             let kept = self.rules.programs.restore_leaving(&plan.script).map_err(|error| {
@@ -242,7 +252,7 @@ impl IpvsFamily {
     /// Executes steps that do not belong to a plan.
     pub(super) fn run_steps(&mut self, kernel: &mut Kernel, ops: &[Op]) -> Result<(), DataplaneError> {
         let device = kernel.device_in_use()?;
-        let mut outcome = Outcome::default();
+        let mut outcome = StepsOutcome::default();
         write::run(kernel, device, self.family(), ops, &mut outcome)?;
         self.record(ops.iter(), &outcome)
     }
@@ -253,7 +263,7 @@ impl IpvsFamily {
     /// # Errors
     /// A full sync is needed if somebody else removed a virtual server, because other objects may
     /// be missing too. Services must be planned again if the kernel lacks their scheduler.
-    fn record<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, outcome: &Outcome) -> Result<(), DataplaneError> {
+    fn record<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, outcome: &StepsOutcome) -> Result<(), DataplaneError> {
         let removed = self.removed_server(outcome);
         let rejected = &outcome.rejected;
         let before = self.ledger.deferred_revision();
@@ -305,7 +315,7 @@ impl IpvsFamily {
 
     /// Returns a virtual server that somebody else removed: a step did not find the server, and the
     /// kernel has not rejected the server.
-    fn removed_server(&self, Outcome { rejected, absent }: &Outcome) -> Option<ServerKey> {
+    fn removed_server(&self, StepsOutcome { rejected, absent }: &StepsOutcome) -> Option<ServerKey> {
         let not_created: BTreeSet<ServerKey> = rejected
             .iter()
             .filter_map(|rejected| match rejected.op {
@@ -334,7 +344,7 @@ impl IpvsFamily {
 
     /// The degradation to report if services ask for this missing scheduler.
     fn missing_scheduler(&self, scheduler: Scheduler) -> Option<Degradation> {
-        let problem = Problem::MissingScheduler(scheduler);
+        let problem = SchedulerProblem::MissingScheduler(scheduler);
         let asking = self.ledger.problems().filter(|(_, found)| **found == problem);
         let services: BTreeSet<_> = asking.map(|(service, _)| Arc::clone(service)).collect();
         let sentence = format!(

@@ -19,12 +19,12 @@ use tracing::info;
 
 use super::{
     super::{
-        DataplaneError, ErrorKind, KernelHandle, Wake,
+        DataplaneError, ErrorKind, KernelHandle, WakeLoop,
         ip_sets::{kind_of_netlink, of_sets},
         metrics::DataplaneMetrics,
         xtables::{Flushes, Variant},
     },
-    sysctl::Sysctls,
+    sysctl::IpvsSysctls,
 };
 use headgate_settings::IpvsSettings;
 
@@ -50,7 +50,7 @@ impl KernelHandle for Kernel {
         (self.ipvs, self.sets, self.routing) = (None, None, None);
     }
 
-    fn follow(&mut self, wake: Wake, metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
+    fn follow(&mut self, wake: WakeLoop, metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
         self.flushes.follow(wake, metrics)
     }
 
@@ -95,7 +95,7 @@ impl Kernel {
         if timeouts != Timeouts::default() {
             ipvs.set_timeouts(&timeouts).map_err(of_ipvs)?;
         }
-        let set = Sysctls::default().set(settings.strict_arp);
+        let set = IpvsSysctls::default().set(settings.strict_arp);
         let sentences = set.map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;
         self.prepared = Some(sentences.clone());
         Ok(sentences)

@@ -30,12 +30,12 @@ use ipvs_netlink::Ipvs;
 
 use self::{
     kernel::{Kernel, of_ipvs},
-    sysctl::Sysctls,
+    sysctl::IpvsSysctls,
 };
 use super::{
     DataplaneError, DualStack, ErrorKind,
     leftovers::{Busy, Leftover},
-    xtables::{self, Rules},
+    xtables::{self, FamilyRules},
 };
 
 /// The dataplane that programs the kernel's IPVS.
@@ -50,7 +50,8 @@ pub(crate) fn prepare(strict_arp: bool) -> Result<(), DataplaneError> {
     // Opening the connection loads the IPVS module. The parameters exist only while the module is
     // loaded.
     Ipvs::open().map_err(of_ipvs)?;
-    let sentences = Sysctls::default().set(strict_arp).map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;
+    let sentences =
+        IpvsSysctls::default().set(strict_arp).map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;
     if sentences.is_empty() { Ok(()) } else { Err(DataplaneError::new(ErrorKind::Fatal, sentences.join("; "))) }
 }
 
@@ -86,7 +87,7 @@ impl DualStack<IpvsFamily> {
                 masquerade: config.masquerade.clone(),
                 ..IpvsConfig::new(family)
             });
-            IpvsFamily::new(Rules::new(family, variant), ledger, Arc::clone(&config))
+            IpvsFamily::new(FamilyRules::new(family, variant), ledger, Arc::clone(&config))
         };
         let dataplane = Self::assemble("ipvs", Kernel::new(variant), own, config.families.clone(), make);
         probe::require(config.settings.scheduler, &dataplane.families())?;

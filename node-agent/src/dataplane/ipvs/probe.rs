@@ -14,7 +14,7 @@ use super::{
     super::{DataplaneError, ErrorKind, ip_sets::of_sets},
     convert,
     kernel::{NO_DUMMY_DEVICES, of_ipvs, of_routing},
-    sysctl::Sysctls,
+    sysctl::IpvsSysctls,
 };
 
 /// The address of the temporary virtual server that tests a scheduler. The address is reserved for
@@ -43,7 +43,7 @@ pub(super) fn require(scheduler: Scheduler, families: &[Family]) -> Result<(), D
     note(require_dummy_devices());
     if missing.is_empty() {
         // Set the parameter last, because a machine that cannot run IPVS must keep its parameters.
-        let set = Sysctls::default().set_conntrack();
+        let set = IpvsSysctls::default().set_conntrack();
         missing.extend(set.err());
     }
     if missing.is_empty() {

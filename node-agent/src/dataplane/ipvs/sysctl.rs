@@ -24,17 +24,17 @@ struct Parameter {
 /// The kernel parameters below a folder. The folder is `/proc/sys` except in tests. Network
 /// parameters belong to the network namespace of the calling thread.
 #[derive(Debug)]
-pub(super) struct Sysctls {
+pub(super) struct IpvsSysctls {
     root: PathBuf,
 }
 
-impl Default for Sysctls {
+impl Default for IpvsSysctls {
     fn default() -> Self {
         Self { root: "/proc/sys".into() }
     }
 }
 
-impl Sysctls {
+impl IpvsSysctls {
     /// Sets all parameters. Returns a sentence for each optional parameter that cannot be set.
     ///
     /// # Errors
@@ -136,14 +136,14 @@ mod tests {
         "net/ipv4/conf/all/arp_announce",
     ];
 
-    fn machine(release: &str, parameters: &[&str]) -> (tempfile::TempDir, Sysctls) {
+    fn machine(release: &str, parameters: &[&str]) -> (tempfile::TempDir, IpvsSysctls) {
         let folder = tempfile::tempdir().unwrap();
         for path in ALL.iter().chain(&["kernel/osrelease"]) {
             fs::create_dir_all(folder.path().join(path).parent().unwrap()).unwrap();
         }
         parameters.iter().for_each(|path| fs::write(folder.path().join(path), "7\n").unwrap());
         fs::write(folder.path().join("kernel/osrelease"), release).unwrap();
-        let sysctls = Sysctls { root: folder.path().to_owned() };
+        let sysctls = IpvsSysctls { root: folder.path().to_owned() };
         (folder, sysctls)
     }
 

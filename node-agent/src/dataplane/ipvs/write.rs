@@ -32,7 +32,7 @@ pub(super) struct RejectedOp {
 
 /// The outcome of the executed steps.
 #[derive(Debug, Default)]
-pub(super) struct Outcome {
+pub(super) struct StepsOutcome {
     /// The steps that the kernel rejected. The kernel executed all other steps.
     pub(super) rejected: Vec<RejectedOp>,
     /// The virtual servers that do not exist although a step needed them.
@@ -41,24 +41,24 @@ pub(super) struct Outcome {
 
 /// The part of the kernel that executes a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum KernelPart {
     Set,
     Elements,
     Addresses,
     Servers,
 }
 
-fn part(op: &Op) -> Part {
+fn part(op: &Op) -> KernelPart {
     match op {
-        Op::CreateSet(_) | Op::DestroySet(_) => Part::Set,
-        Op::AddElement(..) | Op::DeleteElement(..) => Part::Elements,
-        Op::AddAddress(_) | Op::DeleteAddress(_) => Part::Addresses,
+        Op::CreateSet(_) | Op::DestroySet(_) => KernelPart::Set,
+        Op::AddElement(..) | Op::DeleteElement(..) => KernelPart::Elements,
+        Op::AddAddress(_) | Op::DeleteAddress(_) => KernelPart::Addresses,
         Op::AddServer(..)
         | Op::EditServer(..)
         | Op::DeleteServer(_)
         | Op::AddDestination(..)
         | Op::EditDestination(..)
-        | Op::DeleteDestination(..) => Part::Servers,
+        | Op::DeleteDestination(..) => KernelPart::Servers,
     }
 }
 
@@ -73,14 +73,14 @@ pub(super) fn run(
     device: u32,
     family: Family,
     ops: &[Op],
-    outcome: &mut Outcome,
+    outcome: &mut StepsOutcome,
 ) -> Result<(), DataplaneError> {
     for ops in ops.chunk_by(|one, next| part(one) == part(next)) {
         match ops.first().map(part) {
-            Some(Part::Set) => ops.iter().try_for_each(|op| set(kernel, family, *op, &mut outcome.rejected))?,
-            Some(Part::Elements) => elements(kernel, family, ops, &mut outcome.rejected)?,
-            Some(Part::Addresses) => addresses(kernel, device, ops, &mut outcome.rejected)?,
-            Some(Part::Servers) => servers(kernel, ops, outcome)?,
+            Some(KernelPart::Set) => ops.iter().try_for_each(|op| set(kernel, family, *op, &mut outcome.rejected))?,
+            Some(KernelPart::Elements) => elements(kernel, family, ops, &mut outcome.rejected)?,
+            Some(KernelPart::Addresses) => addresses(kernel, device, ops, &mut outcome.rejected)?,
+            Some(KernelPart::Servers) => servers(kernel, ops, outcome)?,
             None => {}
         }
     }
@@ -200,10 +200,10 @@ fn command(op: &Op) -> Option<Command> {
     })
 }
 
-fn servers(kernel: &mut Kernel, ops: &[Op], outcome: &mut Outcome) -> Result<(), DataplaneError> {
+fn servers(kernel: &mut Kernel, ops: &[Op], outcome: &mut StepsOutcome) -> Result<(), DataplaneError> {
     let commands: Vec<Command> = ops.iter().filter_map(command).collect();
     let refusals = kernel.ipvs()?.execute(&commands).map_err(of_ipvs)?;
-    let Outcome { rejected, absent } = outcome;
+    let StepsOutcome { rejected, absent } = outcome;
     let mut replacements = Vec::new();
     for refusal in refusals {
         let (op, command) = (ops[refusal.index], &commands[refusal.index]);

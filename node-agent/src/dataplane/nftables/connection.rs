@@ -7,7 +7,7 @@ use nftables_netlink::{Fault, Nftables, NftablesError, Table, Transaction, refus
 use tracing::{info, warn};
 
 use super::{
-    super::{DataplaneError, ErrorKind, KernelHandle, Wake, metrics::DataplaneMetrics},
+    super::{DataplaneError, ErrorKind, KernelHandle, WakeLoop, metrics::DataplaneMetrics},
     failure,
     layout::table_name,
     watch::{Syncs, Watch, foreign_change},
@@ -25,7 +25,7 @@ pub struct Connection {
     /// Families whose tables this connection has created or adopted.
     adopted: HashSet<Family>,
     watch: Option<Watch>,
-    wake: Option<Wake>,
+    wake: Option<WakeLoop>,
     pub(super) metrics: DataplaneMetrics,
 }
 
@@ -126,7 +126,7 @@ impl Connection {
 }
 
 impl KernelHandle for Connection {
-    fn follow(&mut self, wake: Wake, metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
+    fn follow(&mut self, wake: WakeLoop, metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
         self.metrics = metrics.clone();
         self.wake = Some(wake);
         self.start_watch()

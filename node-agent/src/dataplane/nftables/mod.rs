@@ -29,7 +29,7 @@ pub use service_counters::{Counts, ServiceCounters, read_counters};
 pub(super) use watch::{Syncs, Watch};
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     net::SocketAddr,
     sync::Arc,
     time::Instant,
@@ -39,7 +39,7 @@ use headgate_core::{
     Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
-    nftables::{Existing, Ledger, Lookup, NftablesConfig, Plan},
+    nftables::{Element, Existing, Ledger, Lookup, NftablesConfig, Plan},
 };
 use nftables_netlink::{Nftables, NftablesError, Transaction, probe};
 
@@ -47,7 +47,10 @@ use self::{
     layout::{Layout, LayoutConfig, picks::is_clients_map, table_name},
     quarantine::Rejected,
 };
-use super::{Dataplane, DataplaneError, DualStack, ErrorKind, Fault, Finding, Report, Statistics};
+use super::{
+    Dataplane, DataplaneError, DualStack, ErrorKind, Fault, Finding, Report, RulesDifferences, RulesVerification,
+    Statistics,
+};
 use crate::{node_inputs::NodeInputs, sysctl::route_localnet};
 
 /// The configuration of both families.
@@ -105,7 +108,7 @@ pub struct NftablesFamily {
 
 /// The table of one family, as read from the kernel.
 #[derive(Debug, Default)]
-pub struct Found {
+pub struct FoundTable {
     has_table: bool,
     existing: Existing,
     layout: Layout,
@@ -115,7 +118,7 @@ pub struct Found {
 
 /// The changes of one step.
 #[derive(Debug, Default)]
-pub struct Step {
+pub struct TableStep {
     plan: Plan,
     layout: Option<Layout>,
     /// The layout in the kernel, as a full sync found it.
@@ -223,7 +226,7 @@ pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> Nf
 
 impl Dataplane for NftablesFamily {
     type Kernel = Connection;
-    type Plan = Step;
+    type Plan = TableStep;
 
     const NEEDS_INTERFACES: bool = true;
 
@@ -266,27 +269,35 @@ impl Dataplane for NftablesFamily {
     fn sync(&mut self, kernel: &mut Connection, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let failed = if self.layout_config.has_loopback_guard() { route_localnet().err() } else { None };
         let found = self.read(kernel)?;
-        let rules = self.layout.differences(&found.layout).len();
         let step = self.plan_full(source, found);
-        let Plan { add, delete, .. } = &step.plan;
-        let differences = u32::try_from(rules + add.len() + delete.len()).unwrap_or(u32::MAX);
-        let differing =
-            if add.is_empty() { Vec::new() } else { self.ledger.services_of(&add.iter().copied().collect()) };
         let mut report = self.apply(kernel, step)?;
         report.warnings.extend(failed);
-        Ok(Report { differences, differing: differing.into_iter().collect(), ..report })
+        Ok(report)
     }
 
-    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Step {
+    fn verification(&mut self, kernel: &mut Connection) -> Result<RulesVerification, DataplaneError> {
+        let found = self.read(kernel)?;
+        let rules = self.layout.differences(&found.layout).len() + usize::from(found.is_foreign);
+        let mut ledger = self.ledger.fresh();
+        Ok(Box::new(move |source| {
+            let plan = ledger.full(source, found.existing);
+            let missing: HashSet<Element> = plan.added(&ledger).collect();
+            let services = if missing.is_empty() { Vec::new() } else { ledger.services_of(&missing) };
+            let count = u32::try_from(rules + missing.len() + plan.delete.len()).unwrap_or(u32::MAX);
+            RulesDifferences { count, services: services.into_iter().collect(), is_redivided: false }
+        }))
+    }
+
+    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> TableStep {
         let plan = self.ledger.changed(state, node, dirty);
         let layout = plan.shape.as_ref().map(|shape| Layout::new(&self.layout_config, shape));
-        Step { plan, layout, ..Step::default() }
+        TableStep { plan, layout, ..TableStep::default() }
     }
 
-    fn apply(&mut self, kernel: &mut Connection, step: Step) -> Result<Report, DataplaneError> {
+    fn apply(&mut self, kernel: &mut Connection, step: TableStep) -> Result<Report, DataplaneError> {
         let family = self.family();
         let table = table_name(family);
-        let Step { mut plan, layout, found, replaces_table } = step;
+        let TableStep { mut plan, layout, found, replaces_table } = step;
         // The transaction that deletes a foreign table also writes all endpoints, so that no packet
         // misses them.
         let written = if replaces_table { 0 } else { self.write_endpoints(kernel, &plan)? };
@@ -408,7 +419,7 @@ impl NftablesFamily {
     }
 
     /// Reads all objects of this family, and counts the clients in the maps of affinity.
-    fn read(&self, kernel: &mut Connection) -> Result<Found, DataplaneError> {
+    fn read(&self, kernel: &mut Connection) -> Result<FoundTable, DataplaneError> {
         let (family, owns_tables) = (self.family(), kernel.owns_tables());
         if let Some(watch) = kernel.watch() {
             watch.forget(family);
@@ -425,7 +436,7 @@ impl NftablesFamily {
     }
 
     /// Plans the changes from `found` to the state.
-    fn plan_full(&mut self, source: &dyn StateSource, mut found: Found) -> Step {
+    fn plan_full(&mut self, source: &dyn StateSource, mut found: FoundTable) -> TableStep {
         self.addresses_due_at = None;
         let family = self.family();
         source.look(&mut |_, node, _| {
@@ -441,7 +452,7 @@ impl NftablesFamily {
             plan = self.ledger.full(source, Existing::default());
             layout = Layout::new(&self.layout_config, self.ledger.shape());
         }
-        Step {
+        TableStep {
             plan,
             layout: Some(layout),
             found: Some(found.layout),

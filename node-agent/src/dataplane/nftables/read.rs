@@ -7,7 +7,7 @@ use headgate_core::{
 use nftables_netlink::{ElementData, Nftables, NftablesError, Rule, Set, SetData, Value};
 
 use super::{
-    Found,
+    FoundTable,
     elements::{self, is_filled_by_proxy},
     layout::{ChainContent, Layout, RuleContent, picks::pick_of_chain, table_name},
 };
@@ -15,12 +15,16 @@ use super::{
 /// Reads everything of a family. A table that this agent wants to own and that cannot be adopted,
 /// because another program created it, counts as foreign. The same holds for a table that this
 /// agent does not want to own and that has the flag of persistent tables.
-pub(super) fn everything(nftables: &mut Nftables, family: Family, owns_tables: bool) -> Result<Found, NftablesError> {
+pub(super) fn everything(
+    nftables: &mut Nftables,
+    family: Family,
+    owns_tables: bool,
+) -> Result<FoundTable, NftablesError> {
     let name = table_name(family);
-    let mut found = Found::default();
+    let mut found = FoundTable::default();
     let Some(table) = nftables.table(&name)? else { return Ok(found) };
     found.has_table = true;
-    let Some((layout, foreign)) = layout(nftables, family)? else { return Ok(Found::default()) };
+    let Some((layout, foreign)) = layout(nftables, family)? else { return Ok(FoundTable::default()) };
     found.layout = layout;
     found.is_foreign = table.object.persistent != owns_tables || !foreign.is_empty();
     for set in found.layout.sets.values().filter(|set| has_elements_of_services(set)) {
@@ -97,7 +101,7 @@ pub(super) fn layout(nftables: &mut Nftables, family: Family) -> Result<Option<(
 
 /// Returns the shape that the found layout was made for, without the ranges of ClusterIPs. The
 /// comparison of all rules detects other ranges.
-fn shape(found: &Found) -> Shape {
+fn shape(found: &FoundTable) -> Shape {
     let lengths = found.layout.sets.keys().filter_map(|name| name.strip_prefix(elements::names::ADMITTED));
     Shape {
         picks: found.layout.chains.keys().filter_map(|name| pick_of_chain(name)).collect(),

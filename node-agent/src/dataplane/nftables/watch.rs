@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use tracing::warn;
 
 use super::{
-    super::{Wake, metrics::DataplaneMetrics},
+    super::{WakeLoop, metrics::DataplaneMetrics},
     elements::is_filled_by_proxy,
     layout::{picks::is_clients_map, table_name},
 };
@@ -95,12 +95,12 @@ impl Watch {
         own_port: Option<u32>,
         syncs: Syncs,
         sign: Sign,
-        wake: Wake,
+        wake: WakeLoop,
         metrics: DataplaneMetrics,
     ) -> Result<Self, io::Error> {
         let seen = Arc::<Mutex<Seen>>::default();
         let (stop, mut stopped) = watch::channel(());
-        let follower = Follower { seen: Arc::clone(&seen), own_port, syncs, sign, wake, metrics };
+        let follower = WatchThread { seen: Arc::clone(&seen), own_port, syncs, sign, wake, metrics };
         let monitor = follower.open().map_err(io::Error::other)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         thread::Builder::new().name("nftables".into()).spawn(move || {
@@ -135,16 +135,16 @@ impl Watch {
     }
 }
 
-struct Follower {
+struct WatchThread {
     seen: Arc<Mutex<Seen>>,
     own_port: Option<u32>,
     syncs: Syncs,
     sign: Sign,
-    wake: Wake,
+    wake: WakeLoop,
     metrics: DataplaneMetrics,
 }
 
-impl Follower {
+impl WatchThread {
     fn open(&self) -> Result<Monitor, NftablesError> {
         match self.own_port {
             Some(port) => Monitor::open_without(port, RECEIVE_BUFFER_BYTES),

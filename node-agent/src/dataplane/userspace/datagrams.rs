@@ -30,25 +30,25 @@ type Frontend = (Lookup, SocketAddr);
 
 /// A listener that is open.
 #[derive(Debug, Clone, Copy)]
-struct Listener {
+struct DatagramListener {
     id: ListenerId,
     redirect: Redirect,
 }
 
 /// The listeners of one family.
 #[derive(Debug)]
-pub(super) struct Listeners {
+pub(super) struct DatagramListeners {
     family: Family,
     /// The wanted listeners. `None` if the kernel refused the socket.
-    all: BTreeMap<Frontend, Option<Listener>>,
+    all: BTreeMap<Frontend, Option<DatagramListener>>,
     /// Listeners that rules do not use yet.
     added: Vec<Redirect>,
     /// Listeners that rules may still use.
-    removed: Vec<Listener>,
+    removed: Vec<DatagramListener>,
     problem: Option<String>,
 }
 
-impl Listeners {
+impl DatagramListeners {
     pub(super) fn new(family: Family) -> Self {
         Self { family, all: BTreeMap::new(), added: Vec::new(), removed: Vec::new(), problem: None }
     }
@@ -112,9 +112,9 @@ impl Listeners {
     }
 }
 
-fn open(udp: &UdpProxy, family: Family, lookup: Lookup, frontend: SocketAddr) -> io::Result<Listener> {
+fn open(udp: &UdpProxy, family: Family, lookup: Lookup, frontend: SocketAddr) -> io::Result<DatagramListener> {
     let socket = UdpSocket::from(bind((listener_address(family), 0).into(), Type::DGRAM)?);
     let listener_port = socket.local_addr()?.port();
     let id = udp.listen(OwnedFd::from(socket), scope(lookup), frontend)?;
-    Ok(Listener { id, redirect: Redirect { lookup, frontend, listener_port } })
+    Ok(DatagramListener { id, redirect: Redirect { lookup, frontend, listener_port } })
 }

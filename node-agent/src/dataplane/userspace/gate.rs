@@ -6,7 +6,7 @@ use headgate_core::{Family, Protocol};
 use super::super::nftables;
 
 /// A connection that changes only the gate. The connection belongs to one network namespace.
-pub(super) trait Gate {
+pub(super) trait ProxyGate {
     /// The protocols that the rules send to the proxy while the gate is closed.
     fn protocols(&self) -> &'static [Protocol];
 
@@ -23,7 +23,7 @@ pub(super) trait Gate {
     fn open(&mut self, family: Family) -> Result<(), String>;
 }
 
-impl Gate for nftables::Gate {
+impl ProxyGate for nftables::Gate {
     fn protocols(&self) -> &'static [Protocol] {
         &[Protocol::Tcp, Protocol::Udp]
     }
@@ -38,10 +38,10 @@ impl Gate for nftables::Gate {
 }
 
 /// Connects to the gate in the network namespace of the calling thread.
-pub(super) type Connect = fn() -> Result<Box<dyn Gate>, String>;
+pub(super) type Connect = fn() -> Result<Box<dyn ProxyGate>, String>;
 
 /// Connects to the gate of nftables.
-pub(super) fn connect_to_nftables() -> Result<Box<dyn Gate>, String> {
+pub(super) fn connect_to_nftables() -> Result<Box<dyn ProxyGate>, String> {
     let gate = nftables::Gate::connect().map_err(|error| error.to_string())?;
     Ok(Box::new(gate))
 }

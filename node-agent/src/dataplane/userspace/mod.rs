@@ -32,14 +32,14 @@ use headgate_core::{
 use headgate_userspace::{TcpSettings, UdpSettings};
 
 use self::{
-    datagrams::Listeners,
+    datagrams::DatagramListeners,
     gate::{Connect, connect_to_nftables},
     proxy::Proxy,
     rules::GatedRules,
     set_gate::SetGate,
 };
 use super::{
-    Dataplane, DataplaneError, Degradation, DualStack, Fault, Finding, Leftover, Report, Statistics,
+    Dataplane, DataplaneError, Degradation, DualStack, Fault, Finding, Leftover, Report, RulesVerification, Statistics,
     iptables::{self, IptablesFamily, Variant},
     nftables::{self, NftablesFamily},
     xtables::{self, Flushes},
@@ -88,14 +88,14 @@ pub struct UserspaceFamily<R> {
     ledger: Ledger,
     proxy: Arc<Proxy>,
     /// The listeners for datagrams.
-    datagrams: Listeners,
+    datagrams: DatagramListeners,
     /// What the proxy removes after the next write of rules.
     obsolete: Vec<Operation>,
 }
 
 /// The changes of one step.
 #[derive(Debug)]
-pub struct Step<P> {
+pub struct ProxiedStep<P> {
     direct: P,
     pools: Plan,
 }
@@ -155,7 +155,7 @@ fn assemble<R: GatedRules>(
             direct,
             ledger: Ledger::new(family, R::LISTENING),
             proxy: Arc::clone(&proxy),
-            datagrams: Listeners::new(family),
+            datagrams: DatagramListeners::new(family),
             obsolete: Vec::new(),
         }
     };
@@ -165,7 +165,7 @@ fn assemble<R: GatedRules>(
 
 impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
     type Kernel = R::Kernel;
-    type Plan = Step<R::Plan>;
+    type Plan = ProxiedStep<R::Plan>;
 
     /// The proxy needs the addresses of the node.
     const NEEDS_INTERFACES: bool = true;
@@ -200,8 +200,12 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
         Ok(report)
     }
 
-    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Step<R::Plan> {
-        Step { direct: self.direct.plan(state, node, dirty), pools: self.ledger.changed(state, node, dirty) }
+    fn verification(&mut self, kernel: &mut R::Kernel) -> Result<RulesVerification, DataplaneError> {
+        self.direct.verification(kernel)
+    }
+
+    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> ProxiedStep<R::Plan> {
+        ProxiedStep { direct: self.direct.plan(state, node, dirty), pools: self.ledger.changed(state, node, dirty) }
     }
 
     /// The proxy knows a frontend before the rules lead there, and forgets the frontend after the
@@ -209,7 +213,7 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
     fn apply(
         &mut self,
         kernel: &mut R::Kernel,
-        Step { direct, pools }: Step<R::Plan>,
+        ProxiedStep { direct, pools }: ProxiedStep<R::Plan>,
     ) -> Result<Report, DataplaneError> {
         self.obsolete.extend(pools.after);
         self.proxy.execute(pools.before, &mut self.datagrams);
@@ -271,7 +275,7 @@ impl<R: GatedRules> UserspaceFamily<R> {
 struct Proxied<'a> {
     ledger: &'a mut Ledger,
     proxy: &'a Proxy,
-    datagrams: &'a mut Listeners,
+    datagrams: &'a mut DatagramListeners,
     obsolete: &'a mut Vec<Operation>,
 }
 

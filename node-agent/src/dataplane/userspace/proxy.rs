@@ -31,7 +31,7 @@ use super::{
     ProxySettings, access_log,
     capacity::{Capacity, raise_open_files},
     datagrams,
-    gate::{Connect, Gate},
+    gate::{Connect, ProxyGate},
     route::{Route, listener_address},
     sockets::{bind, scope},
 };
@@ -210,8 +210,8 @@ impl Proxy {
     }
 
     /// Executes changes of the table, and opens and closes listeners for datagrams. The rules use
-    /// the listeners after [`datagrams::Listeners::write`].
-    pub(super) fn execute(&self, operations: Vec<Operation>, datagrams: &mut datagrams::Listeners) {
+    /// the listeners after [`datagrams::DatagramListeners::write`].
+    pub(super) fn execute(&self, operations: Vec<Operation>, datagrams: &mut datagrams::DatagramListeners) {
         let services = &self.services;
         for operation in operations {
             match operation {
@@ -382,7 +382,7 @@ impl Keeper {
 
 /// The gate, and the routes without which nobody reaches the listeners.
 struct Connections {
-    gate: Box<dyn Gate>,
+    gate: Box<dyn ProxyGate>,
     route: Route,
 }
 

@@ -17,7 +17,7 @@ use super::{
         iptables::Variant,
         xtables::programs::Programs,
     },
-    gate::Gate,
+    gate::ProxyGate,
 };
 
 /// The shortest timeout of an element that the kernel offers.
@@ -127,7 +127,7 @@ pub(super) struct SetGate(IpSets);
 
 impl SetGate {
     /// Connects in the network namespace of the calling thread.
-    pub(super) fn connect() -> Result<Box<dyn Gate>, String> {
+    pub(super) fn connect() -> Result<Box<dyn ProxyGate>, String> {
         let sets = IpSets::open().map_err(|error| error.to_string())?;
         Ok(Box::new(Self(sets)))
     }
@@ -142,7 +142,7 @@ impl SetGate {
     }
 }
 
-impl Gate for SetGate {
+impl ProxyGate for SetGate {
     fn protocols(&self) -> &'static [Protocol] {
         &[Protocol::Tcp]
     }

@@ -50,7 +50,7 @@ fn all_services(ledger: &Ledger, source: &dyn StateSource) -> Vec<Arc<ServiceKey
     services
 }
 
-fn faults(family: Family, group: bisect::Fault<Arc<ServiceKey>>) -> impl Iterator<Item = Fault> {
+fn faults(family: Family, group: bisect::FaultyItems<Arc<ServiceKey>>) -> impl Iterator<Item = Fault> {
     let count = group.items.len();
     let reason = match count {
         1 => group.reason,

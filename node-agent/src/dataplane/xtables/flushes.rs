@@ -24,7 +24,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 
 use super::{
     super::{
-        DataplaneError, ErrorKind, KernelHandle, Wake,
+        DataplaneError, ErrorKind, KernelHandle, WakeLoop,
         metrics::DataplaneMetrics,
         nftables::{Syncs, Watch},
     },
@@ -53,7 +53,7 @@ impl Flushes {
 
 impl KernelHandle for Flushes {
     /// Counts nothing, because the metrics count changes of the tables of mode nftables.
-    fn follow(&mut self, wake: Wake, _metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
+    fn follow(&mut self, wake: WakeLoop, _metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
         let failed = |error: io::Error| DataplaneError::new(ErrorKind::Retry, format!("following iptables: {error}"));
         let (syncs, metrics) = (self.syncs.clone(), DataplaneMetrics::default());
         let started: Box<dyn Any + Send> = match self.variant {
@@ -82,7 +82,7 @@ fn flush(change: &Changed) -> Option<(Family, String)> {
 }
 
 /// Starts the thread, which ends when the sender is dropped.
-fn follow_sizes(wake: Wake, syncs: Syncs) -> io::Result<mpsc::Sender<()>> {
+fn follow_sizes(wake: WakeLoop, syncs: Syncs) -> io::Result<mpsc::Sender<()>> {
     let (stop, stopped) = mpsc::channel();
     thread::Builder::new().name("iptables".into()).spawn(move || {
         let look = || (syncs.count(), sizes());

@@ -20,21 +20,21 @@ use headgate_core::{
 pub(super) use self::{flushes::Flushes, rules::Kept};
 use self::{programs::Programs, sctp::Sctp};
 use super::{
-    DataplaneError, ErrorKind, Report, Statistics, TableStatistics, dual_stack::has_ipv6,
+    DataplaneError, ErrorKind, Report, RulesDifferences, Statistics, TableStatistics, dual_stack::has_ipv6,
     kernel_modules::NFNETLINK_ACCT, leftovers::Leftover,
 };
 use crate::packet_counters;
 
 /// Reads and writes the rules of one family, for any dataplane.
 #[derive(Debug)]
-pub(super) struct Rules {
+pub(super) struct FamilyRules {
     pub(super) programs: Programs,
     pub(super) sctp: Sctp,
     /// The number of rules that the last step wrote to the tables nat and filter.
     last_written: [u32; 2],
 }
 
-impl Rules {
+impl FamilyRules {
     /// Creates the reader and writer for a variant, which must not be `Auto`.
     pub(super) fn new(family: Family, variant: Variant) -> Self {
         Self { programs: Programs::new(family, variant), sctp: Sctp::default(), last_written: [0; 2] }
@@ -77,6 +77,16 @@ pub(super) fn note_written(
         report.warnings.extend(is_new(table, &name).then_some(sentence));
     }
     report.objects_written += script.chains_written() + script.chains_deleted();
+}
+
+/// What a full script that nobody writes would change. Another division of the rules than the
+/// programmed one is no change of another program.
+pub(super) fn differences(script: &Script, has_same_division: bool) -> RulesDifferences {
+    if !has_same_division {
+        return RulesDifferences { is_redivided: true, ..RulesDifferences::default() };
+    }
+    let services = script.services().iter().cloned().collect();
+    RulesDifferences { count: script.chains_written() + script.chains_deleted(), services, is_redivided: false }
 }
 
 /// The leftovers of a dataplane that uses this variant of iptables.

@@ -67,7 +67,7 @@ impl Programs {
             Ok::<_, Infallible>(self.restore(&Script::deleting(chains)).err().map(|error| error.message))
         };
         let refused = bisect::find_faults(chains, "", u32::MAX, attempt).unwrap_or_default();
-        let kept = refused.into_iter().flat_map(|bisect::Fault { items, reason }| {
+        let kept = refused.into_iter().flat_map(|bisect::FaultyItems { items, reason }| {
             items.into_iter().map(move |(table, name)| {
                 let sentence = format!(
                     "chain {name} of table {table} ({}) cannot be deleted and stays empty; rules of other software may jump to it: {reason}",

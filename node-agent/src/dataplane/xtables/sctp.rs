@@ -11,7 +11,7 @@ use super::{
         DataplaneError, Degradation, ErrorKind,
         retries::{PAUSES_OF_MODULES, Retries},
     },
-    Rules,
+    FamilyRules,
     programs::Programs,
 };
 
@@ -32,13 +32,13 @@ impl Sctp {
         self.0.all().next().is_some()
     }
 
-    /// The time at which to call [`Rules::retry_sctp`]. `None` if SCTP can be matched.
+    /// The time at which to call [`FamilyRules::retry_sctp`]. `None` if SCTP can be matched.
     pub(in crate::dataplane) fn retry_at(&self) -> Option<Instant> {
         self.0.next_due()
     }
 }
 
-impl Rules {
+impl FamilyRules {
     /// Finds the reason why a script was rejected. If iptables cannot match SCTP, returns an error
     /// that asks for a full sync, which leaves out SCTP ports.
     pub(in crate::dataplane) fn explain(&mut self, error: DataplaneError) -> DataplaneError {

@@ -3,6 +3,8 @@
 #[path = "../../../../crates/core/tests/fake_kernel/iptables.rs"]
 mod fake_kernel;
 
+use std::cell::Cell;
+
 use headgate_core::{
     forwarding,
     iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, ruleset},
@@ -10,15 +12,30 @@ use headgate_core::{
 
 use self::fake_kernel::FakeKernel;
 use super::*;
+use crate::dataplane::{RulesDifferences, RulesVerification};
 
 /// A dataplane with a real ledger and a kernel in memory. The first partial sync fails as if
 /// another process held the lock.
 struct LedgerFamily {
     ledger: Ledger,
     failures_left: u32,
+    /// Called before a verification reads the state, with the number of earlier calls.
+    during: During,
     /// If set, the next plan of changed Services sees another state: the ledger and the kernel then
     /// agree, and both are wrong.
     corruption: Arc<Mutex<Option<State>>>,
+}
+
+type During = Arc<Mutex<dyn FnMut(usize) + Send>>;
+
+/// Calls `during` before each part of a plan.
+struct Interrupted<'a>(&'a dyn StateSource, During, Cell<usize>);
+
+impl StateSource for Interrupted<'_> {
+    fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty)) {
+        (self.1.lock().unwrap())(self.2.replace(self.2.get() + 1));
+        self.0.look(read);
+    }
 }
 
 struct LedgerKernel(Arc<Mutex<FakeKernel>>);
@@ -35,10 +52,20 @@ impl Dataplane for LedgerFamily {
 
     fn sync(&mut self, kernel: &mut LedgerKernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let mut kernel = kernel.0.lock().unwrap();
-        let found = ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat());
-        let (script, _) = self.ledger.full(source, found);
+        let (script, _) = self.ledger.full(source, existing(&kernel));
         kernel.restore(&script.to_string()).unwrap();
         Ok(Report::default())
+    }
+
+    fn verification(&mut self, kernel: &mut LedgerKernel) -> Result<RulesVerification, DataplaneError> {
+        let found = existing(&kernel.0.lock().unwrap());
+        let (mut ledger, during) = (self.ledger.fresh(), Arc::clone(&self.during));
+        Ok(Box::new(move |source| {
+            let (script, _) = ledger.full(&Interrupted(source, during, Cell::new(0)), found);
+            let services = script.services().iter().cloned().collect();
+            let count = script.chains_written() + script.chains_deleted();
+            RulesDifferences { count, services, is_redivided: false }
+        }))
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Script {
@@ -67,6 +94,10 @@ impl Dataplane for LedgerFamily {
     }
 }
 
+fn existing(kernel: &FakeKernel) -> ExistingTables {
+    ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat())
+}
+
 /// A loop with [`LedgerFamily`].
 fn ledger_loop(
     kernel: &Arc<Mutex<FakeKernel>>,
@@ -77,6 +108,7 @@ fn ledger_loop(
     let make = |family| LedgerFamily {
         ledger: Ledger::new(ruleset(RenderConfig::new(family))),
         failures_left,
+        during: Arc::new(Mutex::new(|_| ())),
         corruption: Arc::clone(corruption),
     };
     let handle = LedgerKernel(Arc::clone(kernel));
@@ -189,4 +221,78 @@ fn a_change_whose_first_attempt_fails_is_in_the_kernel_when_it_is_reported_as_pr
     let nat = kernel.lock().unwrap().save(Table::Nat);
     let translations = nat.lines().filter(|line| line.contains("DNAT --to-destination")).count();
     assert_eq!(translations, 2, "{nat}");
+}
+
+/// Steps a loop until the kernel has 900 Services, calls `before`, and verifies the rules. `during`
+/// gets the state and the kernel, and the number of times that the verification has read the state.
+/// Returns the numbers of repairs and of differences.
+fn verified_while(
+    before: impl FnOnce(&Mutex<FakeKernel>),
+    mut during: impl FnMut(&AgentState, &Mutex<FakeKernel>, usize) + Send + 'static,
+) -> (u64, u64) {
+    let (kernel, shared) = (Arc::new(Mutex::new(FakeKernel::default())), Arc::new(AgentState::new("node-1")));
+    let (seen, state) = (Arc::clone(&kernel), Arc::clone(&shared));
+    let during: During = Arc::new(Mutex::new(move |parts| during(&state, &seen, parts)));
+    let make = |family| LedgerFamily {
+        ledger: Ledger::new(ruleset(RenderConfig::new(family))),
+        failures_left: 0,
+        during: Arc::clone(&during),
+        corruption: Arc::default(),
+    };
+    let dataplane =
+        DualStack::assemble("ledger", LedgerKernel(Arc::clone(&kernel)), Vec::new(), vec![Family::V4], make);
+    let metrics = SyncMetrics::default();
+    let (mut reconciler, _) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing());
+    let names = (0..900).map(|number| format!("svc{number:03}"));
+    shared.apply(snapshot(1, names.flat_map(|name| [service(&name, 80), endpoint(&name, 1, 8080)]).collect()));
+    reconciler.begin();
+    reconciler.step(Wake::Work);
+    before(&kernel);
+    reconciler.verify_rules();
+    assert_eq!(reconciler.unfinished.needs_full, metrics.repairs.get() > 0, "each difference leads to a full sync");
+    (metrics.repairs.get(), metrics.dataplane.drift.get())
+}
+
+#[test]
+fn changes_are_programmed_while_the_rules_are_verified_and_are_not_differences() {
+    let programmed = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&programmed);
+    let during = move |state: &AgentState, kernel: &Mutex<FakeKernel>, parts| {
+        let change = match parts {
+            // Services of the first part and of the last part, which are planned later.
+            2 => vec![endpoint("svc000", 2, 8080), endpoint("svc899", 2, 8080)],
+            // The first part is planned already.
+            4 => vec![endpoint("svc001", 2, 8080), no_endpoint("svc000", 1), no_endpoint("svc899", 1)],
+            _ => Vec::new(),
+        };
+        if !change.is_empty() {
+            state.apply(update(parts as u64, change));
+        }
+        let nat = kernel.lock().unwrap().save(Table::Nat);
+        seen.lock().unwrap().push(nat.lines().filter(|line| line.contains("DNAT --to-destination")).count());
+    };
+    let found = verified_while(|_| (), during);
+    // The plan reads the state for its layout, for its list of Services, and for four parts.
+    assert_eq!(*programmed.lock().unwrap(), [900, 900, 900, 902, 902, 901], "changes wait for the end");
+    assert_eq!(found, (0, 0), "changes count as differences");
+}
+
+#[test]
+fn what_another_program_changed_is_found_although_other_services_change_meanwhile() {
+    let remove_rule = |kernel: &Mutex<FakeKernel>| {
+        let mut kernel = kernel.lock().unwrap();
+        let saved = kernel.save(Table::Nat);
+        let is_of_service = |line: &&str| line.contains("prod/svc003:") && line.contains("DNAT");
+        let rule = saved.lines().find(is_of_service).unwrap().trim_start_matches("-A ");
+        kernel.restore(&format!("*nat\n-D {rule}\nCOMMIT\n")).unwrap();
+    };
+    let found = |changed: &'static str| {
+        verified_while(remove_rule, move |state, _, parts| {
+            if parts == 2 {
+                state.apply(update(2, vec![endpoint(changed, 2, 8080)]));
+            }
+        })
+    };
+    assert_eq!(found("svc004"), (1, 1));
+    assert_eq!(found("svc003"), (0, 0), "the change may explain the difference");
 }

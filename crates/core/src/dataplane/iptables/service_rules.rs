@@ -5,7 +5,7 @@ use crate::{
     dataplane::rules::{
         line::Line,
         names::DispatchChain,
-        service::{Chain, DispatchLine, PortRules, Selector, ServiceRules},
+        service::{DispatchLine, PortRules, Selector, ServiceChain, ServiceRules},
     },
 };
 
@@ -26,12 +26,12 @@ pub(super) fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
         rules.chains.push(port.policy_chain(port.local_policy, &view.local_endpoints, is_internal_local));
     }
     if view.has_any_endpoint && view.is_externally_accessible() {
-        let Chain { name, rules: mut text } = port.external_chain();
+        let ServiceChain { name, rules: mut text } = port.external_chain();
         if matches!(external, Outcome::Forwarded(_)) {
             let target = if is_external_local { port.local_policy } else { port.cluster_policy };
             Line::append(&mut text, name).jump(target);
         }
-        rules.chains.push(Chain { name, rules: text });
+        rules.chains.push(ServiceChain { name, rules: text });
     }
     if port.uses_firewall {
         rules.chains.push(port.firewall_chain());

@@ -18,7 +18,7 @@ pub struct IpvsConfig {
     /// The default scheduler of the cluster.
     pub scheduler: Scheduler,
     /// Schedulers that the kernel has. A service that requests another scheduler gets the default
-    /// scheduler, and the ledger reports a [`Problem`].
+    /// scheduler, and the ledger reports a [`SchedulerProblem`].
     pub available_schedulers: BTreeSet<Scheduler>,
     /// Addresses of the node on which NodePorts are served, without loopback addresses and
     /// addresses of Headgate's device.
@@ -67,7 +67,7 @@ impl IpvsConfig {
     /// annotations, the service gets the default scheduler, or the weighted form of the default
     /// scheduler if `has_weights` is true.
     #[must_use]
-    pub fn settings_for(&self, service: &Service, has_weights: bool) -> (Settings, Option<Problem>) {
+    pub fn settings_for(&self, service: &Service, has_weights: bool) -> (Settings, Option<SchedulerProblem>) {
         let algorithm = LoadBalancing::parse(&service.load_balancing).and_then(Scheduler::of);
         let wanted = match (&*service.scheduler, algorithm) {
             ("", Some(scheduler)) => Settings { hashes_source_port: false, ..Settings::new(scheduler) },
@@ -76,7 +76,7 @@ impl IpvsConfig {
             (name, _) => match Scheduler::parse(name) {
                 Some(scheduler) => Settings::new(scheduler),
                 None => {
-                    let problem = Problem::UnknownScheduler(name.to_owned());
+                    let problem = SchedulerProblem::UnknownScheduler(name.to_owned());
                     return (Settings::new(self.scheduler), Some(problem));
                 }
             },
@@ -84,13 +84,13 @@ impl IpvsConfig {
         if wanted.scheduler == self.scheduler || self.available_schedulers.contains(&wanted.scheduler) {
             return (wanted, None);
         }
-        (Settings::new(self.scheduler), Some(Problem::MissingScheduler(wanted.scheduler)))
+        (Settings::new(self.scheduler), Some(SchedulerProblem::MissingScheduler(wanted.scheduler)))
     }
 }
 
 /// Why a service gets the default scheduler instead of the requested one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Problem {
+pub enum SchedulerProblem {
     /// IPVS has no scheduler of this name.
     UnknownScheduler(String),
     /// The kernel of this node has not loaded the scheduler and cannot load it.

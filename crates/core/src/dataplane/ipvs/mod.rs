@@ -69,7 +69,7 @@ mod short_circuit;
 mod tests;
 
 pub use super::ipsets::{Element, Set, SetKind};
-pub use config::{IpvsConfig, Problem};
+pub use config::{IpvsConfig, SchedulerProblem};
 pub use existing::Existing;
 pub use ledger::Ledger;
 pub use objects::{Object, ServerKey, Settings};

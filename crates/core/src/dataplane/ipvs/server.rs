@@ -29,7 +29,7 @@ pub struct Wanted {
 
 /// The state of a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Destination {
+enum DestinationState {
     /// The destination is wanted and has this weight. The weight is 0 if the destination fails
     /// health checks.
     Active(u32),
@@ -43,7 +43,7 @@ enum Destination {
 pub(super) struct Server {
     key: ServerKey,
     pub(super) settings: Settings,
-    destinations: BTreeMap<SocketAddr, Destination>,
+    destinations: BTreeMap<SocketAddr, DestinationState>,
     /// `mark` and `is_on_device` are the fields of [`Wanted`]. Their values come from the service
     /// that wants the server or, if no service wants it, from the last service that wanted it.
     pub(super) mark: (Set, Element),
@@ -67,8 +67,8 @@ impl Server {
         since: impl Fn(&SocketAddr) -> u64,
     ) -> Self {
         let state = |(address, weight): (&SocketAddr, &u32)| match *weight {
-            0 => (*address, Destination::Draining(since(address))),
-            weight => (*address, Destination::Active(weight)),
+            0 => (*address, DestinationState::Draining(since(address))),
+            weight => (*address, DestinationState::Active(weight)),
         };
         let destinations = destinations.iter().map(state).collect();
         Self { key, settings, destinations, mark, is_on_device }
@@ -79,14 +79,14 @@ impl Server {
     }
 
     pub(super) fn is_draining(&self) -> bool {
-        self.destinations.values().any(|destination| matches!(destination, Destination::Draining(_)))
+        self.destinations.values().any(|destination| matches!(destination, DestinationState::Draining(_)))
     }
 
     /// Returns the time at which a destination started to drain, or `None` if it is not draining.
     pub(super) fn draining_since(&self, address: &SocketAddr) -> Option<u64> {
         match self.destinations.get(address)? {
-            Destination::Draining(since_ms) => Some(*since_ms),
-            Destination::Active(_) => None,
+            DestinationState::Draining(since_ms) => Some(*since_ms),
+            DestinationState::Active(_) => None,
         }
     }
 
@@ -98,8 +98,8 @@ impl Server {
     /// Returns the weight of a destination that is wanted.
     pub(super) fn active_weight(&self, address: &SocketAddr) -> Option<u32> {
         match self.destinations.get(address)? {
-            Destination::Active(weight) => Some(*weight),
-            Destination::Draining(_) => None,
+            DestinationState::Active(weight) => Some(*weight),
+            DestinationState::Draining(_) => None,
         }
     }
 
@@ -117,10 +117,10 @@ impl Server {
         let can_drain =
             key.protocol == Protocol::Tcp && (wanted.is_empty() || self.settings.scheduler.skips_weight_zero());
         for (address, weight) in wanted {
-            match self.destinations.insert(*address, Destination::Active(*weight)) {
+            match self.destinations.insert(*address, DestinationState::Active(*weight)) {
                 None => before.push(Op::AddDestination(key, *address, *weight)),
-                Some(Destination::Active(old)) if old == *weight => {}
-                Some(Destination::Draining(_)) if *weight == 0 => {}
+                Some(DestinationState::Active(old)) if old == *weight => {}
+                Some(DestinationState::Draining(_)) if *weight == 0 => {}
                 Some(_) => before.push(Op::EditDestination(key, *address, *weight)),
             }
         }
@@ -129,15 +129,15 @@ impl Server {
                 return true;
             }
             match destination {
-                Destination::Draining(_) if can_drain => true,
-                Destination::Active(weight) if can_drain => {
+                DestinationState::Draining(_) if can_drain => true,
+                DestinationState::Active(weight) if can_drain => {
                     if *weight != 0 {
                         after.push(Op::EditDestination(key, *address, 0));
                     }
-                    *destination = Destination::Draining(now_ms);
+                    *destination = DestinationState::Draining(now_ms);
                     true
                 }
-                Destination::Draining(_) | Destination::Active(_) => {
+                DestinationState::Draining(_) | DestinationState::Active(_) => {
                     after.push(Op::DeleteDestination(key, *address));
                     false
                 }
@@ -158,7 +158,7 @@ impl Server {
     ) {
         let key = self.key;
         self.destinations.retain(|address, destination| {
-            let Destination::Draining(since_ms) = *destination else { return true };
+            let DestinationState::Draining(since_ms) = *destination else { return true };
             let Some(count) = connections.get(address) else { return false };
             let is_over = limit_ms.is_some_and(|limit| now_ms.saturating_sub(since_ms) >= limit);
             if *count == 0 || is_over {

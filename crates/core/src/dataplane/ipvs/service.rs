@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     super::ipsets::{Element, Set},
-    config::{IpvsConfig, Problem},
+    config::{IpvsConfig, SchedulerProblem},
     objects::{ServerKey, Settings},
     server::Wanted,
 };
@@ -43,7 +43,7 @@ pub struct ServicePlan {
     /// Addresses that Headgate's device must have, even if no virtual server has the address.
     pub device_addresses: BTreeSet<IpAddr>,
     /// A problem with the annotations of the service.
-    pub problem: Option<Problem>,
+    pub problem: Option<SchedulerProblem>,
 }
 
 /// Computes the kernel objects of a service from the views of its ports. The views must include the

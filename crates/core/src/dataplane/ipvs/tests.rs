@@ -111,8 +111,8 @@ fn the_annotation_selects_the_scheduler_and_a_bad_name_is_reported() {
     for (name, scheduler, problem) in [
         ("", Scheduler::WeightedLeastConnection, None),
         ("mh", Scheduler::MaglevHashing, None),
-        ("nq", Scheduler::WeightedLeastConnection, Some(Problem::MissingScheduler(Scheduler::NeverQueue))),
-        ("fastest", Scheduler::WeightedLeastConnection, Some(Problem::UnknownScheduler("fastest".into()))),
+        ("nq", Scheduler::WeightedLeastConnection, Some(SchedulerProblem::MissingScheduler(Scheduler::NeverQueue))),
+        ("fastest", Scheduler::WeightedLeastConnection, Some(SchedulerProblem::UnknownScheduler("fastest".into()))),
         ("sh", Scheduler::SourceHashing, None),
     ] {
         let mut service = service();

@@ -27,7 +27,7 @@ pub(super) fn group_number(port: u32, is_local: bool) -> u32 {
 
 /// The endpoints of a service port for one policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Group {
+pub(super) struct EndpointGroup {
     pub(super) key: GroupKey,
     pub(super) number: u32,
     pub(super) affinity_timeout_seconds: Option<u32>,
@@ -39,7 +39,7 @@ pub(super) struct Group {
     pub(super) slots: Vec<(IpAddr, u16)>,
 }
 
-impl Group {
+impl EndpointGroup {
     /// Replaces the endpoints by the wanted endpoints, which are sorted, each with its weight. An
     /// endpoint gets slots in proportion to its weight. Moves as few of the remaining endpoints as
     /// possible to other slots. If the group is hashed, its slots depend only on the wanted

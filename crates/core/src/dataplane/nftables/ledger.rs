@@ -16,7 +16,7 @@ use std::{
 use super::{
     config::NftablesConfig,
     element::{Element, Lookup, Pick, Selection, Shape, Target, port_number},
-    group::{Group, GroupKey, Numbers, group_number},
+    group::{EndpointGroup, GroupKey, Numbers, group_number},
     service::{self, PortPlan},
 };
 use crate::{
@@ -35,20 +35,20 @@ use crate::{
 #[derive(Debug)]
 pub struct Ledger {
     config: NftablesConfig,
-    programmed: HashMap<Arc<ServiceKey>, Programmed>,
+    programmed: HashMap<Arc<ServiceKey>, ProgrammedElements>,
     /// The elements that several services may need.
     shared: RefCounts<Element>,
     shape: Shape,
     numbers: Numbers,
-    quarantine: Quarantine<Programmed>,
+    quarantine: Quarantine<ProgrammedElements>,
     no_local: NoLocalEndpoints,
     element_count: usize,
 }
 
 /// The programmed elements of one service.
 #[derive(Debug, Clone, Default)]
-struct Programmed {
-    groups: Box<[Group]>,
+struct ProgrammedElements {
+    groups: Box<[EndpointGroup]>,
     /// The elements that belong to no group, sorted.
     elements: Box<[Element]>,
     no_local: NoLocalEndpoints,
@@ -105,7 +105,7 @@ impl Plan {
 /// The changes of one step. The kernel keeps an element that one service releases and another
 /// service needs in the same step.
 #[derive(Debug, Default)]
-struct Round {
+struct ElementRound {
     shared: Touched<Element>,
     removed: BTreeSet<Element>,
     added: BTreeSet<Element>,
@@ -142,6 +142,14 @@ impl Ledger {
         }
     }
 
+    /// Creates a ledger with the configuration and the quarantine of this one, in which nothing is
+    /// programmed. Its [`Self::full`] plans what the full plan of this ledger would write, and
+    /// leaves this ledger as it is.
+    #[must_use]
+    pub fn fresh(&self) -> Self {
+        Self { quarantine: self.quarantine.clone(), ..Self::new(self.config.clone()) }
+    }
+
     /// The configuration.
     #[must_use]
     pub fn config(&self) -> &NftablesConfig {
@@ -174,7 +182,7 @@ impl Ledger {
 
     /// Plans the changes of the dirty services. The cost depends only on these services.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
-        let mut round = Round::default();
+        let mut round = ElementRound::default();
         for key in &dirty.services {
             if self.quarantine.contains(key) {
                 continue;
@@ -216,7 +224,7 @@ impl Ledger {
         for part in source::parts(&keys) {
             source.look(&mut |state, node, _| {
                 for key in part {
-                    self.program(state, node, key, Some(&mut found), &mut Round::default());
+                    self.program(state, node, key, Some(&mut found), &mut ElementRound::default());
                 }
             });
         }
@@ -225,10 +233,10 @@ impl Ledger {
         source.look(&mut |state, node, changed| {
             for key in &changed.services {
                 if !self.quarantine.contains(key) {
-                    self.program(state, node, key, Some(&mut found), &mut Round::default());
+                    self.program(state, node, key, Some(&mut found), &mut ElementRound::default());
                 }
             }
-            self.program_service_cidrs(state, &mut Round::default());
+            self.program_service_cidrs(state, &mut ElementRound::default());
         });
         if existing.is_empty() {
             self.shape.picks.extend(Shape::spare_picks());
@@ -241,7 +249,7 @@ impl Ledger {
             self.shape.picks.extend(others);
         }
         self.shape.prefix_lengths.extend(&existing_shape.prefix_lengths);
-        let mut plan = self.finish(Round::default(), keys.len());
+        let mut plan = self.finish(ElementRound::default(), keys.len());
         if existing.is_empty() {
             plan.adds_everything = self.element_count > 0;
         } else {
@@ -257,7 +265,7 @@ impl Ledger {
 
     /// The programmed elements, each once, in no particular order.
     pub fn elements(&self) -> impl Iterator<Item = Element> + '_ {
-        let own = self.programmed.values().flat_map(Programmed::own_elements);
+        let own = self.programmed.values().flat_map(ProgrammedElements::own_elements);
         own.chain(self.shared.iter().copied())
     }
 
@@ -267,7 +275,7 @@ impl Ledger {
         node: &NodeFacts,
         key: &Arc<ServiceKey>,
         found: Option<&mut Found<'_>>,
-        round: &mut Round,
+        round: &mut ElementRound,
     ) {
         let old = self.programmed.remove(key).unwrap_or_default();
         let views = service_views(state, key, self.config.family, node);
@@ -304,13 +312,14 @@ impl Ledger {
                     None => found.as_deref().map_or_else(Vec::new, |found| found.slots(number, has_affinity)),
                 };
                 let is_proxy_only = plan.is_proxy_only;
-                let mut group = Group { key, number, affinity_timeout_seconds, is_hashed, is_proxy_only, slots };
+                let mut group =
+                    EndpointGroup { key, number, affinity_timeout_seconds, is_hashed, is_proxy_only, slots };
                 group.set_endpoints(endpoints);
                 groups.push(group);
             }
             let target = |is_local| -> Option<Target> {
                 let number = group_number(port, is_local);
-                groups.iter().find(|group: &&Group| group.number == number).map(Group::target)
+                groups.iter().find(|group: &&EndpointGroup| group.number == number).map(EndpointGroup::target)
             };
             let services = plan.services.iter();
             let services =
@@ -321,7 +330,7 @@ impl Ledger {
         }
         elements.sort_unstable();
         elements.dedup();
-        let new = Programmed { groups: groups.into(), elements: elements.into(), no_local };
+        let new = ProgrammedElements { groups: groups.into(), elements: elements.into(), no_local };
         self.replace(&old, &new, round);
         let still_used: HashSet<u32> = new.groups.iter().map(|group| port_number(group.number)).collect();
         let unused: BTreeSet<u32> = old.groups.iter().map(|group| port_number(group.number)).collect();
@@ -337,7 +346,7 @@ impl Ledger {
         &mut self,
         protocol: Protocol,
         port: u16,
-        groups: &[Group],
+        groups: &[EndpointGroup],
         plan: &PortPlan,
         found: Option<&mut Found<'_>>,
     ) -> u32 {
@@ -348,7 +357,7 @@ impl Ledger {
 
     /// Records that a service has the elements of `new` in place of those of `old`. Apart from the
     /// comparison of both, the cost depends only on the elements that differ.
-    fn replace(&mut self, old: &Programmed, new: &Programmed, round: &mut Round) {
+    fn replace(&mut self, old: &ProgrammedElements, new: &ProgrammedElements, round: &mut ElementRound) {
         self.no_local.add(new.no_local);
         self.no_local.subtract(old.no_local);
         let (mut added, mut removed) = (Vec::new(), Vec::new());
@@ -370,7 +379,7 @@ impl Ledger {
         }
     }
 
-    fn hold(&mut self, element: Element, round: &mut Round) {
+    fn hold(&mut self, element: Element, round: &mut ElementRound) {
         if is_shared(&element) {
             self.element_count += usize::from(self.shared.add(element, false, &mut round.shared));
         } else {
@@ -385,7 +394,7 @@ impl Ledger {
         }
     }
 
-    fn release(&mut self, element: Element, round: &mut Round) {
+    fn release(&mut self, element: Element, round: &mut ElementRound) {
         if is_shared(&element) {
             self.element_count -= usize::from(self.shared.remove(element, false, &mut round.shared));
         } else {
@@ -394,7 +403,7 @@ impl Ledger {
         }
     }
 
-    fn program_service_cidrs(&mut self, state: &State, round: &mut Round) {
+    fn program_service_cidrs(&mut self, state: &State, round: &mut ElementRound) {
         let family = self.config.family;
         let cidrs = state.service_cidrs().flat_map(|cidr| cidr.cidrs.iter().copied());
         let cidrs = cidrs.filter(|cidr| crate::model::Family::of(cidr.addr()) == family).collect();
@@ -404,9 +413,9 @@ impl Ledger {
         }
     }
 
-    fn finish(&self, round: Round, services_planned: usize) -> Plan {
+    fn finish(&self, round: ElementRound, services_planned: usize) -> Plan {
         let services_planned = u32::try_from(services_planned).unwrap_or(u32::MAX);
-        let Round { shared, removed, added, is_shape_changed } = round;
+        let ElementRound { shared, removed, added, is_shape_changed } = round;
         let mut delete: Vec<Element> = removed.difference(&added).copied().collect();
         delete.extend(self.shared.to_remove(&shared));
         let mut add: Vec<Element> = added.difference(&removed).copied().collect();
@@ -421,13 +430,13 @@ impl Ledger {
     }
 }
 
-impl Programmed {
+impl ProgrammedElements {
     fn is_empty(&self) -> bool {
         self.elements.is_empty()
     }
 
     fn all_elements(&self) -> impl Iterator<Item = Element> + '_ {
-        self.elements.iter().copied().chain(self.groups.iter().flat_map(Group::elements))
+        self.elements.iter().copied().chain(self.groups.iter().flat_map(EndpointGroup::elements))
     }
 
     /// Returns the elements that no other service may need.

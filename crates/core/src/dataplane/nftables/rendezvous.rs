@@ -66,9 +66,9 @@ mod tests {
 
     use super::*;
 
-    type Endpoints = BTreeMap<(IpAddr, u16), Weight>;
+    type WeightedEndpoints = BTreeMap<(IpAddr, u16), Weight>;
 
-    fn endpoints(weights: &[(u16, u32)]) -> Endpoints {
+    fn endpoints(weights: &[(u16, u32)]) -> WeightedEndpoints {
         let one = |(number, weight): &(u16, u32)| {
             let [high, low] = number.to_be_bytes();
             ((IpAddr::from([10, 244, high, low]), 8080), Weight::new(*weight).unwrap())
@@ -85,7 +85,7 @@ mod tests {
     /// the same slots.
     #[test]
     fn slots_never_change_between_versions() {
-        let digest = |endpoints: &Endpoints| {
+        let digest = |endpoints: &WeightedEndpoints| {
             let text: String = slots(endpoints).iter().map(|(address, port)| format!("{address} {port}\n")).collect();
             u64::from_be_bytes(*Sha256::digest(text).first_chunk().unwrap())
         };
@@ -93,7 +93,7 @@ mod tests {
         assert_eq!(digest(&both), 0xc48c_031d_68ea_2f51);
         both.insert(("fd00::1".parse().unwrap(), 443), Weight::default());
         assert_eq!(digest(&both), 0x305e_5b13_ba54_54c2);
-        assert_eq!(slots(&Endpoints::new()), []);
+        assert_eq!(slots(&WeightedEndpoints::new()), []);
     }
 
     #[test]

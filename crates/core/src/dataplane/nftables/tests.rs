@@ -5,7 +5,7 @@ use std::{collections::HashSet, net::IpAddr};
 
 use super::{
     Existing, Ledger, Lookup, NftablesConfig, Selection,
-    group::{Group, GroupKey, Numbers},
+    group::{EndpointGroup, GroupKey, Numbers},
 };
 use crate::{
     dataplane::source::FixedState,
@@ -21,7 +21,7 @@ fn endpoints(last_bytes: &[u8]) -> Vec<(IpAddr, u16)> {
 #[test]
 fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
     let key = GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false };
-    let group = Group {
+    let group = EndpointGroup {
         key,
         number: 2,
         affinity_timeout_seconds: None,
@@ -48,7 +48,7 @@ fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
 #[test]
 fn endpoints_have_slots_in_proportion_to_their_weights() {
     let key = GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false };
-    let mut group = Group {
+    let mut group = EndpointGroup {
         key,
         number: 2,
         affinity_timeout_seconds: None,

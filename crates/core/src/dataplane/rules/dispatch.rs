@@ -28,7 +28,7 @@ use crate::model::{Family, Protocol, ServiceKey};
 
 /// A part of a dispatch chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-enum Group {
+enum DispatchGroup {
     /// The dispatch chain itself; its lines are in no group.
     Top,
     /// ClusterIPs with this prefix. A group of ClusterIPs has common masquerading rules, so other
@@ -50,8 +50,8 @@ pub struct Dispatch {
     ruleset: Arc<Ruleset>,
     /// Prefix length of address groups; `None` in the classic layout.
     prefix_length: Option<u8>,
-    groups: HashMap<DispatchChain, BTreeMap<Group, Lines>>,
-    dirty: BTreeSet<(DispatchChain, Group)>,
+    groups: HashMap<DispatchChain, BTreeMap<DispatchGroup, Lines>>,
+    dirty: BTreeSet<(DispatchChain, DispatchGroup)>,
 }
 
 impl Dispatch {
@@ -63,7 +63,7 @@ impl Dispatch {
     pub fn new(ruleset: Arc<Ruleset>, addresses: Option<&[IpAddr]>, in_use: Option<u8>) -> Self {
         let prefix_length = addresses.map(|addresses| choose_prefix_length(ruleset.config.family, addresses, in_use));
         let chains = ruleset.dispatch_chains(prefix_length.is_some());
-        let dirty = chains.map(|chain| (chain, Group::Top)).collect();
+        let dirty = chains.map(|chain| (chain, DispatchGroup::Top)).collect();
         Self { ruleset, prefix_length, groups: HashMap::new(), dirty }
     }
 
@@ -89,7 +89,7 @@ impl Dispatch {
             let group = self.group(line.selector);
             let groups = self.groups.entry(line.chain).or_default();
             if !groups.contains_key(&group) {
-                self.dirty.insert((line.chain, Group::Top));
+                self.dirty.insert((line.chain, DispatchGroup::Top));
             }
             groups.entry(group).or_default().entry(Arc::clone(key)).or_default().push_str(&line.rule);
             self.dirty.insert((line.chain, group));
@@ -105,9 +105,9 @@ impl Dispatch {
             if lines.remove(key).is_some() {
                 self.dirty.insert((*chain, group));
             }
-            if lines.is_empty() && group != Group::Top {
+            if lines.is_empty() && group != DispatchGroup::Top {
                 groups.remove(&group);
-                self.dirty.insert((*chain, Group::Top));
+                self.dirty.insert((*chain, DispatchGroup::Top));
             }
         }
     }
@@ -129,7 +129,7 @@ impl Dispatch {
     /// that jump to them, and groups that became empty are deleted.
     pub fn write_changed(&mut self, script: &mut Script) {
         let dirty = std::mem::take(&mut self.dirty);
-        let (tops, groups): (Vec<_>, Vec<_>) = dirty.into_iter().partition(|(_, group)| *group == Group::Top);
+        let (tops, groups): (Vec<_>, Vec<_>) = dirty.into_iter().partition(|(_, group)| *group == DispatchGroup::Top);
         for (chain, group) in groups {
             let Some(name) = group_chain(chain, group) else { continue };
             match self.groups.get(&chain).and_then(|groups| groups.get(&group)) {
@@ -157,33 +157,35 @@ impl Dispatch {
         let of_table = self.groups.iter().filter(|(chain, _)| chain.table() == table);
         let groups = of_table.flat_map(|(chain, groups)| groups.keys().map(|group| (*chain, *group)));
         let overhead = groups.map(|group| match group {
-            (_, Group::Top) => 0,
-            (DispatchChain::NatServices, Group::ClusterIps(_)) => 1 + masquerade,
+            (_, DispatchGroup::Top) => 0,
+            (DispatchChain::NatServices, DispatchGroup::ClusterIps(_)) => 1 + masquerade,
             _ => 1,
         });
         overhead.sum()
     }
 
-    fn group(&self, selector: Selector) -> Group {
+    fn group(&self, selector: Selector) -> DispatchGroup {
         match (self.prefix_length, selector) {
-            (None, _) => Group::Top,
-            (Some(_), Selector::NodePort(protocol, port)) => Group::Ports(protocol, port / PORTS_PER_GROUP),
+            (None, _) => DispatchGroup::Top,
+            (Some(_), Selector::NodePort(protocol, port)) => DispatchGroup::Ports(protocol, port / PORTS_PER_GROUP),
             (Some(length), Selector::ClusterIp(address)) => {
-                prefix(address, length).map_or(Group::Top, Group::ClusterIps)
+                prefix(address, length).map_or(DispatchGroup::Top, DispatchGroup::ClusterIps)
             }
-            (Some(length), Selector::Address(address)) => prefix(address, length).map_or(Group::Top, Group::Addresses),
+            (Some(length), Selector::Address(address)) => {
+                prefix(address, length).map_or(DispatchGroup::Top, DispatchGroup::Addresses)
+            }
             // The endpoints of a node usually share a prefix of length 24 in IPv4 and 120 in IPv6.
             (Some(_), Selector::Hairpin(address)) => {
                 prefix(address, self.ruleset.config.family.host_prefix_length() - 8)
-                    .map_or(Group::Top, Group::Addresses)
+                    .map_or(DispatchGroup::Top, DispatchGroup::Addresses)
             }
         }
     }
 
-    fn group_rules(&self, chain: DispatchChain, group: Group, name: ChainName, lines: &Lines) -> String {
+    fn group_rules(&self, chain: DispatchChain, group: DispatchGroup, name: ChainName, lines: &Lines) -> String {
         match (chain, group) {
             (DispatchChain::NatHairpin | DispatchChain::FilterHairpin, _) => distinct_with_chain(name, lines),
-            (DispatchChain::NatServices, Group::ClusterIps(_)) => match self.group_masquerade(name) {
+            (DispatchChain::NatServices, DispatchGroup::ClusterIps(_)) => match self.group_masquerade(name) {
                 Some([mark, unmark]) => mark + &with_chain(name, lines) + &unmark,
                 None => with_chain(name, lines),
             },
@@ -243,13 +245,15 @@ fn distinct_with_chain(name: ChainName, lines: &Lines) -> String {
 }
 
 /// Appends the rule of a dispatch chain that jumps to a group.
-fn jump_to_group(rules: &mut String, chain: DispatchChain, group: Group, name: ChainName) {
+fn jump_to_group(rules: &mut String, chain: DispatchChain, group: DispatchGroup, name: ChainName) {
     let line = Line::append(rules, chain.name());
     match group {
-        Group::Top => line.end(),
-        Group::Addresses(prefix) if chain.is_hairpin() => line.source(prefix).jump(name),
-        Group::ClusterIps(prefix) | Group::Addresses(prefix) => line.add(format_args!("-d {prefix}")).jump(name),
-        Group::Ports(protocol, block) => {
+        DispatchGroup::Top => line.end(),
+        DispatchGroup::Addresses(prefix) if chain.is_hairpin() => line.source(prefix).jump(name),
+        DispatchGroup::ClusterIps(prefix) | DispatchGroup::Addresses(prefix) => {
+            line.add(format_args!("-d {prefix}")).jump(name);
+        }
+        DispatchGroup::Ports(protocol, block) => {
             let first = block * PORTS_PER_GROUP;
             let last = first + (PORTS_PER_GROUP - 1);
             let protocol_name = protocol.as_lower_str();
@@ -262,17 +266,17 @@ fn prefix(address: IpAddr, length: u8) -> Option<IpNet> {
     IpNet::new(address, length).ok().map(|net| net.trunc())
 }
 
-fn group_chain(chain: DispatchChain, group: Group) -> Option<ChainName> {
+fn group_chain(chain: DispatchChain, group: DispatchGroup) -> Option<ChainName> {
     match group {
-        Group::Top => None,
-        Group::ClusterIps(prefix) => {
+        DispatchGroup::Top => None,
+        DispatchGroup::ClusterIps(prefix) => {
             Some(ChainName::of(ChainKind::AddressGroup, &format!("{} cluster IP {prefix}", chain.name())))
         }
-        Group::Addresses(prefix) => {
+        DispatchGroup::Addresses(prefix) => {
             let kind = if chain.is_hairpin() { ChainKind::HairpinGroup } else { ChainKind::AddressGroup };
             Some(ChainName::of(kind, &format!("{} {prefix}", chain.name())))
         }
-        Group::Ports(protocol, block) => {
+        DispatchGroup::Ports(protocol, block) => {
             Some(ChainName::of(ChainKind::NodePortGroup, &format!("{} {protocol} {block}", chain.name())))
         }
     }

@@ -22,7 +22,7 @@ pub(in crate::dataplane) type RenderPort = fn(&PortRules<'_>, &mut ServiceRules)
 
 /// A chain in nat that belongs to one service.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Chain {
+pub struct ServiceChain {
     /// Name.
     pub name: ChainName,
     /// Complete rules, each a line `-A NAME …`.
@@ -58,7 +58,7 @@ pub struct DispatchLine {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ServiceRules {
     /// The chains of the service. A chain comes before the chains that jump to it.
-    pub chains: Vec<Chain>,
+    pub chains: Vec<ServiceChain>,
     /// The dispatch lines of the service.
     pub dispatch: Vec<DispatchLine>,
     /// Ports with a Local policy that have no endpoint on this node.
@@ -165,7 +165,7 @@ impl<'a> PortRules<'a> {
         }
     }
 
-    fn endpoint_chain(&self, destination: &Destination) -> Chain {
+    fn endpoint_chain(&self, destination: &Destination) -> ServiceChain {
         let chain = ChainName::of_endpoint(self.view, destination);
         let protocol = self.view.protocol;
         let mut rules = String::new();
@@ -176,7 +176,7 @@ impl<'a> PortRules<'a> {
         }
         let to = destination.socket_address();
         dnat.add(format_args!("-m {}", protocol.as_lower_str())).jump(format_args!("DNAT --to-destination {to}"));
-        Chain { name: chain, rules }
+        ServiceChain { name: chain, rules }
     }
 
     /// Renders a chain that distributes connections over endpoints. With session affinity, known
@@ -188,7 +188,7 @@ impl<'a> PortRules<'a> {
         chain: ChainName,
         endpoints: &[Destination],
         is_internal: bool,
-    ) -> Chain {
+    ) -> ServiceChain {
         let mut rules = String::new();
         self.gate_jumps(chain, &mut rules);
         if is_internal && !self.is_compact {
@@ -211,7 +211,7 @@ impl<'a> PortRules<'a> {
             self.end_policy_rule(line, destination);
             remaining -= weight;
         }
-        Chain { name: chain, rules }
+        ServiceChain { name: chain, rules }
     }
 
     /// Renders the rules that lead to the listeners of the proxy while the gate is closed. The
@@ -279,7 +279,7 @@ impl<'a> PortRules<'a> {
     /// the chain of the policy. With Local policy, traffic from pods of this node and from the node
     /// itself may use all endpoints, because no load balancer has chosen this node for this
     /// traffic.
-    pub(in crate::dataplane) fn external_chain(&self) -> Chain {
+    pub(in crate::dataplane) fn external_chain(&self) -> ServiceChain {
         let (chain, name) = (self.external, &self.name);
         let mut rules = String::new();
         let reaches_cluster = !self.view.cluster_endpoints.is_empty();
@@ -309,12 +309,12 @@ impl<'a> PortRules<'a> {
                 .source_is_node()
                 .jump(self.cluster_policy);
         }
-        Chain { name: chain, rules }
+        ServiceChain { name: chain, rules }
     }
 
     /// Renders the chain that checks source ranges. Packets that no range admits are not
     /// translated, and filter KUBE-PROXY-FIREWALL drops them.
-    pub(in crate::dataplane) fn firewall_chain(&self) -> Chain {
+    pub(in crate::dataplane) fn firewall_chain(&self) -> ServiceChain {
         let (chain, name) = (self.firewall, &self.name);
         let comment = format!("{name} loadbalancer IP");
         let mut rules = String::new();
@@ -331,7 +331,7 @@ impl<'a> PortRules<'a> {
                 .comment(format_args!("other traffic to {name} will be dropped by KUBE-PROXY-FIREWALL"))
                 .end();
         }
-        Chain { name: chain, rules }
+        ServiceChain { name: chain, rules }
     }
 
     /// Returns the externalIPs and load balancer IPs in order, each with the comment and the target

@@ -19,7 +19,7 @@ fn start(open_files: u64) -> Proxy {
 fn a_proxy_with_too_few_descriptors_leaves_the_gate_open_and_takes_no_datagrams() {
     let frontend: SocketAddr = "192.0.2.1:53".parse().unwrap();
     for (open_files, has_shortage) in [(2_003, true), (4_096, false)] {
-        let (proxy, mut datagrams) = (start(open_files), datagrams::Listeners::new(Family::V4));
+        let (proxy, mut datagrams) = (start(open_files), datagrams::DatagramListeners::new(Family::V4));
         proxy.execute(vec![Operation::SetAddress(1, Lookup::Service, Transport::Udp, frontend)], &mut datagrams);
         proxy.serve(Family::V4);
         let problem = proxy.problem().unwrap();

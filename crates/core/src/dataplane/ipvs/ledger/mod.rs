@@ -25,7 +25,7 @@ use super::{
         ipsets::{Element, Set},
         refcount::{RefCounts, Touched},
     },
-    config::{IpvsConfig, Problem},
+    config::{IpvsConfig, SchedulerProblem},
     deferred::Deferred,
     existing::Existing,
     objects::{Object, ServerKey, Settings},
@@ -67,14 +67,14 @@ pub struct Ledger {
     /// Addresses of the device. Each service and each virtual server that needs an address counts
     /// as a user.
     device_addresses: RefCounts<IpAddr>,
-    problems: BTreeMap<Arc<ServiceKey>, Problem>,
+    problems: BTreeMap<Arc<ServiceKey>, SchedulerProblem>,
     deferred: Deferred,
 }
 
 /// The changes of one plan before they are put in order. An element that one service no longer
 /// needs, and that another service needs after this plan, stays in the kernel.
 #[derive(Debug, Default)]
-struct Round {
+struct ObjectRound {
     /// Deferred servers and destinations to try again. Deferred elements and addresses are not
     /// listed here, because `elements` and `device_addresses` record that the kernel lacks these
     /// objects.
@@ -104,6 +104,14 @@ impl Ledger {
             problems: BTreeMap::new(),
             deferred: Deferred::default(),
         }
+    }
+
+    /// Creates a ledger with the configuration and the quarantine of this one, in which nothing is
+    /// programmed. Its [`Self::full`] plans what the full plan of this ledger would write, and
+    /// leaves this ledger as it is.
+    #[must_use]
+    pub fn fresh(&self) -> Self {
+        Self { rules: self.rules.fresh(), ..Self::new(self.config.clone()) }
     }
 
     /// The configuration of the plans.
@@ -150,7 +158,7 @@ impl Ledger {
     }
 
     /// Returns the services that do not use the requested scheduler, each with the reason.
-    pub fn problems(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &Problem)> {
+    pub fn problems(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &SchedulerProblem)> {
         self.problems.iter()
     }
 
@@ -162,7 +170,7 @@ impl Ledger {
     pub fn set_available(&mut self, scheduler: Scheduler, is_available: bool) -> BTreeSet<Arc<ServiceKey>> {
         if is_available {
             self.config.available_schedulers.insert(scheduler);
-            let missing = Problem::MissingScheduler(scheduler);
+            let missing = SchedulerProblem::MissingScheduler(scheduler);
             let affected = self.problems.iter().filter(|(_, problem)| **problem == missing);
             return affected.map(|(service, _)| Arc::clone(service)).collect();
         }
@@ -180,7 +188,7 @@ impl Ledger {
     /// `now_ms` is the time of a monotonic clock. Only differences between such times count.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> Plan {
         let (script, planned) = self.rules.changed(state, node, dirty);
-        let mut round = Round::default();
+        let mut round = ObjectRound::default();
         // An address may move from one service to another. Each server is programmed once, after
         // all plans are known.
         let mut servers = BTreeSet::new();
@@ -219,7 +227,7 @@ impl Ledger {
         let before = std::mem::replace(self, new).servers;
         let (script, planned) = self.rules.full(source, existing.tables.clone());
 
-        let mut round = Round::default();
+        let mut round = ObjectRound::default();
         for (set, elements) in &existing.sets {
             round.elements.extend(elements.iter().map(|element| (*set, *element)));
         }
@@ -280,7 +288,7 @@ impl Ledger {
     /// each destination the number of its connections in the kernel, active and inactive. The cost
     /// is linear in the number of destinations of this server.
     pub fn drained(&mut self, key: ServerKey, connections: &BTreeMap<SocketAddr, u64>, now_ms: u64) -> Plan {
-        let mut round = Round::default();
+        let mut round = ObjectRound::default();
         if let Some(server) = self.servers.get_mut(&key) {
             server.drain(connections, self.config.drain_limit_ms, now_ms, &mut round.after);
             self.remove_if_unused(key, &mut round);
@@ -372,7 +380,7 @@ impl Ledger {
 
     /// Adds the plan of a service, with its elements and addresses. [`Self::program_server`]
     /// programs the virtual servers of the service.
-    fn add_service(&mut self, key: &Arc<ServiceKey>, plan: ServicePlan, round: &mut Round) {
+    fn add_service(&mut self, key: &Arc<ServiceKey>, plan: ServicePlan, round: &mut ObjectRound) {
         if plan == ServicePlan::default() {
             return;
         }
@@ -390,7 +398,7 @@ impl Ledger {
     }
 
     /// Removes the plan of a service. Returns its servers.
-    fn remove_service(&mut self, key: &Arc<ServiceKey>, round: &mut Round) -> Vec<ServerKey> {
+    fn remove_service(&mut self, key: &Arc<ServiceKey>, round: &mut ObjectRound) -> Vec<ServerKey> {
         let Some(old) = self.programmed.remove(key) else { return Vec::new() };
         self.problems.remove(key);
         old.elements.iter().for_each(|element| self.release_element(*element, round));
@@ -411,7 +419,7 @@ impl Ledger {
         self.programmed.get(self.owner(key)?)?.servers.get(key).map(|(_, wanted)| wanted)
     }
 
-    fn program_server(&mut self, key: ServerKey, now_ms: u64, round: &mut Round) {
+    fn program_server(&mut self, key: ServerKey, now_ms: u64, round: &mut ObjectRound) {
         let wanted = self.wanted(&key).cloned();
         let Some(wanted) = wanted else {
             if let Some(server) = self.servers.get_mut(&key) {
@@ -462,7 +470,7 @@ impl Ledger {
 
     /// Removes a server that no service wants and that has no destinations. Updates whether the
     /// server is draining.
-    fn remove_if_unused(&mut self, key: ServerKey, round: &mut Round) {
+    fn remove_if_unused(&mut self, key: ServerKey, round: &mut ObjectRound) {
         let is_wanted = self.candidates.contains_key(&key);
         let Some(server) = self.servers.get(&key) else { return };
         if server.is_draining() {
@@ -480,28 +488,28 @@ impl Ledger {
         self.forget_deferred(key);
     }
 
-    fn need_objects_of(&mut self, server: &Server, round: &mut Round) {
+    fn need_objects_of(&mut self, server: &Server, round: &mut ObjectRound) {
         self.need_element(server.mark, round);
         if server.is_on_device {
             self.need_address(server.address(), round);
         }
     }
 
-    fn release_objects_of(&mut self, server: &Server, round: &mut Round) {
+    fn release_objects_of(&mut self, server: &Server, round: &mut ObjectRound) {
         self.release_element(server.mark, round);
         if server.is_on_device {
             self.release_address(server.address(), round);
         }
     }
 
-    fn need_element(&mut self, element: (Set, Element), round: &mut Round) {
+    fn need_element(&mut self, element: (Set, Element), round: &mut ObjectRound) {
         let is_deferred = self.deferred.contains(&Object::Element(element.0, element.1));
         if self.elements.add(element, is_deferred, &mut round.elements) {
             *self.set_sizes.entry(element.0).or_default() += 1;
         }
     }
 
-    fn release_element(&mut self, element: (Set, Element), round: &mut Round) {
+    fn release_element(&mut self, element: (Set, Element), round: &mut ObjectRound) {
         let object = Object::Element(element.0, element.1);
         if self.elements.remove(element, self.deferred.contains(&object), &mut round.elements) {
             self.set_sizes.entry(element.0).and_modify(|size| *size -= 1);
@@ -509,13 +517,13 @@ impl Ledger {
         }
     }
 
-    fn need_address(&mut self, address: IpAddr, round: &mut Round) {
+    fn need_address(&mut self, address: IpAddr, round: &mut ObjectRound) {
         let is_deferred = self.deferred.contains(&Object::Address(address));
         self.device_addresses.add(address, is_deferred, &mut round.device_addresses);
         self.need_element((Set::DeviceAddresses, Element::Ip(address)), round);
     }
 
-    fn release_address(&mut self, address: IpAddr, round: &mut Round) {
+    fn release_address(&mut self, address: IpAddr, round: &mut ObjectRound) {
         let object = Object::Address(address);
         if self.device_addresses.remove(address, self.deferred.contains(&object), &mut round.device_addresses) {
             self.deferred.remove(&object);
@@ -524,8 +532,8 @@ impl Ledger {
     }
 
     /// Puts the operations of a round in order.
-    fn plan_of_round(&self, round: Round) -> Plan {
-        let Round { retries, before, after, elements, device_addresses: addresses } = round;
+    fn plan_of_round(&self, round: ObjectRound) -> Plan {
+        let ObjectRound { retries, before, after, elements, device_addresses: addresses } = round;
         let mut plan = Plan::default();
         plan.before.extend(self.elements.to_add(&elements).map(|(set, element)| Op::AddElement(set, element)));
         plan.before.extend(self.device_addresses.to_add(&addresses).map(Op::AddAddress));

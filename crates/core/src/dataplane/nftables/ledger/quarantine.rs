@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     super::element::{Element, port_number},
-    Ledger, Plan, Programmed, Round,
+    ElementRound, Ledger, Plan, ProgrammedElements,
 };
 use crate::{model::ServiceKey, node_facts::NodeFacts, state::State};
 
@@ -23,7 +23,8 @@ impl Ledger {
     /// elements.
     #[must_use]
     pub fn services_of(&self, elements: &HashSet<Element>) -> Vec<Arc<ServiceKey>> {
-        let needs = |programmed: &Programmed| programmed.all_elements().any(|element| elements.contains(&element));
+        let needs =
+            |programmed: &ProgrammedElements| programmed.all_elements().any(|element| elements.contains(&element));
         self.programmed.iter().filter(|(_, programmed)| needs(programmed)).map(|(key, _)| Arc::clone(key)).collect()
     }
 
@@ -45,7 +46,7 @@ impl Ledger {
     /// Records the last good elements of a quarantined service as programmed.
     pub(super) fn keep_last_good(&mut self, key: &Arc<ServiceKey>) {
         if let Some(Some(last_good)) = self.quarantine.last_good(key).cloned() {
-            self.replace(&Programmed::default(), &last_good, &mut Round::default());
+            self.replace(&ProgrammedElements::default(), &last_good, &mut ElementRound::default());
             self.programmed.insert(Arc::clone(key), last_good);
         }
     }
@@ -55,18 +56,18 @@ impl Ledger {
     /// whether the kernel accepts these services.
     pub fn trial(&mut self, state: &State, node: &NodeFacts, services: &BTreeSet<Arc<ServiceKey>>) -> Plan {
         let shape = self.shape.clone();
-        let before: Vec<Programmed> =
+        let before: Vec<ProgrammedElements> =
             services.iter().map(|key| self.programmed.get(key).cloned().unwrap_or_default()).collect();
-        let mut round = Round::default();
+        let mut round = ElementRound::default();
         for key in services {
             self.program(state, node, key, None, &mut round);
         }
         let plan = self.finish(round, services.len());
-        let mut round = Round::default();
+        let mut round = ElementRound::default();
         for (key, before) in services.iter().zip(before) {
             let tried = self.programmed.remove(key).unwrap_or_default();
             self.replace(&tried, &before, &mut round);
-            let numbers_of = |programmed: &Programmed| -> BTreeSet<u32> {
+            let numbers_of = |programmed: &ProgrammedElements| -> BTreeSet<u32> {
                 programmed.groups.iter().map(|group| port_number(group.number)).collect()
             };
             let (old, new) = (numbers_of(&before), numbers_of(&tried));

@@ -41,7 +41,7 @@ use crate::{
 #[derive(Debug)]
 pub struct Ledger {
     ruleset: Arc<Ruleset>,
-    programmed: HashMap<Arc<ServiceKey>, Programmed>,
+    programmed: HashMap<Arc<ServiceKey>, ProgrammedRules>,
     dispatch: Dispatch,
     /// Number of services for which the dispatch groups were sized.
     groups_sized_for: usize,
@@ -57,7 +57,7 @@ pub struct Ledger {
 
 /// The programmed rules of one service.
 #[derive(Debug, Default, Clone)]
-struct Programmed {
+struct ProgrammedRules {
     chains: Box<[(ChainName, RulesHash)]>,
     dispatch: Box<[(DispatchChain, Selector)]>,
     dispatch_hash: u64,
@@ -79,6 +79,21 @@ impl Ledger {
             quarantine: Quarantine::default(),
             tally: Tally::default(),
             fixed_tally: Tally::default(),
+        }
+    }
+
+    /// Creates a ledger with the configuration and the quarantine of this one, in which nothing is
+    /// programmed. Its [`Self::full`] plans what the full script of this ledger would write, and
+    /// leaves this ledger as it is.
+    #[must_use]
+    pub fn fresh(&self) -> Self {
+        Self {
+            ruleset: Arc::clone(&self.ruleset),
+            dispatch: Dispatch::new(Arc::clone(&self.ruleset), None, None),
+            undeletable: self.undeletable.clone(),
+            quarantine: self.quarantine.clone(),
+            programmed: HashMap::new(),
+            ..*self
         }
     }
 
@@ -352,7 +367,7 @@ impl Ledger {
         }
         if !chains.is_empty() || !dispatch.is_empty() {
             self.tally.add(tally);
-            let programmed = Programmed { chains: chains.into(), dispatch, dispatch_hash, tally };
+            let programmed = ProgrammedRules { chains: chains.into(), dispatch, dispatch_hash, tally };
             self.programmed.insert(Arc::clone(key), programmed);
         }
         Before { programmed: old, lines: old_lines }

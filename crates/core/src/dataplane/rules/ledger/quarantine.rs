@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use super::{ExistingTables, Ledger, Programmed, Table};
+use super::{ExistingTables, Ledger, ProgrammedRules, Table};
 use crate::{
     dataplane::rules::{
         line::Line,
@@ -20,7 +20,7 @@ use crate::{
 /// old dispatch lines of the service if the dispatch chains now have other lines.
 #[derive(Debug, Clone)]
 pub(super) struct Before {
-    pub(super) programmed: Programmed,
+    pub(super) programmed: ProgrammedRules,
     pub(super) lines: Option<Vec<DispatchLine>>,
 }
 
