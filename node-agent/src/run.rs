@@ -284,7 +284,8 @@ fn workers(
         tasks.push(until(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
         reconciler = reconciler.with_interfaces(interfaces.clone());
         if cleans_conntrack {
-            observers.push(Box::new(ConntrackCleaner::start(metrics.conntrack.clone(), inputs, interfaces)?));
+            let start = |earlier: &_| ConntrackCleaner::start(metrics.conntrack.clone(), inputs, interfaces, earlier);
+            observers.push(Box::new(state.with_state(start)?));
             // Else the first sync programs the state of the last run, from which observers know its
             // rules.
             reconciler = reconciler.with_unknown_rules(state.position().is_none() || state.is_unconfirmed());

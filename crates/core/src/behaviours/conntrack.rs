@@ -193,9 +193,14 @@ impl Tracker {
         plan
     }
 
-    /// Remembers the destinations that rules of an earlier run have, with their endpoints. Call this
-    /// function before the first plan. It is not needed if the first plan is for the state of the
-    /// earlier run.
+    /// Remembers destinations of an earlier run and their endpoints: those of its state. Call this
+    /// function before the first plan.
+    pub fn remember(&mut self, earlier: &State) {
+        let plan = self.plan_all(earlier);
+        self.commit(plan);
+    }
+
+    /// Like [`Self::remember`], for destinations that rules of an earlier run have.
     pub fn remember_rules(&mut self, earlier: impl IntoIterator<Item = (Frontend, Sources)>) {
         // No Service has this name, so the next plan for all services counts it as deleted.
         self.used.entry(Arc::new(ServiceKey::new("", ""))).or_default().extend(earlier);

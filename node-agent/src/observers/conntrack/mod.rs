@@ -78,6 +78,7 @@ pub struct ConntrackCleaner {
 impl ConntrackCleaner {
     /// Starts the thread, which works in the network namespace of the caller. `inputs` provides the
     /// addresses that answer NodePorts, and `interfaces` provides all addresses of the node.
+    /// `earlier` is the state of the last run, so that flows to what was removed since end, too.
     ///
     /// # Errors
     /// The operating system cannot start a thread.
@@ -85,9 +86,12 @@ impl ConntrackCleaner {
         metrics: ConntrackMetrics,
         inputs: watch::Receiver<NodeInputs>,
         interfaces: Interfaces,
+        earlier: &State,
     ) -> io::Result<Self> {
         let passes = Passes { metrics, inputs, interfaces };
-        Ok(Self::with(Worker::start(move |cleanup| passes.pass(cleanup))?))
+        let mut cleaner = Self::with(Worker::start(move |cleanup| passes.pass(cleanup))?);
+        cleaner.tracker.remember(earlier);
+        Ok(cleaner)
     }
 
     fn with(worker: Worker) -> Self {
