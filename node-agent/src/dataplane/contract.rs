@@ -171,7 +171,7 @@ pub trait Dataplane: Send {
 pub enum Finding {
     /// No sign that somebody removed or changed rules.
     Intact,
-    /// Somebody may have changed rules: a full sync shows whether.
+    /// Somebody may have changed rules: a full sync or a verification shows whether. Reported once.
     Unknown,
     /// Somebody removed or changed rules, as a sentence.
     Changed(String),

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
+    fs, mem,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -108,7 +108,7 @@ pub trait NodeDataplane: Send {
     /// families; see [`Dataplane::check`].
     ///
     /// # Errors
-    /// The check failed. It is unknown whether the rules are complete.
+    /// The check of a family failed, and the other one found no sign. It is unknown whether the rules are complete.
     fn check(&mut self) -> Result<Finding, DataplaneError>;
 
     /// Reads the kernel, and returns what it forwards in each family; see [`Dataplane::decode`].
@@ -404,8 +404,14 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
     }
 
     fn check(&mut self) -> Result<Finding, DataplaneError> {
-        let signs = self.each(|family, kernel| family.dataplane.check(kernel))?;
-        Ok(signs.into_iter().max().unwrap_or(Finding::Intact))
+        let mut clearest = Finding::Intact;
+        let checked = self.each(|family, kernel| {
+            clearest = family.dataplane.check(kernel)?.max(mem::replace(&mut clearest, Finding::Intact));
+            Ok(())
+        });
+        // A family reports lost notifications only once, so its sign counts although the check of
+        // the other family fails.
+        if clearest == Finding::Intact { checked.map(|_| clearest) } else { Ok(clearest) }
     }
 
     fn decode(&mut self) -> Result<Vec<forwarding::Table>, DataplaneError> {

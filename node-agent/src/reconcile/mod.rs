@@ -54,6 +54,9 @@ const CHANGE_PAUSE_FACTOR: u32 = 4;
 /// the loop cannot notice that another program removed rules. A full sync does not need the check,
 /// because it reads all rules.
 const FAILED_CHECKS_BEFORE_FULL_SYNC: u32 = 2;
+/// Number of consecutive verifications of the rules without a result after which the loop makes a
+/// full sync. It needs no result, because it writes whatever differs.
+const UNDECIDED_BEFORE_FULL_SYNC: u32 = 2;
 
 /// Periods and pauses of the loop.
 #[derive(Debug, Clone)]
@@ -121,9 +124,16 @@ pub struct Reconciler {
     failed_checks: u32,
     /// When the next verification of the rules may begin.
     verify_rules_at: Instant,
+    /// True if the last verification of the rules began earlier, because notifications were lost.
+    was_early: bool,
+    /// Number of verifications of the rules, and of losses of notifications, since a verification
+    /// had a result and since the last full sync.
+    undecided: u32,
+    /// True while the rules are verified.
+    is_verifying: bool,
     pauses: verification::Pauses,
-    /// What syncs have programmed since a verification of the rules read the kernel. `None` if no
-    /// verification is under way, or if anything may have changed.
+    /// What syncs have programmed since a verification of the rules read the kernel. `None` if
+    /// anything may have changed since then.
     programmed_meanwhile: Option<Dirty>,
     /// See [`Self::with_unknown_rules`].
     has_unknown_rules: bool,
@@ -177,6 +187,9 @@ impl Reconciler {
             check_at,
             failed_checks: 0,
             verify_rules_at,
+            was_early: false,
+            undecided: 0,
+            is_verifying: false,
             pauses: verification::Pauses::default(),
             programmed_meanwhile: None,
             has_unknown_rules: false,
@@ -259,7 +272,13 @@ impl Reconciler {
             Due::Stop => return false,
             Due::Publish => {}
             Due::Inputs => self.resolve_inputs(),
-            Due::Sync => self.sync(),
+            Due::Sync => {
+                self.sync();
+                // Changes that arrive all the time must not delay what is due by time.
+                if self.done.is_some() && self.times().first() <= self.now() {
+                    return self.step(Wake::Verify);
+                }
+            }
             Due::EarlierRun => self.check_rules_of_earlier_run(),
             Due::Check => self.check(),
             Due::VerifyTable => self.verify_table(),
@@ -310,7 +329,6 @@ impl Reconciler {
             programmed.merge(self.unfinished.dirty.clone());
         }
         let now = self.now();
-        self.check_at = now + self.timing.sync_period;
         match result {
             Ok(report) => {
                 self.succeeded(target, generation, kind, &report, now - started);
@@ -446,6 +464,9 @@ impl Reconciler {
             self.set_rejections(progress);
         });
         if kind == SyncKind::Full {
+            // A full sync reads more than a check.
+            self.check_at = self.now() + self.timing.sync_period;
+            self.undecided = 0;
             // The progress is published first, so that no ACK waits for this call.
             memory::give_back();
         }
@@ -564,6 +585,7 @@ impl Reconciler {
     }
 
     fn maintain(&mut self, now: Instant) {
+        self.programmed_meanwhile = None;
         match self.dataplane.maintain(now) {
             Ok(()) => {}
             Err(error) if error.kind == ErrorKind::PlanAgain => {
@@ -580,7 +602,7 @@ impl Reconciler {
     }
 
     /// Looks for signs that somebody removed rules. If it is time, compares all rules and verifies
-    /// what the kernel forwards.
+    /// what the kernel forwards. Lost notifications bring the comparison forward, once per pause.
     fn check(&mut self) {
         self.check_at = self.now() + self.timing.sync_period;
         let checked = self.dataplane.check();
@@ -591,11 +613,13 @@ impl Reconciler {
                 self.metrics.repairs.inc();
                 self.repair();
             }
+            Ok(Finding::Unknown) if self.is_verifying || self.done.is_none() => self.repair(),
+            Ok(_) if self.is_verifying => {}
             Ok(sign) => {
-                let is_unknown = sign == Finding::Unknown;
-                if is_unknown && self.done.is_none() {
-                    self.unfinished.needs_full = true;
-                } else if is_unknown || self.verify_rules_at <= self.now() {
+                let (is_unknown, is_due) = (sign == Finding::Unknown, self.verify_rules_at <= self.now());
+                self.undecided += u32::from(is_unknown);
+                if is_due || (is_unknown && !self.was_early) {
+                    self.was_early = !is_due;
                     self.verify_rules();
                 }
                 if self.is_table_due() {

@@ -644,3 +644,56 @@ fn newer_changes_wait_for_a_pause_after_a_failed_sync() {
     assert_eq!(late.next(8), late.not_before, "the shortest time between two syncs still applies");
     assert_eq!(Pace { after_failure: None, ..pace }.next(8), now);
 }
+
+/// A loop that has programmed Services `web` and `db`, and that the test steps.
+fn stepped(timing: Timing) -> (Reconciler, Control) {
+    let (dataplane, control) = in_memory::dataplane();
+    let shared = Arc::new(AgentState::new("node-1"));
+    let (mut reconciler, _) = Reconciler::new(Box::new(dataplane), shared, SyncMetrics::default(), timing);
+    reconciler.shared.apply(snapshot(1, vec![service("web", 80), service("db", 5432)]));
+    reconciler.begin();
+    reconciler.step(Wake::Work);
+    (reconciler, control)
+}
+
+#[test]
+fn changes_that_arrive_all_the_time_do_not_delay_checks() {
+    let period = Duration::from_millis(20);
+    let (mut reconciler, control) = stepped(Timing { sync_period: period, ..timing() });
+    let until = Instant::now() + 5 * period;
+    for version in (2..).take_while(|_| Instant::now() < until) {
+        std::thread::sleep(period / 10);
+        reconciler.shared.apply(update(version, vec![endpoint("web", u8::try_from(version).unwrap(), 8080)]));
+        reconciler.step(Wake::Work);
+    }
+    assert!(control.calls().contains(&Call::Check), "{:?}", control.calls());
+}
+
+#[test]
+fn the_second_verification_that_fails_leads_to_a_full_sync_and_an_error_of_another_kind_at_once() {
+    let (mut reconciler, control) = stepped(timing());
+    let mut needs_full_after = |kind| {
+        control.fail_next(DataplaneError::new(kind, "interrupted"));
+        reconciler.verify_rules();
+        let needs_full = reconciler.unfinished.needs_full;
+        if needs_full {
+            reconciler.step(Wake::Work);
+        }
+        needs_full
+    };
+    assert!(!needs_full_after(ErrorKind::Retry));
+    assert!(needs_full_after(ErrorKind::Retry));
+    assert!(!needs_full_after(ErrorKind::Retry), "the full sync begins a new row");
+    assert!(needs_full_after(ErrorKind::NeedsFullSync));
+}
+
+#[test]
+fn maintenance_that_is_due_while_the_rules_are_verified_makes_the_result_void() {
+    let (mut reconciler, control) = stepped(timing());
+    control.forget("prod/db");
+    control.needs_maintenance();
+    reconciler.verify_rules();
+    assert_eq!((reconciler.maintain_at(), reconciler.unfinished.needs_full), (None, false));
+    reconciler.verify_rules();
+    assert!(reconciler.unfinished.needs_full);
+}

@@ -21,8 +21,13 @@ use headgate_core::{
 use headgate_oracle::{Comparer, Comparison};
 use tracing::{error, info, warn};
 
-use super::Reconciler;
-use crate::{cpu_time, dataplane::mode_of, memory, progress::Verification, state::Wake};
+use super::{Reconciler, UNDECIDED_BEFORE_FULL_SYNC};
+use crate::{
+    cpu_time,
+    dataplane::{DataplaneError, ErrorKind, RulesDifferences, mode_of},
+    memory,
+    progress::Verification,
+};
 
 /// The pause after a verification of the rules, and after a verification of the forwarding table,
 /// as a multiple of the processor time that it took. So each takes at most half a percent of a
@@ -54,50 +59,33 @@ pub(super) struct Pauses {
 /// The part of a verification that needs the state.
 type Compared = (Comparison, Option<Digests>);
 
-/// The state for a verification of the rules. Before each part of the plan, the loop programs the
-/// changes that may be programmed now.
+/// The state for a verification of the rules. Before each part of the plan, the loop does what is
+/// due. Once the result says nothing, the rest of the plan is empty.
 struct Interleaved<'a>(RefCell<&'a mut Reconciler>);
 
 impl StateSource for Interleaved<'_> {
     fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty)) {
         let mut reconciler = self.0.borrow_mut();
-        let Reconciler { shared, done, pace, .. } = &**reconciler;
-        if shared.is_work_due(*done, *pace, reconciler.now()) {
-            reconciler.step(Wake::Work);
+        reconciler.serve_meanwhile();
+        if !reconciler.is_void() {
+            reconciler.shared.look(read);
         }
-        reconciler.shared.look(read);
     }
 }
 
 impl Reconciler {
     /// Reads the rules in the kernel, plans everything anew, and requests a full sync if something
-    /// differs that no change explains. Between parts of the plan, programs the changes that have
-    /// arrived. Does nothing if a full sync follows anyway.
+    /// differs that no change explains, or if too many verifications had no result. Between parts
+    /// of the plan, does what is due. Does nothing if a full sync follows anyway.
     pub(super) fn verify_rules(&mut self) {
         if self.done.is_none() || self.shared.needs_full() {
             return;
         }
         let (started, before) = (self.now(), cpu_time::of_thread_and_children());
-        self.programmed_meanwhile = Some(Dirty::default());
-        let (mut count, mut services, mut is_redivided) = (0_u32, BTreeSet::new(), false);
-        for family in Family::BOTH {
-            match self.dataplane.verification(family) {
-                Ok(verification) => {
-                    let source = Interleaved(RefCell::new(&mut *self));
-                    let found = verification.map(|verification| verification(&source)).unwrap_or_default();
-                    count = count.saturating_add(found.count);
-                    services.extend(found.services);
-                    is_redivided |= found.is_redivided;
-                }
-                Err(error) => {
-                    self.metrics.verifications_failed.inc();
-                    warn!(%error, "could not verify the rules; making a full sync");
-                    self.programmed_meanwhile = None;
-                    self.repair();
-                    break;
-                }
-            }
-        }
+        (self.is_verifying, self.programmed_meanwhile) = (true, Some(Dirty::default()));
+        self.undecided += 1;
+        let found = self.compare_rules();
+        self.is_verifying = false;
         let now = self.now();
         let used = cpu_time_since(before).unwrap_or(now - started);
         self.verify_rules_at = now + self.timing.rules_period.max(used * PAUSE_FACTOR);
@@ -108,14 +96,69 @@ impl Reconciler {
             self.shared.with_unprogrammed(|_, _, waiting| changed.merge(waiting.clone()))?;
             Some(changed)
         });
-        let Some(changed) = changed else {
+        match (found, changed) {
+            (Ok(found), Some(changed)) => self.decide(found, &changed),
             // All rules may have changed, so the result says nothing.
-            self.verify_rules_at = now;
+            (Ok(_), None) => {}
+            (Err(error), _) => {
+                self.metrics.verifications_failed.inc();
+                warn!(%error, "could not verify the rules");
+                if error.kind != ErrorKind::Retry {
+                    self.undecided = UNDECIDED_BEFORE_FULL_SYNC;
+                }
+            }
+        }
+        if self.undecided >= UNDECIDED_BEFORE_FULL_SYNC {
+            info!("making a full sync, because verifications of the rules had no result");
+            self.repair();
+        }
+    }
+
+    /// Returns what differs in both families.
+    fn compare_rules(&mut self) -> Result<RulesDifferences, DataplaneError> {
+        let mut all = RulesDifferences::default();
+        for family in Family::BOTH {
+            if self.is_void() {
+                break;
+            }
+            let Some(verification) = self.dataplane.verification(family)? else { continue };
+            let found = verification(&Interleaved(RefCell::new(&mut *self)));
+            all.count = all.count.saturating_add(found.count);
+            all.services.extend(found.services);
+            all.is_redivided |= found.is_redivided;
+        }
+        Ok(all)
+    }
+
+    /// True if the verification of the rules that is under way cannot have a result any more.
+    fn is_void(&self) -> bool {
+        self.programmed_meanwhile.is_none() || self.unfinished.needs_full || self.shared.needs_full()
+    }
+
+    /// Does one thing that is due while the rules are verified.
+    fn serve_meanwhile(&mut self) {
+        if self.is_void() {
             return;
-        };
+        }
+        let wake = self.shared.due(self.done, self.pace, self.times().first(), self.now());
+        if wake.is_some_and(|wake| !self.step(wake)) {
+            // The loop ends when it sees the signal again, and verifies nothing before.
+            self.shared.stop();
+            (self.programmed_meanwhile, self.done) = (None, None);
+        }
+    }
+
+    /// Requests a full sync if something differs that the changes since the kernel was read do not
+    /// explain.
+    fn decide(&mut self, found: RulesDifferences, changed: &Dirty) {
+        let RulesDifferences { mut count, mut services, is_redivided } = found;
+        if count == 0 {
+            self.undecided = 0;
+        }
         services.retain(|service| !changed.services.contains(service));
         if !changed.is_empty() {
-            // What belongs to no service may belong to a change. The next verification finds it.
+            // What belongs to no service may belong to a change. A later verification, or the full
+            // sync after several of them, decides.
             count = u32::try_from(services.len()).unwrap_or(u32::MAX);
         }
         if is_redivided {
@@ -124,6 +167,7 @@ impl Reconciler {
             self.done = None;
         }
         if count > 0 {
+            self.undecided = 0;
             self.metrics.repairs.inc();
             self.metrics.dataplane.drift.inc_by(count.into());
             warn!(differences = count, "another program removed or changed Headgate's rules; making a full sync");

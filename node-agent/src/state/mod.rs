@@ -509,9 +509,10 @@ impl AgentState {
         self.lock().needs_full
     }
 
-    /// True when changes newer than generation `done` may be programmed at `now`, as `pace` allows.
-    pub(crate) fn is_work_due(&self, done: Option<u64>, pace: Pace, now: Instant) -> bool {
-        self.lock().work_at(done, pace).is_some_and(|at| at <= now)
+    /// What [`Self::wait`] would return at `now`. `None` if it would wait.
+    pub(crate) fn due(&self, done: Option<u64>, pace: Pace, due_at: Instant, now: Instant) -> Option<Wake> {
+        let next = self.lock().next(done, pace, due_at, now);
+        next.filter(|(_, at)| *at <= now).map(|(wake, _)| wake)
     }
 
     /// True when changes have arrived since this generation.

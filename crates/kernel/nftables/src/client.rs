@@ -80,7 +80,7 @@ impl Nftables {
     /// The kernel does not return the list. Retry if [`NftablesError::is_transient`]; this also
     /// holds for the other methods that list objects.
     pub fn tables(&mut self, family: Option<Family>) -> Result<Vec<Listed<Table>>, NftablesError> {
-        self.list(&wire::request(libc::NFT_MSG_GETTABLE, NLM_F_DUMP, family), wire::read_table)
+        self.list(&wire::request(libc::NFT_MSG_GETTABLE, NLM_F_DUMP, family), wire::read_table, |_| true)
     }
 
     /// Lists the chains of a table in the order of their creation. The list is empty if the table
@@ -90,9 +90,8 @@ impl Nftables {
     /// The kernel does not return the list.
     pub fn chains(&mut self, table: &TableName) -> Result<Vec<Listed<Chain>>, NftablesError> {
         // The kernel lists the chains of all tables in the family.
-        let mut all = self.list(&about(libc::NFT_MSG_GETCHAIN, NLM_F_DUMP, table), wire::read_chain)?;
-        all.retain(|chain| chain.object.table == *table);
-        Ok(all)
+        let request = about(libc::NFT_MSG_GETCHAIN, NLM_F_DUMP, table);
+        self.list(&request, wire::read_chain, |chain| chain.object.table == *table)
     }
 
     /// Lists the rules of a table, or of one of its chains, in order. The list is empty if the
@@ -103,7 +102,7 @@ impl Nftables {
     pub fn rules(&mut self, table: &TableName, chain: Option<&str>) -> Result<Vec<Listed<Rule>>, NftablesError> {
         let request = about(libc::NFT_MSG_GETRULE, NLM_F_DUMP, table);
         let request = chain.iter().fold(request, |request, chain| request.text(wire::rule::CHAIN, chain));
-        self.list(&request, wire::read_rule)
+        self.list(&request, wire::read_rule, |_| true)
     }
 
     /// Lists the sets of a table without their elements.
@@ -111,7 +110,7 @@ impl Nftables {
     /// # Errors
     /// The kernel does not return the list: `ENOENT` if the table does not exist.
     pub fn sets(&mut self, table: &TableName) -> Result<Vec<Listed<Set>>, NftablesError> {
-        self.list(&about(libc::NFT_MSG_GETSET, NLM_F_DUMP, table), wire::read_set)
+        self.list(&about(libc::NFT_MSG_GETSET, NLM_F_DUMP, table), wire::read_set, |_| true)
     }
 
     /// Lists the elements of a set, in no particular order. The list may contain expired elements
@@ -242,18 +241,21 @@ impl Nftables {
         }
     }
 
-    /// Lists objects. A change of any table in the network namespace interrupts the list. If the
-    /// kernel interrupts every attempt, two successive lists that are the same are complete.
+    /// Lists the objects that `is_wanted`. A change of any table in the network namespace interrupts
+    /// the list. If the kernel interrupts every attempt, two successive lists that are the same are
+    /// complete. They are compared without the other objects, which another program may change all
+    /// the time.
     fn list<T: PartialEq>(
         &mut self,
         request: &Request,
         read: impl Fn(&[u8]) -> Result<T, Malformed>,
+        is_wanted: impl Fn(&T) -> bool,
     ) -> Result<Vec<T>, NftablesError> {
         let mut before = None;
         for attempt in 0..ATTEMPTS {
             pause(attempt);
             let (found, dumped) = self.connection.list_once(request, |found: &mut Vec<T>, payload| {
-                found.push(read(payload)?);
+                found.extend(Some(read(payload)?).filter(&is_wanted));
                 Ok(())
             })?;
             if dumped == Dumped::Whole || before.as_ref() == Some(&found) {

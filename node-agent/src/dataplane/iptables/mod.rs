@@ -130,10 +130,11 @@ impl Dataplane for IptablesFamily {
 
     fn verification(&mut self, _kernel: &mut Flushes) -> Result<RulesVerification, DataplaneError> {
         let existing = self.rules.programs.existing_tables()?;
-        let (mut ledger, division) = (self.ledger.fresh(), self.ledger.prefix_length());
+        let (mut ledger, recorded) = (self.ledger.fresh(), self.ledger.prefix_length());
+        let found = existing.get(Table::Nat).prefix_length;
         Ok(Box::new(move |source| {
             let (script, _) = ledger.full(source, existing);
-            xtables::differences(&script, division == ledger.prefix_length())
+            xtables::differences(&script, recorded, found, ledger.prefix_length())
         }))
     }
 

@@ -9,6 +9,7 @@ use std::{
 
 use headgate_core::{
     Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
+    iptables::Table,
     ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Scheduler, SchedulerProblem, ServerKey, Set},
 };
 
@@ -119,12 +120,13 @@ impl Dataplane for IpvsFamily {
     fn verification(&mut self, kernel: &mut Kernel) -> Result<RulesVerification, DataplaneError> {
         let (found, now_ms) = (self.read(kernel)?, self.now_ms());
         let deferred: BTreeSet<Object> = self.ledger.deferred().map(|(object, _)| object).collect();
-        let (mut ledger, division) = (self.ledger.fresh(), self.ledger.rules().prefix_length());
+        let (mut ledger, recorded) = (self.ledger.fresh(), self.ledger.rules().prefix_length());
+        let division = found.tables.get(Table::Nat).prefix_length;
         Ok(Box::new(move |source| {
             let plan = ledger.full(source, &found, now_ms);
             let is_new = |op: &&Op| op.object().is_none_or(|object| !deferred.contains(&object));
             let ops: Vec<Op> = plan.ops().filter(is_new).copied().collect();
-            let rules = xtables::differences(&plan.script, division == ledger.rules().prefix_length());
+            let rules = xtables::differences(&plan.script, recorded, division, ledger.rules().prefix_length());
             let owners = if ops.is_empty() { HashMap::new() } else { ledger.owners(&ops) };
             RulesDifferences {
                 count: u32::try_from(ops.len()).unwrap_or(u32::MAX).saturating_add(rules.count),

@@ -268,6 +268,9 @@ impl Dataplane for NftablesFamily {
 
     fn sync(&mut self, kernel: &mut Connection, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let failed = if self.layout_config.has_loopback_guard() { route_localnet().err() } else { None };
+        if let Some(watch) = kernel.watch() {
+            watch.forget(self.family());
+        }
         let found = self.read(kernel)?;
         let step = self.plan_full(source, found);
         let mut report = self.apply(kernel, step)?;
@@ -421,9 +424,6 @@ impl NftablesFamily {
     /// Reads all objects of this family, and counts the clients in the maps of affinity.
     fn read(&self, kernel: &mut Connection) -> Result<FoundTable, DataplaneError> {
         let (family, owns_tables) = (self.family(), kernel.owns_tables());
-        if let Some(watch) = kernel.watch() {
-            watch.forget(family);
-        }
         let (metrics, reader) = (kernel.metrics.clone(), kernel.reader()?);
         let failed = |error| failure("reading the table of this agent", &error);
         let found = read::everything(reader, family, owns_tables).map_err(failed)?;

@@ -128,7 +128,7 @@ impl Watch {
         seen.lost.len() < before
     }
 
-    /// Forgets what was seen about a family. The caller reads everything afterwards.
+    /// Forgets what was seen about a family. The caller makes a full sync of the family afterwards.
     pub(super) fn forget(&self, family: Family) {
         lock(&self.seen).changes.remove(&family);
         self.take_lost(family);

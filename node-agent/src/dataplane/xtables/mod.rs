@@ -79,10 +79,16 @@ pub(super) fn note_written(
     report.objects_written += script.chains_written() + script.chains_deleted();
 }
 
-/// What a full script that nobody writes would change. Another division of the rules than the
-/// programmed one is no change of another program.
-pub(super) fn differences(script: &Script, has_same_division: bool) -> RulesDifferences {
-    if !has_same_division {
+/// What a full script that nobody writes would change. `recorded`, `found` and `planned` are the
+/// prefix lengths of address groups in the ledger, in the kernel and in the script. Another division
+/// than the programmed one is no change of another program, if the kernel has the programmed one.
+pub(super) fn differences(
+    script: &Script,
+    recorded: Option<u8>,
+    found: Option<u8>,
+    planned: Option<u8>,
+) -> RulesDifferences {
+    if found == recorded && planned != recorded {
         return RulesDifferences { is_redivided: true, ..RulesDifferences::default() };
     }
     let services = script.services().iter().cloned().collect();
@@ -127,4 +133,24 @@ pub(crate) fn packet_counters() -> Leftover {
             )
         })
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_rules_as_this_agent_divided_them_are_divided_anew() {
+        for (recorded, found, planned, expected) in [
+            (Some(24), Some(24), Some(26), true),
+            (None, None, Some(24), true),
+            (Some(24), Some(24), Some(24), false),
+            // Another program removed or wrote the rules.
+            (Some(24), None, Some(26), false),
+            (Some(24), Some(26), Some(26), false),
+        ] {
+            let found = differences(&Script::default(), recorded, found, planned);
+            assert_eq!(found.is_redivided, expected, "{recorded:?} {planned:?}");
+        }
+    }
 }

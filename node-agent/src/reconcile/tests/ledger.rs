@@ -3,7 +3,7 @@
 #[path = "../../../../crates/core/tests/fake_kernel/iptables.rs"]
 mod fake_kernel;
 
-use std::cell::Cell;
+use std::{cell::Cell, collections::VecDeque};
 
 use headgate_core::{
     forwarding,
@@ -21,12 +21,15 @@ struct LedgerFamily {
     failures_left: u32,
     /// Called before a verification reads the state, with the number of earlier calls.
     during: During,
+    /// What the next checks find. Later checks find nothing.
+    findings: Findings,
     /// If set, the next plan of changed Services sees another state: the ledger and the kernel then
     /// agree, and both are wrong.
     corruption: Arc<Mutex<Option<State>>>,
 }
 
 type During = Arc<Mutex<dyn FnMut(usize) + Send>>;
+type Findings = Arc<Mutex<VecDeque<Result<Finding, DataplaneError>>>>;
 
 /// Calls `during` before each part of a plan.
 struct Interrupted<'a>(&'a dyn StateSource, During, Cell<usize>);
@@ -83,7 +86,7 @@ impl Dataplane for LedgerFamily {
     }
 
     fn check(&mut self, _: &mut LedgerKernel) -> Result<Finding, DataplaneError> {
-        Ok(Finding::Intact)
+        self.findings.lock().unwrap().pop_front().unwrap_or(Ok(Finding::Intact))
     }
 
     fn decode(&mut self, kernel: &mut LedgerKernel) -> Result<forwarding::Table, DataplaneError> {
@@ -109,6 +112,7 @@ fn ledger_loop(
         ledger: Ledger::new(ruleset(RenderConfig::new(family))),
         failures_left,
         during: Arc::new(Mutex::new(|_| ())),
+        findings: Findings::default(),
         corruption: Arc::clone(corruption),
     };
     let handle = LedgerKernel(Arc::clone(kernel));
@@ -223,34 +227,60 @@ fn a_change_whose_first_attempt_fails_is_in_the_kernel_when_it_is_reported_as_pr
     assert_eq!(translations, 2, "{nat}");
 }
 
-/// Steps a loop until the kernel has 900 Services, calls `before`, and verifies the rules. `during`
-/// gets the state and the kernel, and the number of times that the verification has read the state.
-/// Returns the numbers of repairs and of differences.
-fn verified_while(
-    before: impl FnOnce(&Mutex<FakeKernel>),
-    mut during: impl FnMut(&AgentState, &Mutex<FakeKernel>, usize) + Send + 'static,
-) -> (u64, u64) {
-    let (kernel, shared) = (Arc::new(Mutex::new(FakeKernel::default())), Arc::new(AgentState::new("node-1")));
-    let (seen, state) = (Arc::clone(&kernel), Arc::clone(&shared));
-    let during: During = Arc::new(Mutex::new(move |parts| during(&state, &seen, parts)));
-    let make = |family| LedgerFamily {
-        ledger: Ledger::new(ruleset(RenderConfig::new(family))),
-        failures_left: 0,
-        during: Arc::clone(&during),
-        corruption: Arc::default(),
-    };
-    let dataplane =
-        DualStack::assemble("ledger", LedgerKernel(Arc::clone(&kernel)), Vec::new(), vec![Family::V4], make);
-    let metrics = SyncMetrics::default();
-    let (mut reconciler, _) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing());
-    let names = (0..900).map(|number| format!("svc{number:03}"));
-    shared.apply(snapshot(1, names.flat_map(|name| [service(&name, 80), endpoint(&name, 1, 8080)]).collect()));
-    reconciler.begin();
-    reconciler.step(Wake::Work);
-    before(&kernel);
-    reconciler.verify_rules();
-    assert_eq!(reconciler.unfinished.needs_full, metrics.repairs.get() > 0, "each difference leads to a full sync");
-    (metrics.repairs.get(), metrics.dataplane.drift.get())
+/// A loop that the test steps.
+struct Stepped {
+    reconciler: Reconciler,
+    kernel: Arc<Mutex<FakeKernel>>,
+    metrics: SyncMetrics,
+}
+
+impl Stepped {
+    /// Steps until the kernel has 900 Services. While the rules are verified, `during` gets the
+    /// state and the kernel, and the number of times that the verification has read the state.
+    fn new(
+        findings: impl IntoIterator<Item = Result<Finding, DataplaneError>>,
+        mut during: impl FnMut(&AgentState, &Mutex<FakeKernel>, usize) + Send + 'static,
+    ) -> Self {
+        let (kernel, shared) = (Arc::new(Mutex::new(FakeKernel::default())), Arc::new(AgentState::new("node-1")));
+        let (seen, state) = (Arc::clone(&kernel), Arc::clone(&shared));
+        let during: During = Arc::new(Mutex::new(move |parts| during(&state, &seen, parts)));
+        let findings: Findings = Arc::new(Mutex::new(findings.into_iter().collect()));
+        let make = |family| LedgerFamily {
+            ledger: Ledger::new(ruleset(RenderConfig::new(family))),
+            failures_left: 0,
+            during: Arc::clone(&during),
+            findings: Arc::clone(&findings),
+            corruption: Arc::default(),
+        };
+        let handle = LedgerKernel(Arc::clone(&kernel));
+        let dataplane = DualStack::assemble("ledger", handle, Vec::new(), vec![Family::V4], make);
+        let metrics = SyncMetrics::default();
+        let (mut reconciler, _) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing());
+        let names = (0..900).map(|number| format!("svc{number:03}"));
+        shared.apply(snapshot(1, names.flat_map(|name| [service(&name, 80), endpoint(&name, 1, 8080)]).collect()));
+        reconciler.begin();
+        reconciler.step(Wake::Work);
+        Self { reconciler, kernel, metrics }
+    }
+
+    /// Removes the rule of Service svc003, as another program would.
+    fn remove_rule(&self) {
+        let mut kernel = self.kernel.lock().unwrap();
+        let saved = kernel.save(Table::Nat);
+        let is_of_service = |line: &&str| line.contains("prod/svc003:") && line.contains("DNAT");
+        let rule = saved.lines().find(is_of_service).unwrap().trim_start_matches("-A ");
+        kernel.restore(&format!("*nat\n-D {rule}\nCOMMIT\n")).unwrap();
+    }
+
+    /// The number of DNAT rules in the kernel.
+    fn translations(&self) -> usize {
+        self.kernel.lock().unwrap().save(Table::Nat).matches("DNAT --to-destination").count()
+    }
+
+    /// The numbers of repairs and of differences.
+    fn found(&self) -> (u64, u64) {
+        (self.metrics.repairs.get(), self.metrics.dataplane.drift.get())
+    }
 }
 
 #[test]
@@ -271,28 +301,111 @@ fn changes_are_programmed_while_the_rules_are_verified_and_are_not_differences()
         let nat = kernel.lock().unwrap().save(Table::Nat);
         seen.lock().unwrap().push(nat.lines().filter(|line| line.contains("DNAT --to-destination")).count());
     };
-    let found = verified_while(|_| (), during);
+    let mut run = Stepped::new([], during);
+    run.reconciler.verify_rules();
     // The plan reads the state for its layout, for its list of Services, and for four parts.
     assert_eq!(*programmed.lock().unwrap(), [900, 900, 900, 902, 902, 901], "changes wait for the end");
-    assert_eq!(found, (0, 0), "changes count as differences");
+    assert_eq!(run.found(), (0, 0), "changes count as differences");
 }
 
 #[test]
 fn what_another_program_changed_is_found_although_other_services_change_meanwhile() {
-    let remove_rule = |kernel: &Mutex<FakeKernel>| {
-        let mut kernel = kernel.lock().unwrap();
-        let saved = kernel.save(Table::Nat);
-        let is_of_service = |line: &&str| line.contains("prod/svc003:") && line.contains("DNAT");
-        let rule = saved.lines().find(is_of_service).unwrap().trim_start_matches("-A ");
-        kernel.restore(&format!("*nat\n-D {rule}\nCOMMIT\n")).unwrap();
-    };
     let found = |changed: &'static str| {
-        verified_while(remove_rule, move |state, _, parts| {
-            if parts == 2 {
-                state.apply(update(2, vec![endpoint(changed, 2, 8080)]));
-            }
-        })
+        let mut run = Stepped::new([], change_at(2, changed));
+        run.remove_rule();
+        run.reconciler.verify_rules();
+        let found = run.found();
+        assert_eq!(run.reconciler.unfinished.needs_full, found.0 > 0, "each difference leads to a full sync");
+        found
     };
     assert_eq!(found("svc004"), (1, 1));
     assert_eq!(found("svc003"), (0, 0), "the change may explain the difference");
+}
+
+/// Changes a Service when a verification has read the state `at` times.
+fn change_at(at: usize, name: &'static str) -> impl FnMut(&AgentState, &Mutex<FakeKernel>, usize) + Send {
+    let mut version = 1;
+    move |state, _, parts| {
+        if parts == at {
+            version += 1;
+            state.apply(update(version, vec![endpoint(name, u8::try_from(version).unwrap(), 8080)]));
+        }
+    }
+}
+
+#[test]
+fn a_full_sync_follows_when_changes_hide_differences_in_each_verification() {
+    let mut run = Stepped::new([], change_at(5, "svc003"));
+    run.remove_rule();
+    run.reconciler.timing.rules_period = Duration::ZERO;
+    run.reconciler.verify_rules();
+    assert!(!run.reconciler.unfinished.needs_full);
+    assert!(run.reconciler.verify_rules_at > run.reconciler.now(), "there is no pause");
+    run.reconciler.step(Wake::Work);
+    run.remove_rule();
+    run.reconciler.verify_rules();
+    assert_eq!((run.reconciler.unfinished.needs_full, run.found()), (true, (0, 0)));
+    run.reconciler.step(Wake::Work);
+    // Two changes have added endpoints.
+    assert_eq!((run.translations(), run.reconciler.undecided), (902, 0));
+}
+
+#[test]
+fn lost_notifications_lead_to_one_verification_at_once_and_without_its_result_to_a_full_sync() {
+    let lost = || Ok(Finding::Unknown);
+    let verifications = Arc::new(Mutex::new(0));
+    let seen = Arc::clone(&verifications);
+    let count = move |_: &AgentState, _: &Mutex<FakeKernel>, parts| *seen.lock().unwrap() += u32::from(parts == 0);
+    let mut run = Stepped::new([lost(), lost()], count);
+    for _ in 0..2 {
+        run.reconciler.check();
+        assert_eq!(*verifications.lock().unwrap(), 1);
+    }
+
+    let mut run = Stepped::new([lost()], change_at(5, "svc003"));
+    run.remove_rule();
+    run.reconciler.check();
+    assert_eq!((run.reconciler.unfinished.needs_full, run.found()), (true, (0, 0)));
+}
+
+#[test]
+fn notifications_are_not_lost_twice_when_the_check_of_another_family_fails() {
+    let findings: Findings = Arc::new(Mutex::new([Ok(Finding::Unknown), Err(retry())].into()));
+    let make = |family| LedgerFamily {
+        ledger: Ledger::new(ruleset(RenderConfig::new(family))),
+        failures_left: 0,
+        during: Arc::new(Mutex::new(|_| ())),
+        findings: Arc::clone(&findings),
+        corruption: Arc::default(),
+    };
+    let families = vec![Family::V4, Family::V4];
+    let mut dataplane = DualStack::assemble("ledger", LedgerKernel(Arc::default()), Vec::new(), families, make);
+    assert_eq!(dataplane.check(), Ok(Finding::Unknown));
+    findings.lock().unwrap().extend([Ok(Finding::Intact), Err(retry())]);
+    assert_eq!(dataplane.check().unwrap_err().kind, ErrorKind::Retry);
+}
+
+#[test]
+fn signals_are_served_while_the_rules_are_verified() {
+    let after = |wake, finding| {
+        let mut run = Stepped::new([finding], move |state, _, parts| {
+            if parts == 2 {
+                state.signal(wake);
+            }
+        });
+        // The rest of the plan would find this.
+        run.remove_rule();
+        run.reconciler.verify_rules();
+        run
+    };
+    let run = after(Wake::Rules, Ok(Finding::Changed("a chain is missing".into())));
+    assert_eq!((run.reconciler.unfinished.needs_full, run.found()), (true, (1, 0)));
+    let run = after(Wake::Rules, Ok(Finding::Unknown));
+    assert_eq!((run.reconciler.unfinished.needs_full, run.found()), (true, (0, 0)));
+    let mut run = after(Wake::Stop, Ok(Finding::Intact));
+    assert_eq!((run.reconciler.unfinished.needs_full, run.found()), (false, (0, 0)));
+    let Reconciler { shared, done, pace, check_at, .. } = &run.reconciler;
+    let wake = shared.wait(*done, *pace, *check_at);
+    assert_eq!(wake, Wake::Stop);
+    assert!(!run.reconciler.step(wake), "the loop goes on");
 }
