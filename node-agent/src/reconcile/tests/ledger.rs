@@ -256,8 +256,11 @@ impl Stepped {
         let dataplane = DualStack::assemble("ledger", handle, Vec::new(), vec![Family::V4], make);
         let metrics = SyncMetrics::default();
         let (mut reconciler, _) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing());
-        let names = (0..900).map(|number| format!("svc{number:03}"));
-        shared.apply(snapshot(1, names.flat_map(|name| [service(&name, 80), endpoint(&name, 1, 8080)]).collect()));
+        let add = |number| {
+            let name = format!("svc{number:03}");
+            [service(&name, 80), endpoint(&name, if number == 3 { 33 } else { 1 }, 8080)]
+        };
+        shared.apply(snapshot(1, (0..900).flat_map(add).collect()));
         reconciler.begin();
         reconciler.step(Wake::Work);
         Self { reconciler, kernel, metrics }
@@ -267,7 +270,7 @@ impl Stepped {
     fn remove_rule(&self) {
         let mut kernel = self.kernel.lock().unwrap();
         let saved = kernel.save(Table::Nat);
-        let is_of_service = |line: &&str| line.contains("prod/svc003:") && line.contains("DNAT");
+        let is_of_service = |line: &&str| line.ends_with(" --to-destination 10.1.0.33:8080");
         let rule = saved.lines().find(is_of_service).unwrap().trim_start_matches("-A ");
         kernel.restore(&format!("*nat\n-D {rule}\nCOMMIT\n")).unwrap();
     }
