@@ -15,6 +15,7 @@ const SERVICES_AT_ONCE: usize = 256;
 pub trait StateSource {
     /// Calls `read` with the present state, the facts about the node, and what changed since the
     /// last step was planned. The state is locked while `read` runs, so `read` must not wait.
+    /// A source whose plan nobody needs any more does not call `read`.
     fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty));
 }
 
