@@ -267,8 +267,8 @@ impl Endpoints {
     }
 }
 
-/// Merges the entries of all slices for one address. If the merged endpoint is too large to be sent,
-/// the result has the ports of one slice only. Also returns two slices that disagree, if any.
+/// Merges the entries of all slices for one address. If the merged endpoint is too large to be
+/// sent, the result has the ports of one slice only. Also returns two slices that disagree, if any.
 fn merge(entries: &[SliceEntry<'_>], address: IpAddr, interner: &mut Interner) -> (Option<Endpoint>, Option<Conflict>) {
     if let [only] = entries {
         return (only.alone(address), None);
