@@ -39,15 +39,12 @@ fn on(bed: Result<Testbed>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     }
 }
 
-/// The parts of a test that share a cluster. The kernel of User-Mode Linux tracks few connections, so
-/// there each part has a cluster of its own. In mode userspace, the parts of one cluster fit into the
-/// UDP sessions that an agent carries with the limit of open files of a test.
+/// The parts of a test that share a cluster. Each part has a cluster of its own in User-Mode Linux,
+/// whose kernel tracks few connections, and in mode userspace, whose agents carry few UDP sessions
+/// with the limit of open files of a test.
 fn sharing<T>(backend: Backend, parts: &[T]) -> std::slice::Chunks<'_, T> {
-    parts.chunks(match backend {
-        _ if backend.runs_in_uml() => 1,
-        Backend::Userspace => 3,
-        _ => parts.len(),
-    })
+    let is_small = backend.runs_in_uml() || backend == Backend::Userspace;
+    parts.chunks(if is_small { 1 } else { parts.len() })
 }
 
 /// Runs the case table with agents that have the rights of the manifests. The agents must also
