@@ -143,6 +143,16 @@ impl Namespace {
         spawn::spawn_in(handle, command).with_context(|| format!("starting {program} in {}", self.name))
     }
 
+    /// Runs a program with these arguments like [`Self::output`].
+    ///
+    /// # Errors
+    /// As [`Self::output`].
+    pub fn tool(&self, program: &str, arguments: &[&str]) -> Result<String> {
+        let mut command = Command::new(program);
+        command.args(arguments);
+        self.output(command)
+    }
+
     /// Runs a program inside the namespace, waits for its end, and returns its standard output.
     ///
     /// # Errors
