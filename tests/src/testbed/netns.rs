@@ -90,6 +90,16 @@ impl Namespace {
         Ok(Self { name, handle })
     }
 
+    /// Creates a namespace for a test, whose name is unique among all processes.
+    ///
+    /// # Errors
+    /// The process is not root, or `ip` is missing or fails.
+    pub fn for_test(name: &str) -> Result<Self> {
+        check_prerequisites()?;
+        sweep_stale()?;
+        Self::create(format!("hg{}-{name}", std::process::id()))
+    }
+
     /// The full name, for `ip netns exec`.
     pub fn name(&self) -> &str {
         &self.name

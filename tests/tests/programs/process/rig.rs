@@ -13,7 +13,7 @@ use std::{
 };
 
 use headgate_tests::apiserver::ApiServer;
-use headgate_tests::testbed::{Namespace, netns, page, process::program, spawn::refuse_ipv6_sockets};
+use headgate_tests::testbed::{Namespace, page, process::program, spawn::refuse_ipv6_sockets};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -113,9 +113,8 @@ impl Rig {
     /// Creates a node with the addresses 192.0.2.11 and 2001:db8::11. No program runs on the node.
     pub(super) fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
-        netns::check_prerequisites().unwrap();
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let namespace = Namespace::create(format!("hg{}-process-{number}", std::process::id())).unwrap();
+        let namespace = Namespace::for_test(&format!("process-{number}")).unwrap();
         let links = "link set lo up\nlink add uplink type veth peer name far\nlink set uplink up\nlink set far up\n\
                      addr add 192.0.2.11/24 dev uplink\naddr add 2001:db8::11/64 dev uplink nodad\n";
         namespace.ip_batch(links).unwrap();
