@@ -193,8 +193,8 @@ fn known_row(text: &str) -> Result<u8, String> {
     is_known.then_some(row).ok_or_else(|| format!("the checklist has no row {row}: see behaviours::rows"))
 }
 
-/// The name of the test whose attributes begin with `lines`, or of the entry with which they begin in
-/// a table of tests, such as `name: …` or `module::name: …`.
+/// The name of the test with which `lines` begin: of a function with attributes, or of a line in a
+/// table of tests, such as `name: …` or `module::name: …`.
 fn test_below(lines: &[&str]) -> Option<String> {
     let mut is_test = false;
     for line in lines {

@@ -74,8 +74,8 @@ fn nothing() -> Result<Manifests> {
     Ok(Manifests::default())
 }
 
-/// Declares a test for each scenario: the function in `headgate_tests::cases`, which names the test,
-/// how it runs, and the manifests.
+/// Declares a test for each scenario: the function in `headgate_tests::cases`, which names the
+/// test, how it runs, and the manifests.
 macro_rules! scenarios {
     ($backend:expr; $($module:ident::$name:ident: $run:ident($manifests:expr);)*) => { $(
         #[test]
