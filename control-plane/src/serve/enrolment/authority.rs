@@ -164,7 +164,7 @@ mod tests {
         let signer = Authority::parse(&bundle, &key, &bundle, now).unwrap();
         assert!(
             Authority::parse(&bundle, &other_key, &bundle, now).is_err(),
-            "the key belongs to the second authority"
+            "the key is that of the second authority"
         );
         let own = KeyPair::generate().unwrap();
         let mut wished = CertificateParams::new(vec!["control-plane.example".to_owned()]).unwrap();

@@ -433,10 +433,7 @@ mod tests {
             assert_eq!(read("80"), read("8e1"));
             for wrong in ["\"80\"", "80.5", "1e30", "true", "[]", "99999999999999999999"] {
                 let message = read(wrong).unwrap_err();
-                assert!(
-                    message.contains("invalid type") && message.contains("correct the field"),
-                    "{wrong}: {message}"
-                );
+                assert!(message.contains("invalid type") && message.contains("correct the field"), "{wrong} {message}");
             }
         }
         let text = "apiVersion: v1\nkind: Service\nmetadata: {name: a, namespace: b, uid: 5}\n";

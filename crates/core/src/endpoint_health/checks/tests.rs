@@ -42,10 +42,7 @@ fn next_outcome(checks: &mut Checks, has_passed: bool) -> (u64, Vec<Arc<ServiceK
     let now = checks.next_due_ms().unwrap();
     let started = checks.start(now, 8);
     assert_eq!(started.len(), 1);
-    assert!(
-        checks.start(now, 8).is_empty() && checks.next_due_ms().is_none(),
-        "no other check starts while this check runs"
-    );
+    assert!(checks.start(now, 8).is_empty() && checks.next_due_ms().is_none(), "no other check starts meanwhile");
     (now, checks.finish(&started[0], has_passed, now))
 }
 
