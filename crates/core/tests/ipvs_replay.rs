@@ -131,10 +131,7 @@ impl Rig {
                 let is_served = weights.is_some_and(|weights| weights.values().any(|weight| *weight > 0));
                 // A virtual server of a removed service port may only have draining destinations.
                 let drains = weights.is_some_and(|weights| !weights.is_empty());
-                assert!(
-                    is_served || is_rejected_or_dropped(&key) || drains,
-                    "{key} is not served, rejected or dropped"
-                );
+                assert!(is_served || is_rejected_or_dropped(&key) || drains, "{key} is neither served nor refused");
             }
         }
         self.check_new_connections_have_a_destination();

@@ -146,10 +146,8 @@ fn a_rejected_service_keeps_its_last_good_rules_and_other_services_change() {
         rig.quarantine(&["web"]);
         assert!(rig.full());
         assert_eq!(rig.rules_of("web"), good, "{layout:?}");
-        assert!(
-            rig.rules("--to-destination 10.244.0.1:8080").len() == 1
-                && rig.rules("--to-destination 10.244.0.3:8080").is_empty()
-        );
+        assert_eq!(rig.rules("--to-destination 10.244.0.1:8080").len(), 1);
+        assert!(rig.rules("--to-destination 10.244.0.3:8080").is_empty());
         assert_eq!(rig.rules("--to-destination 10.244.0.4:8080").len(), 1);
 
         // Steps skip the quarantined service, and dispatch chains keep its lines.

@@ -438,10 +438,8 @@ mod tests {
 
     #[test]
     fn a_setting_that_is_invalid_and_unused_has_one_line() {
-        assert_eq!(
-            lines(&file("mode: iptables\nipvs: {scheduler: best}\n"))[2..],
-            [("ipvs.scheduler", "best", Outcome::Invalid)]
-        );
+        let checked = file("mode: iptables\nipvs: {scheduler: best}\n");
+        assert_eq!(lines(&checked)[2..], [("ipvs.scheduler", "best", Outcome::Invalid)]);
     }
 
     #[test]
@@ -555,15 +553,15 @@ mod tests {
                         KubeProxyConfiguration in its keys (a, b)";
         assert_eq!(error(map), expected);
         let broken = "kind: ConfigMap\ndata:\n  a: '['\n  config: |\n    kind: KubeProxyConfiguration\n    mode: [\n";
-        assert!(
-            error(broken).starts_with("the key config in f.yaml is not YAML: error: line 2 column 7"),
-            "{}",
-            error(broken)
-        );
-        let broken = "kind: ConfigMap\ndata: {a: 'mode: ['}\n";
-        assert!(error(broken).starts_with("the key a in f.yaml is not YAML: error: line 1 "), "{}", error(broken));
+        let broken_flow = "kind: ConfigMap\ndata: {a: 'mode: ['}\n";
         let several = "kind: ConfigMap\ndata:\n  a: |\n    a: 1\n    ---\n    kind: KubeProxyConfiguration\n";
-        assert!(error(several).starts_with("the key a in f.yaml holds several YAML documents"), "{}", error(several));
+        for (text, expected) in [
+            (broken, "the key config in f.yaml is not YAML: error: line 2 column 7"),
+            (broken_flow, "the key a in f.yaml is not YAML: error: line 1 "),
+            (several, "the key a in f.yaml holds several YAML documents"),
+        ] {
+            assert!(error(text).starts_with(expected), "{}", error(text));
+        }
         assert!(error("kind: Pod\nmetadata: {name: b}\n").ends_with("the Pod b runs no kube-proxy"));
         assert!(error("kind: List\n").ends_with("it is a list; pass one object"));
         assert!(error("a: [").starts_with("f.yaml is not YAML: "));

@@ -485,11 +485,8 @@ fn a_service_that_is_rejected_in_part_is_reported_and_fails_no_step() {
     run.wait_programmed(2);
     let progress = run.progress.borrow().clone();
     assert_eq!((rejected_services(&progress), &progress.failure), (vec!["Service prod/web"], &None));
-    assert!(
-        progress.rejections[0].reason.starts_with("all of the service is programmed but this: "),
-        "{:?}",
-        progress.rejections
-    );
+    let reason = &progress.rejections[0].reason;
+    assert!(reason.starts_with("all of the service is programmed but this: "), "{reason}");
     assert_eq!((run.metrics.services_rejected.get(), run.metrics.service_rejections.get()), (1, 1));
     run.batch(3, vec![endpoint("web", 2, 8080)]);
     run.wait_programmed(3);
@@ -518,10 +515,8 @@ fn planning_services_again_is_not_a_failure_and_the_version_is_reported_when_it_
     run.batch(2, vec![endpoint("db", 1, 5432)]);
     run.wait_programmed(2);
     let calls = run.control.calls();
-    assert_eq!(
-        (apply_of(&calls, 2), apply_of(&calls, 3)),
-        (vec!["prod/db".into()], vec!["prod/db".into(), "prod/web".into()])
-    );
+    assert_eq!(apply_of(&calls, 2), ["prod/db"]);
+    assert_eq!(apply_of(&calls, 3), ["prod/db", "prod/web"]);
     assert_eq!((calls.len(), &run.progress.borrow().failure), (4, &None));
 }
 

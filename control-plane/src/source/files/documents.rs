@@ -323,11 +323,8 @@ mod tests {
         assert_eq!(parsed.definitions[1].document, 3);
         assert_eq!(parsed.faults.len(), 1);
         assert_eq!(parsed.faults[0].0.origin, "a.yaml, document 2");
-        assert!(
-            parsed.faults[0].0.message.contains('7') || parsed.faults[0].0.message.contains('8'),
-            "{:?}",
-            parsed.faults
-        );
+        let message = &parsed.faults[0].0.message;
+        assert!(message.contains('7') || message.contains('8'), "{message}");
     }
 
     #[test]

@@ -80,10 +80,8 @@ mod golden {
                  08000600 32000000 "
         );
         assert_eq!(encoded(&Command::SetDestination(service, destination)), expected);
-        assert_eq!(
-            encoded(&Command::RemoveDestination(service, destination.address)),
-            format!("07010000 30000180 {V4}28000280 {name}")
-        );
+        let removal = encoded(&Command::RemoveDestination(service, destination.address));
+        assert_eq!(removal, format!("07010000 30000180 {V4}28000280 {name}"));
     }
 
     #[test]
@@ -130,14 +128,11 @@ fn errors_name_the_missing_attribute() {
     assert_eq!(service(&[1, 1, 0]), Err(Malformed("a generic netlink message is shorter than its header")));
     assert_eq!(service(&[1, 1, 0, 0]), Err(Malformed("a message without its virtual service")));
     assert_eq!(of(|all| all), Err(Malformed("a virtual service without an address family")));
-    assert_eq!(
-        of(|all| all.attribute(svc::AF, &77_u16.to_ne_bytes())),
-        Err(Malformed("an address family that is neither IPv4 nor IPv6"))
-    );
-    assert_eq!(
-        of(|all| all.attribute(svc::AF, &2_u16.to_ne_bytes()).attribute(svc::FWMARK, &1_u32.to_ne_bytes())),
-        Err(Malformed("a virtual service without a scheduler"))
-    );
+    let unknown_family = of(|all| all.attribute(svc::AF, &77_u16.to_ne_bytes()));
+    assert_eq!(unknown_family, Err(Malformed("an address family that is neither IPv4 nor IPv6")));
+    let no_scheduler =
+        of(|all| all.attribute(svc::AF, &2_u16.to_ne_bytes()).attribute(svc::FWMARK, &1_u32.to_ne_bytes()));
+    assert_eq!(no_scheduler, Err(Malformed("a virtual service without a scheduler")));
     assert_eq!(of(|all| all.attribute(svc::AF, &[2])), Err(Malformed("an attribute of the wrong length")));
 }
 
@@ -155,10 +150,8 @@ fn refusals_are_described_in_words() {
             .explain(&refusal(libc::EINVAL)),
         "destination 10.0.0.255:1 of virtual service TCP 10.96.0.10:80: this node does not route the address as a unicast address (see ip route get)"
     );
-    assert_eq!(
-        Command::RemoveDestination(service.id, at("10.0.0.1:1")).explain(&refusal(libc::ENOENT)),
-        "destination 10.0.0.1:1 of virtual service TCP 10.96.0.10:80: there is no such destination"
-    );
+    let absent = Command::RemoveDestination(service.id, at("10.0.0.1:1")).explain(&refusal(libc::ENOENT));
+    assert_eq!(absent, "destination 10.0.0.1:1 of virtual service TCP 10.96.0.10:80: there is no such destination");
     let busy = Command::RemoveService(service.id).explain(&refusal(libc::EBUSY));
     assert_eq!(busy, "virtual service TCP 10.96.0.10:80: Device or resource busy (os error 16)");
 }

@@ -50,10 +50,8 @@ fn messages_equal_the_messages_of_nft() {
         "{name}07000200 69760000 28000380 24000180 10000180 0c000100 0a000000 00500000 \
              10000a80 0c000100 0affffff 005a0000 "
     );
-    assert_eq!(
-        hex(&put_elements(libc::NFT_MSG_NEWSETELEM, libc::NLM_F_CREATE, &table(), "iv", [element])[0]),
-        expected
-    );
+    let sent = put_elements(libc::NFT_MSG_NEWSETELEM, libc::NLM_F_CREATE, &table(), "iv", [element]);
+    assert_eq!(hex(&sent[0]), expected);
 }
 
 fn rule() -> Rule {
