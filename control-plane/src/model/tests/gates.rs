@@ -34,6 +34,15 @@ fn of_pod(address: &str, uid: &str, is_ready: bool) -> Value {
         "conditions": {"ready": is_ready, "serving": is_ready, "terminating": false}})
 }
 
+/// A model whose endpoint is ready because its pod waits.
+fn waiting_bench() -> Bench {
+    let mut bench = bench();
+    put_slice(&mut bench, "u1", false);
+    put(&mut bench, "u1", WAITING);
+    assert!(is_ready(&mut bench, "s"));
+    bench
+}
+
 fn put_slice(bench: &mut Bench, uid: &str, is_ready: bool) {
     bench.apply(&slice("s-1", "s", json!([of_pod("10.1.0.1", uid, is_ready)]), http(80)));
 }
@@ -83,10 +92,7 @@ fn a_pod_that_waits_is_ready_and_the_steps_that_follow_change_nothing() {
 
 #[test]
 fn a_slice_may_be_faster_than_the_pod() {
-    let mut bench = bench();
-    put_slice(&mut bench, "u1", false);
-    put(&mut bench, "u1", WAITING);
-    assert!(is_ready(&mut bench, "s"));
+    let mut bench = waiting_bench();
     put_slice(&mut bench, "u1", true);
     assert_eq!(bench.flush(), []);
     put(&mut bench, "u1", READY);
@@ -100,10 +106,7 @@ fn a_slice_may_be_faster_than_the_pod() {
 #[test]
 fn a_pod_that_fails_or_goes_or_another_pod_is_not_ready() {
     for step in ["fails", "goes", "another", "lost"] {
-        let mut bench = bench();
-        put_slice(&mut bench, "u1", false);
-        put(&mut bench, "u1", WAITING);
-        assert!(is_ready(&mut bench, "s"));
+        let mut bench = waiting_bench();
         match step {
             "fails" => put(&mut bench, "u1", FAILED),
             "goes" => bench.delete(ObjectKind::Pod, "x", "web-1"),
@@ -117,10 +120,7 @@ fn a_pod_that_fails_or_goes_or_another_pod_is_not_ready() {
 
 #[test]
 fn an_address_that_gets_another_pod_is_not_ready() {
-    let mut bench = bench();
-    put_slice(&mut bench, "u1", false);
-    put(&mut bench, "u1", WAITING);
-    assert!(is_ready(&mut bench, "s"));
+    let mut bench = waiting_bench();
     put_slice(&mut bench, "u2", false);
     assert!(!is_ready(&mut bench, "s"));
     put_slice(&mut bench, "u1", false);

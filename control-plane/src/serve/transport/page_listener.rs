@@ -140,11 +140,7 @@ mod tests {
         entered.extend((2_000..2_012).map(|number| open.enter(number, network(8), at(number))));
         assert_eq!((open.table().len(), closed(&entered).len()), (MAX_CONNECTIONS, 1));
         entered.push(open.enter(3_000, network(1), at(3_000)));
-        assert_eq!(
-            closed(&entered),
-            [first_of_last + 1, first_of_last + 2],
-            "the network with the most connections loses a connection"
-        );
+        assert_eq!(closed(&entered), [first_of_last + 1, first_of_last + 2], "the network with most connections loses");
         assert_eq!(open.table().len(), MAX_CONNECTIONS);
     }
 }
