@@ -540,21 +540,75 @@ fn a_list_replaces_all_objects_of_its_kind() {
     assert!(problems.len() == 1 && problems[0].starts_with("Service x/kept"), "{problems:?}");
 }
 
+/// The work of a step, in lookups of addresses in slices.
+fn work(bench: &mut Bench, step: impl FnOnce(&mut Bench)) -> u64 {
+    let before = bench.model.endpoints.visits();
+    step(bench);
+    bench.flush();
+    bench.model.endpoints.visits() - before
+}
+
 #[test]
-fn only_the_changed_addresses_of_a_slice_are_merged() {
-    let many =
-        |from: u32, to: u32| (from..to).map(|n| ready(&format!("10.2.{}.{}", n / 256, n % 256))).collect::<Vec<_>>();
+fn an_update_costs_as_much_in_a_service_of_many_slices_as_in_one_of_two() {
+    const SIZE: u32 = 20;
+    let endpoints = |number: u32| {
+        let of_slice = number * SIZE..(number + 1) * SIZE;
+        of_slice.map(|n| ready(&format!("10.2.{}.{}", n / 256, n % 256))).collect::<Vec<_>>()
+    };
+    let put = |bench: &mut Bench, number: u32, endpoints: Vec<Value>| {
+        bench.apply(&slice(&format!("a{number}"), "s", json!(endpoints), http(1)));
+    };
+    let costs = |slices: u32| {
+        let mut bench = Bench::default();
+        let all = work(&mut bench, |bench| (0..slices).for_each(|number| put(bench, number, endpoints(number))));
+        let of_changes = [0, 1].map(|number| {
+            let mut changed = endpoints(number);
+            changed[7] = ready(&format!("10.9.9.{number}"));
+            work(&mut bench, |bench| put(bench, number, changed))
+        });
+        let removed: Vec<u64> = (0..slices)
+            .map(|number| work(&mut bench, |bench| bench.delete(ObjectKind::EndpointSlice, "x", &format!("a{number}"))))
+            .collect();
+        assert!(bench.model.endpoints.is_empty() && bench.state.entry(&ServiceKey::new("x", "s")).is_none());
+        let per_address = u64::from(slices * SIZE) * 8;
+        assert!(all < per_address && removed.iter().sum::<u64>() < per_address, "{slices} slices: {all}, {removed:?}");
+        of_changes
+    };
+    let of_two = costs(2);
+    assert!(of_two.iter().all(|cost| *cost < 16), "{of_two:?}");
+    assert_eq!(costs(200), of_two);
+}
+
+/// The result does not depend on which slice came first, which moved, and which was emptied.
+#[test]
+fn slices_that_move_or_become_empty_leave_their_addresses_to_other_slices() {
     let mut bench = Bench::default();
-    for number in 0..50 {
-        bench.apply(&slice(&format!("a{number}"), "s", json!(many(number * 100, number * 100 + 100)), http(1)));
+    let both = || json!([ready("10.1.0.1"), ready("10.1.0.2")]);
+    for (name, port) in [("b", 2), ("a", 1), ("c", 3)] {
+        bench.apply(&slice(name, "s", both(), http(port)));
     }
     bench.flush();
-    let before = bench.model.endpoints.visits();
-    let mut endpoints = many(0, 100);
-    endpoints[7] = ready("10.9.9.9");
-    bench.apply(&slice("a0", "s", json!(endpoints), http(1)));
-    assert_eq!(bench.flush().len(), 2);
-    assert_eq!(bench.model.endpoints.visits() - before, 2);
+    assert_eq!(bench.endpoints("s"), ["10.1.0.1:1,2,3", "10.1.0.2:1,2,3"]);
+    bench.apply(&slice("b", "t", both(), http(2)));
+    bench.flush();
+    assert_eq!(bench.endpoints("s"), ["10.1.0.1:1,3", "10.1.0.2:1,3"]);
+    assert_eq!(bench.endpoints("t"), ["10.1.0.1:2", "10.1.0.2:2"]);
+    bench.apply(&slice("a", "s", json!([]), http(1)));
+    bench.apply(&slice("b", "s", json!([ready("10.1.0.2")]), http(2)));
+    bench.flush();
+    assert_eq!(bench.endpoints("s"), ["10.1.0.1:3", "10.1.0.2:2,3"]);
+    assert!(bench.endpoints("t").is_empty());
+    let mut v6 = slice("c", "s", json!([ready("fd00::1")]), http(3));
+    v6["addressType"] = json!("IPv6");
+    bench.apply(&v6);
+    bench.apply(&slice("a", "s", both(), http(1)));
+    bench.flush();
+    assert_eq!(bench.endpoints("s"), ["10.1.0.1:1", "10.1.0.2:1,2", "fd00::1:3"]);
+    for name in ["a", "b", "c"] {
+        bench.delete(ObjectKind::EndpointSlice, "x", name);
+    }
+    bench.flush();
+    assert!(bench.endpoints("s").is_empty() && bench.model.endpoints.is_empty());
 }
 
 #[test]

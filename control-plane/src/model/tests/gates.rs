@@ -119,6 +119,18 @@ fn a_pod_that_fails_or_goes_or_another_pod_is_not_ready() {
 }
 
 #[test]
+fn a_slice_that_moves_to_another_service_keeps_its_endpoints_held() {
+    let mut bench = bench();
+    put_slice(&mut bench, "u1", false);
+    put(&mut bench, "u1", WAITING);
+    put(&mut bench, "u1", PROGRAMMED);
+    assert!(is_ready(&mut bench, "s"));
+    bench.apply(&slice("s-1", "t", json!([of_pod("10.1.0.1", "u1", false)]), http(80)));
+    assert!(is_ready(&mut bench, "t"));
+    assert!(bench.endpoints("s").is_empty());
+}
+
+#[test]
 fn an_address_that_gets_another_pod_is_not_ready() {
     let mut bench = waiting_bench();
     put_slice(&mut bench, "u2", false);
@@ -174,9 +186,10 @@ fn all_services_and_ports_of_a_pod_change_together_and_nothing_else_is_visited()
     bench.apply(&slice("s-2", "s", json!([of_pod("10.1.0.1", "u1", false)]), json!([{"name": "more", "port": 90}])));
     bench.apply(&slice("t-1", "t", json!([of_pod("10.1.0.1", "u1", false)]), http(80)));
     bench.flush();
+    // Each of the three endpoints is looked up before and after, those of s in two slices.
     let before = bench.model.endpoints.visits();
     put(&mut bench, "u1", WAITING);
-    assert_eq!(bench.model.endpoints.visits() - before, 3);
+    assert_eq!(bench.model.endpoints.visits() - before, 10);
     assert!(is_ready(&mut bench, "s") && is_ready(&mut bench, "t"));
     let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
     let endpoint = entry.endpoints().get(&"10.1.0.1".parse().unwrap()).unwrap();

@@ -71,6 +71,23 @@ fn a_new_configuration_is_built_only_if_the_files_have_changed() {
 }
 
 #[test]
+fn contents_that_come_back_keep_a_configuration_that_is_in_use() {
+    let folder = Folder::new();
+    let mut reloader = folder.reloader(Side::Server);
+    let now = SystemTime::now();
+    let in_use = reloader.load(now).unwrap();
+    let earlier = ["cert", "key"].map(|name| fs::read_to_string(folder.folder.path().join(name)).unwrap());
+    for _ in 0..3 {
+        folder.own(|_| {});
+        assert!(!Arc::ptr_eq(&in_use, &reloader.load(now).unwrap()));
+    }
+    assert_eq!(reloader.known.len(), 2, "the one in use and the latest");
+    folder.write("cert", &earlier[0]);
+    folder.write("key", &earlier[1]);
+    assert!(Arc::ptr_eq(&in_use, &reloader.load(now).unwrap()));
+}
+
+#[test]
 fn an_expired_certificate_is_refused_even_if_the_files_have_not_changed() {
     let folder = Folder::new();
     folder.own(|params| params.not_after = date_time_ymd(2060, 1, 1));
