@@ -334,10 +334,8 @@ mod tests {
         assert_eq!(identity("cp", &["headgate://replica/cp-0"]), Identity::Replica("cp-0".into()));
         let by_group = certificate("me", Some("headgate:readers"), &[]);
         assert_eq!(by_group, Identity::Reader("headgate:readers".into()));
-        assert_eq!(
-            certificate("me", Some("headgate:readers"), &["headgate://reader/me"]),
-            Identity::Reader("me".into())
-        );
+        let by_both = certificate("me", Some("headgate:readers"), &["headgate://reader/me"]);
+        assert_eq!(by_both, Identity::Reader("me".into()));
     }
 
     #[test]

@@ -422,6 +422,9 @@ mod tests {
             assert!(text.contains(&format!(": --inspect-listen {listen} is")), "{text}");
         }
         assert!(refusal(&["--insecure-loopback"]).contains("explicit --listen"));
+        // Plaintext and TLS exclude each other.
+        let arguments = ["headgate-control-plane", "--source", "kubernetes", "--insecure-loopback", "--tls-key", "/a"];
+        assert!(Options::try_parse_from(arguments).is_err());
     }
 
     #[test]
@@ -465,11 +468,5 @@ mod tests {
         assert_eq!(inspect(&["--listen", "[::1]:0"]), "[::1]:0");
         assert_eq!(inspect(&["--listen", "[::1]:65535"]), "[::1]:0");
         assert_eq!(inspect(&["--inspect-listen", "192.0.2.1:1"]), "192.0.2.1:1");
-    }
-
-    #[test]
-    fn plaintext_and_tls_exclude_each_other() {
-        let arguments = ["headgate-control-plane", "--source", "kubernetes", "--insecure-loopback", "--tls-key", "/a"];
-        assert!(Options::try_parse_from(arguments).is_err());
     }
 }

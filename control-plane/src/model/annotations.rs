@@ -7,7 +7,7 @@ use headgate_core::{LoadBalancing, ProxyProtocol, Service, Weight, ipvs::Schedul
 
 use super::problems::Findings;
 use crate::objects::{
-    Marks,
+    Annotations,
     keys::{
         CILIUM_WEIGHT, HEALTH_CHECK, HEALTH_CHECK_INTERVAL, LOAD_BALANCING, MAX_CONNECTIONS, PROXY_PROTOCOL, SCHEDULER,
         WEIGHTS,
@@ -21,7 +21,7 @@ const HIGHEST_LIMIT: u32 = 1_000_000;
 const INTERVAL_MS: std::ops::RangeInclusive<u64> = 500..=3_600_000;
 
 /// Reads the annotations of a Service into the service.
-pub(super) fn read(annotations: &Marks, service: &mut Service, findings: &mut Findings) {
+pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &mut Findings) {
     if let Some(name) = annotations.get(LOAD_BALANCING) {
         match LoadBalancing::parse(name) {
             Some(algorithm) => service.load_balancing = algorithm.as_str().into(),
@@ -82,7 +82,7 @@ pub(super) fn read(annotations: &Marks, service: &mut Service, findings: &mut Fi
 
 /// Reads Cilium's weight of all endpoints of an EndpointSlice. Without it, the weight is 1, which
 /// is Cilium's default of 100.
-pub(super) fn weight_of_all(annotations: &Marks, findings: &mut Findings) -> Weight {
+pub(super) fn weight_of_all(annotations: &Annotations, findings: &mut Findings) -> Weight {
     let Some(text) = annotations.get(CILIUM_WEIGHT) else { return Weight::default() };
     let weight = text.trim().parse().map(Weight::from_hundredths);
     weight.unwrap_or_else(|_| {
@@ -94,7 +94,7 @@ pub(super) fn weight_of_all(annotations: &Marks, findings: &mut Findings) -> Wei
 
 /// Reads the weights of some endpoints of an EndpointSlice: `10.0.0.1=3, 10.0.0.2=0`. An entry that
 /// cannot be read is left out.
-pub(super) fn weights(annotations: &Marks, findings: &mut Findings) -> BTreeMap<IpAddr, Weight> {
+pub(super) fn weights(annotations: &Annotations, findings: &mut Findings) -> BTreeMap<IpAddr, Weight> {
     let mut weights = BTreeMap::new();
     let text = annotations.get(WEIGHTS).unwrap_or_default();
     for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {

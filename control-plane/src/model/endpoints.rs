@@ -7,13 +7,15 @@
 //! the first if they terminate. kube-proxy (`addEndpoints` in `pkg/proxy/endpointslicecache.go`)
 //! visits the slices in random order, and takes the last entry that does not terminate. In this
 //! module the result depends only on the present slices, and not on the order in which they
-//! arrived. A change of one slice visits only the addresses that the change affects, and looks for
-//! each of them in the slices of one service. The exception is described in `gates.rs`: pods that
-//! lack only the readiness gate of Headgate.
+//! arrived. A change of one slice visits only the addresses that the change affects, and for each
+//! of them only slices that contain the address, and one other. The exception is described in
+//! `gates.rs`: pods that lack only the readiness gate of Headgate.
 
 use std::{
+    cell::Cell,
     cmp::Ordering,
     collections::{BTreeMap, BTreeSet, HashMap},
+    iter,
     net::IpAddr,
     sync::Arc,
 };
@@ -43,17 +45,26 @@ struct Before {
 /// The slice that counts, and a slice that contradicts the first slice.
 pub(super) type Conflict = [Arc<ObjectKey>; 2];
 
-/// The slices of a service, in order of name.
-type SlicesOfService = Vec<(Arc<ObjectKey>, Arc<Slice>)>;
+/// The slices of a service with addresses of one IP family. Nearly all services have only one slice
+/// for each family, so only the addresses of further slices have an index.
+#[derive(Debug)]
+struct Carriers {
+    /// One of the slices.
+    main: Arc<ObjectKey>,
+    /// Each address of the other slices, with the slice. A range begins at `None`, which precedes
+    /// every slice; no entry is `None`.
+    others: BTreeSet<(IpAddr, Option<Arc<ObjectKey>>)>,
+}
 
 /// All slices, and the changes of endpoints that result from them. Endpoints are computed when they
-/// are needed and are not stored, because nearly all services have only one slice for each family.
+/// are needed and are not stored.
 #[derive(Debug, Default)]
 pub(super) struct Endpoints {
     /// The version in use of each slice, and whether this version is good. A good version is used
     /// as written, except for invalid entries.
     slices: HashMap<Arc<ObjectKey>, (Arc<Slice>, bool)>,
-    services: HashMap<ServiceKey, SlicesOfService>,
+    /// The slices of each service, for IPv4 and for IPv6.
+    services: [HashMap<ServiceKey, Carriers>; 2],
     /// The endpoints before the pending changes.
     before: BTreeMap<ServiceKey, BTreeMap<IpAddr, Before>>,
     /// The endpoints whose pods may have changed.
@@ -62,7 +73,7 @@ pub(super) struct Endpoints {
     /// now agree.
     conflicts: Vec<(ServiceKey, IpAddr, Option<Conflict>)>,
     pub(super) gates: Gates,
-    visits: u64,
+    visits: Cell<u64>,
 }
 
 impl Endpoints {
@@ -87,13 +98,14 @@ impl Endpoints {
 
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
-        self.slices.is_empty() && self.services.is_empty() && self.before.is_empty()
+        self.slices.is_empty() && self.services.iter().all(HashMap::is_empty) && self.before.is_empty()
     }
 
-    /// How many addresses have been merged so far, as a measure of the work.
+    /// How often an address has been looked up in a slice or moved in the index so far, as a measure
+    /// of the work.
     #[cfg(test)]
     pub(super) fn visits(&self) -> u64 {
-        self.visits
+        self.visits.get()
     }
 
     /// Adds, changes or removes a slice.
@@ -112,45 +124,78 @@ impl Endpoints {
         let new = slice.map(Arc::new);
         let [before, now] = [&old, &new].map(|slice| slice.as_ref().map_or(0, |slice| slice.trigger_unix_ms));
         let trigger_unix_ms = if trigger_is_new && before != now { now } else { 0 };
-        let (old, has_moved) = (old.as_deref(), matches!((&old, &new), (Some(a), Some(b)) if a.service != b.service));
-        if has_moved {
-            self.change(&key, old, None, trigger_unix_ms, interner);
-        }
-        self.change(&key, old.filter(|_| !has_moved), new.as_ref(), trigger_unix_ms, interner);
-        match new {
-            Some(new) => self.slices.insert(key, (new, is_good)),
-            None => self.slices.remove(&key),
+        let (old, latest) = (old.as_deref(), new.as_deref());
+        let has_moved = matches!((old, latest), (Some(old), Some(new)) if old.service != new.service);
+        let parts = if has_moved { [(old, None), (None, latest)] } else { [(old, latest), (None, None)] };
+        let of_service = |(old, new): (Option<_>, Option<_>)| {
+            let slice: Option<&Slice> = new.or(old);
+            touched(old, new).into_iter().filter_map(move |touched| Some((&slice?.service, touched)))
         };
-    }
-
-    /// Adds, changes or removes a slice of one service.
-    fn change(
-        &mut self,
-        key: &Arc<ObjectKey>,
-        old: Option<&Slice>,
-        new: Option<&Arc<Slice>>,
-        trigger_unix_ms: u64,
-        interner: &mut Interner,
-    ) {
-        let Some(service) = new.map(|slice| &**slice).or(old).map(|slice| &slice.service) else { return };
-        let touched = touched(old, new.map(|slice| &**slice));
-        let before: Vec<_> =
-            touched.iter().map(|(address, ..)| merge(&self.entries(service, *address), *address, interner).0).collect();
-        let of_service = self.services.entry(service.clone()).or_default();
-        of_service.retain(|(other, _)| other != key);
-        if let Some(new) = new {
-            let place = of_service.partition_point(|(other, _)| other < key);
-            of_service.insert(place, (Arc::clone(key), Arc::clone(new)));
-        } else if of_service.is_empty() {
-            self.services.remove(service);
+        let changed: Vec<_> = parts.into_iter().flat_map(of_service).collect();
+        let before: Vec<_> = changed
+            .iter()
+            .map(|(service, (address, ..))| merge(&self.entries(service, *address), *address, interner).0)
+            .collect();
+        match &new {
+            Some(new) => drop(self.slices.insert(Arc::clone(&key), (Arc::clone(new), is_good))),
+            None => drop(self.slices.remove(&key)),
         }
-        for ((address, was, is), before) in touched.into_iter().zip(before) {
-            self.move_unready(key, address, was, is);
+        for (service, (address, was, is)) in &changed {
+            match (was, is) {
+                (None, Some(_)) => self.enter(service, *address, &key),
+                (Some(_), None) => self.leave(service, *address, &key),
+                _ => {}
+            }
+        }
+        // An endpoint stays held if its slice moves to another service.
+        if self.gates.is_on() {
+            for (address, was, is) in touched(old, latest) {
+                self.move_unready(&key, address, was, is);
+            }
+        }
+        for ((service, (address, was, is)), before) in changed.into_iter().zip(before) {
             if was.and_then(Facts::pod) != is.and_then(Facts::pod) {
                 self.touched_pods.insert((service.clone(), address));
             }
             self.note(service, address, is.is_some(), before, trigger_unix_ms, interner);
         }
+    }
+
+    /// Adds an address of a slice to the index.
+    fn enter(&mut self, service: &ServiceKey, address: IpAddr, key: &Arc<ObjectKey>) {
+        let of_family = &mut self.services[family(address)];
+        let new = || Carriers { main: Arc::clone(key), others: BTreeSet::new() };
+        let carriers = of_family.entry(service.clone()).or_insert_with(new);
+        if carriers.main != *key {
+            carriers.others.insert((address, Some(Arc::clone(key))));
+        }
+    }
+
+    /// Removes an address of a slice from the index. If the main slice has left the service, another
+    /// slice takes its place.
+    fn leave(&mut self, service: &ServiceKey, address: IpAddr, key: &Arc<ObjectKey>) {
+        let of_family = &mut self.services[family(address)];
+        let Some(Carriers { main, others }) = of_family.get_mut(service) else { return };
+        if main != key {
+            others.remove(&(address, Some(Arc::clone(key))));
+            return;
+        }
+        let stays = |slice: &Slice| {
+            let first = slice.endpoints.first();
+            slice.service == *service && first.is_some_and(|(other, _)| family(*other) == family(address))
+        };
+        if self.slices.get(key).is_some_and(|(slice, _)| stays(slice)) {
+            return;
+        }
+        let Some((_, Some(next))) = others.first().cloned() else {
+            of_family.remove(service);
+            return;
+        };
+        for (address, _) in self.slices.get(&next).into_iter().flat_map(|(slice, _)| &slice.endpoints) {
+            others.remove(&(*address, Some(Arc::clone(&next))));
+            self.visits.update(|visits| visits + 1);
+        }
+        *main = next;
     }
 
     /// Updates the unready endpoints of pods after the facts about an address in a slice have
@@ -159,7 +204,7 @@ impl Endpoints {
         let pod = |facts: &Facts| Some(facts.pod).filter(|pod| !pod.is_none());
         let (was, unready) = (was.and_then(pod), is.filter(|facts| is_unready(facts.conditions)).and_then(pod));
         // An endpoint of the same pod that has served is not held again.
-        if !self.gates.is_on() || was == unready {
+        if was == unready {
             return;
         }
         if let Some(pod) = was {
@@ -201,7 +246,6 @@ impl Endpoints {
         trigger_unix_ms: u64,
         interner: &mut Interner,
     ) {
-        self.visits += 1;
         let entries = self.entries(service, address);
         let is_shared = entries.len() > 1;
         let (endpoint, conflict) = merge(&entries, address, interner);
@@ -236,16 +280,22 @@ impl Endpoints {
     }
 
     /// The entries of all slices for one address, in order of the slices' names.
-    fn entries(&self, service: &ServiceKey, address: IpAddr) -> Vec<SliceEntry<'_>> {
-        let of_service = self.services.get(service).into_iter().flatten();
-        let entries = of_service.filter_map(|(slice_key, slice)| {
+    fn entries<'a>(&'a self, service: &ServiceKey, address: IpAddr) -> Vec<SliceEntry<'a>> {
+        let Some(Carriers { main, others }) = self.services[family(address)].get(service) else { return Vec::new() };
+        let others = others.range((address, None)..).take_while(|(other, _)| *other == address);
+        let keys = iter::once(main).chain(others.filter_map(|(_, key)| key.as_ref()));
+        let entry = |key: &'a Arc<ObjectKey>| {
+            self.visits.update(|visits| visits + 1);
+            let (slice, _) = self.slices.get(key)?;
             let facts = slice.facts(address)?;
-            let is_held = is_unready(facts.conditions) && self.gates.holds(facts.pod, slice_key, address);
+            let is_held = is_unready(facts.conditions) && self.gates.holds(facts.pod, key, address);
             let held = Conditions { ready: true, serving: true, terminating: false };
             let conditions = if is_held { held } else { facts.conditions };
-            Some(SliceEntry { slice: slice_key, ports: &slice.ports, facts, conditions })
-        });
-        entries.collect()
+            Some(SliceEntry { slice: key, ports: &slice.ports, facts, conditions })
+        };
+        let mut entries: Vec<_> = keys.filter_map(entry).collect();
+        entries.sort_unstable_by_key(|entry| entry.slice);
+        entries
     }
 
     /// The changes of endpoints since the last call, by service and in order of address.
@@ -267,8 +317,8 @@ impl Endpoints {
     }
 }
 
-/// Merges the entries of all slices for one address. If the merged endpoint is too large to be sent,
-/// the result has the ports of one slice only. Also returns two slices that disagree, if any.
+/// Merges the entries of all slices for one address. If the merged endpoint is too large to be
+/// sent, the result has the ports of one slice only. Also returns two slices that disagree, if any.
 fn merge(entries: &[SliceEntry<'_>], address: IpAddr, interner: &mut Interner) -> (Option<Endpoint>, Option<Conflict>) {
     if let [only] = entries {
         return (only.alone(address), None);
@@ -302,6 +352,11 @@ fn merge(entries: &[SliceEntry<'_>], address: IpAddr, interner: &mut Interner) -
     let used = entries.iter().copied().reduce(SliceEntry::or_later).unwrap_or(main);
     let other = entries.iter().find(|entry| entry.slice != used.slice);
     (used.alone(address), conflict.or_else(|| Some(used.conflict(other?))))
+}
+
+/// The index of an address's family in [`Endpoints::services`].
+fn family(address: IpAddr) -> usize {
+    usize::from(address.is_ipv6())
 }
 
 /// The earlier of two trigger times, where 0 means unknown.

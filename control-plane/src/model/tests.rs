@@ -46,10 +46,7 @@ impl Bench {
         self.pods.extend(pods);
         self.gates.extend(gates);
         for change in &changes {
-            assert!(
-                self.state.apply(change.change.clone(), &mut Dirty::default()),
-                "a change without an effect: {change:?}"
-            );
+            assert!(self.state.apply(change.change.clone(), &mut Dirty::default()), "no effect: {change:?}");
         }
         for node in nodes {
             match node {
@@ -406,67 +403,50 @@ fn without_a_good_version_the_valid_parts_are_used() {
 
 #[test]
 fn invalid_annotations_are_ignored_and_reported() {
-    let annotated = |annotations: Value| {
-        let mut value = service("s", json!({}));
-        value["metadata"]["annotations"] = annotations;
-        value
-    };
-    for (annotations, read, problem) in [
-        (json!({"headgate.io/scheduler": "mh"}), ("mh", "", 0), None),
+    /// The annotations, separated by spaces, what they change, and the problem.
+    type Case = (&'static str, fn(&mut Service), Option<&'static str>);
+    const CASES: [Case; 16] = [
+        ("scheduler=mh", |service| service.scheduler = "mh".into(), None),
+        ("scheduler=fastest", |_| (), Some("scheduler] \"fastest\" is not a scheduler of IPVS")),
+        ("scheduler=", |_| (), Some("the cluster's scheduler is used")),
         (
-            json!({"headgate.io/scheduler": "fastest"}),
-            ("", "", 0),
-            Some("scheduler] \"fastest\" is not a scheduler of IPVS"),
-        ),
-        (json!({"headgate.io/scheduler": ""}), ("", "", 0), Some("the cluster's scheduler is used")),
-        (
-            json!({"headgate.io/health-check": "tcp", "headgate.io/health-check-interval": "5s"}),
-            ("", "tcp", 5_000),
+            "health-check=tcp health-check-interval=5s",
+            |service| (service.health_check, service.health_check_interval_ms) = ("tcp".into(), 5_000),
             None,
         ),
-        (json!({"headgate.io/health-check-interval": "1500ms"}), ("", "", 1_500), None),
-        (json!({"headgate.io/health-check": "http"}), ("", "", 0), Some("its endpoints are not checked")),
-        (json!({"headgate.io/health-check-interval": "1ms"}), ("", "", 0), Some("the agents' interval is used")),
+        ("health-check-interval=1500ms", |service| service.health_check_interval_ms = 1_500, None),
+        ("health-check=http", |_| (), Some("its endpoints are not checked")),
+        ("health-check-interval=1ms", |_| (), Some("the agents' interval is used")),
+        ("health-check-interval=99999999999999999999s", |_| (), Some("is not a time between")),
+        ("health-check-interval=5", |_| (), Some("is not a time between")),
+        ("load-balancing=consistent-hash", |service| service.load_balancing = "consistent-hash".into(), None),
         (
-            json!({"headgate.io/health-check-interval": "99999999999999999999s"}),
-            ("", "", 0),
-            Some("is not a time between"),
+            "load-balancing=fastest",
+            |_| (),
+            Some("write one of random, round-robin, least-connections, consistent-hash; "),
         ),
-        (json!({"headgate.io/health-check-interval": "5"}), ("", "", 0), Some("is not a time between")),
-    ] {
+        ("proxy-protocol=v2", |service| service.proxy_protocol = Some(ProxyProtocol::V2), None),
+        ("proxy-protocol=2", |_| (), Some("\"2\" is not a version of the PROXY protocol: write v1 or v2; its")),
+        ("max-connections=1000", |service| service.max_connections = 1000, None),
+        ("max-connections=0", |_| (), Some("write a whole number from 1 to 1000000; its connections are not")),
+        ("max-connections=many", |_| (), Some("\"many\" is not a limit of connections")),
+    ];
+    let annotated = |annotations: &str| {
+        let mut value = service("s", json!({}));
+        for (name, text) in annotations.split(' ').map(|text| text.split_once('=').unwrap()) {
+            value["metadata"]["annotations"][format!("headgate.io/{name}")] = json!(text);
+        }
+        value
+    };
+    for (annotations, change, problem) in CASES {
+        let mut expected = Bench::with(&[service("s", json!({}))]).service("s").unwrap().clone();
+        change(&mut expected);
         let mut bench = Bench::with(&[annotated(annotations)]);
-        let found = bench.service("s").unwrap();
-        assert_eq!((&*found.scheduler, &*found.health_check, found.health_check_interval_ms), read);
+        assert_eq!(bench.service("s"), Some(&expected), "{annotations}");
         let problems = bench.problems();
         assert_eq!(problems.len(), usize::from(problem.is_some()), "{problems:?}");
         assert!(problems.iter().all(|text| text.contains(problem.unwrap())), "{problems:?}");
         assert!(problems.iter().all(|text| text.starts_with("Service x/s metadata.annotations[headgate.io/")));
-    }
-    for (name, read, problem) in [
-        ("consistent-hash", "consistent-hash", None),
-        ("fastest", "", Some("write one of random, round-robin, least-connections, consistent-hash; each node uses")),
-    ] {
-        let mut bench = Bench::with(&[annotated(json!({"headgate.io/load-balancing": name}))]);
-        assert_eq!(bench.service("s").unwrap().load_balancing, read);
-        let problems = bench.problems();
-        assert_eq!(problems.iter().filter(|text| text.contains(problem.unwrap())).count(), problems.len());
-        assert_eq!(problems.len(), usize::from(problem.is_some()));
-    }
-    for (name, value, read, problem) in [
-        ("proxy-protocol", "v2", (Some(ProxyProtocol::V2), 0), None),
-        ("proxy-protocol", "2", (None, 0), Some("\"2\" is not a version of the PROXY protocol: write v1 or v2; its")),
-        ("max-connections", "1000", (None, 1000), None),
-        ("max-connections", "0", (None, 0), Some("write a whole number from 1 to 1000000; its connections are not")),
-        ("max-connections", "many", (None, 0), Some("\"many\" is not a limit of connections")),
-    ] {
-        let mut annotations = serde_json::Map::new();
-        annotations.insert(format!("headgate.io/{name}"), json!(value));
-        let mut bench = Bench::with(&[annotated(annotations.into())]);
-        let found = bench.service("s").unwrap();
-        assert_eq!((found.proxy_protocol, found.max_connections), read);
-        let problems = bench.problems();
-        assert_eq!(problems.len(), usize::from(problem.is_some()));
-        assert!(problems.iter().all(|text| text.contains(problem.unwrap())), "{problems:?}");
     }
     let endpoints = json!([ready("10.1.0.1"), ready("10.1.0.2"), ready("10.1.0.3")]);
     let mut weighted = slice("s-1", "s", endpoints, http(1));
@@ -505,7 +485,7 @@ fn invalid_annotations_are_ignored_and_reported() {
     }
     // The rest of a version with an invalid annotation is used.
     let mut bench = Bench::with(&[service("s", json!({}))]);
-    let mut value = annotated(json!({"headgate.io/scheduler": "fastest"}));
+    let mut value = annotated("scheduler=fastest");
     value["spec"]["externalIPs"] = json!(["192.0.2.1"]);
     bench.apply(&value);
     bench.flush();
@@ -560,21 +540,75 @@ fn a_list_replaces_all_objects_of_its_kind() {
     assert!(problems.len() == 1 && problems[0].starts_with("Service x/kept"), "{problems:?}");
 }
 
+/// The work of a step, in lookups of addresses in slices.
+fn work(bench: &mut Bench, step: impl FnOnce(&mut Bench)) -> u64 {
+    let before = bench.model.endpoints.visits();
+    step(bench);
+    bench.flush();
+    bench.model.endpoints.visits() - before
+}
+
 #[test]
-fn only_the_changed_addresses_of_a_slice_are_merged() {
-    let many =
-        |from: u32, to: u32| (from..to).map(|n| ready(&format!("10.2.{}.{}", n / 256, n % 256))).collect::<Vec<_>>();
+fn an_update_costs_as_much_in_a_service_of_many_slices_as_in_one_of_two() {
+    const SIZE: u32 = 20;
+    let endpoints = |number: u32| {
+        let of_slice = number * SIZE..(number + 1) * SIZE;
+        of_slice.map(|n| ready(&format!("10.2.{}.{}", n / 256, n % 256))).collect::<Vec<_>>()
+    };
+    let put = |bench: &mut Bench, number: u32, endpoints: Vec<Value>| {
+        bench.apply(&slice(&format!("a{number}"), "s", json!(endpoints), http(1)));
+    };
+    let costs = |slices: u32| {
+        let mut bench = Bench::default();
+        let all = work(&mut bench, |bench| (0..slices).for_each(|number| put(bench, number, endpoints(number))));
+        let of_changes = [0, 1].map(|number| {
+            let mut changed = endpoints(number);
+            changed[7] = ready(&format!("10.9.9.{number}"));
+            work(&mut bench, |bench| put(bench, number, changed))
+        });
+        let removed: Vec<u64> = (0..slices)
+            .map(|number| work(&mut bench, |bench| bench.delete(ObjectKind::EndpointSlice, "x", &format!("a{number}"))))
+            .collect();
+        assert!(bench.model.endpoints.is_empty() && bench.state.entry(&ServiceKey::new("x", "s")).is_none());
+        let per_address = u64::from(slices * SIZE) * 8;
+        assert!(all < per_address && removed.iter().sum::<u64>() < per_address, "{slices} slices: {all}, {removed:?}");
+        of_changes
+    };
+    let of_two = costs(2);
+    assert!(of_two.iter().all(|cost| *cost < 16), "{of_two:?}");
+    assert_eq!(costs(200), of_two);
+}
+
+/// The result does not depend on which slice came first, which moved, and which was emptied.
+#[test]
+fn slices_that_move_or_become_empty_leave_their_addresses_to_other_slices() {
     let mut bench = Bench::default();
-    for number in 0..50 {
-        bench.apply(&slice(&format!("a{number}"), "s", json!(many(number * 100, number * 100 + 100)), http(1)));
+    let both = || json!([ready("10.1.0.1"), ready("10.1.0.2")]);
+    for (name, port) in [("b", 2), ("a", 1), ("c", 3)] {
+        bench.apply(&slice(name, "s", both(), http(port)));
     }
     bench.flush();
-    let before = bench.model.endpoints.visits();
-    let mut endpoints = many(0, 100);
-    endpoints[7] = ready("10.9.9.9");
-    bench.apply(&slice("a0", "s", json!(endpoints), http(1)));
-    assert_eq!(bench.flush().len(), 2);
-    assert_eq!(bench.model.endpoints.visits() - before, 2);
+    assert_eq!(bench.endpoints("s"), ["10.1.0.1:1,2,3", "10.1.0.2:1,2,3"]);
+    bench.apply(&slice("b", "t", both(), http(2)));
+    bench.flush();
+    assert_eq!(bench.endpoints("s"), ["10.1.0.1:1,3", "10.1.0.2:1,3"]);
+    assert_eq!(bench.endpoints("t"), ["10.1.0.1:2", "10.1.0.2:2"]);
+    bench.apply(&slice("a", "s", json!([]), http(1)));
+    bench.apply(&slice("b", "s", json!([ready("10.1.0.2")]), http(2)));
+    bench.flush();
+    assert_eq!(bench.endpoints("s"), ["10.1.0.1:3", "10.1.0.2:2,3"]);
+    assert!(bench.endpoints("t").is_empty());
+    let mut v6 = slice("c", "s", json!([ready("fd00::1")]), http(3));
+    v6["addressType"] = json!("IPv6");
+    bench.apply(&v6);
+    bench.apply(&slice("a", "s", both(), http(1)));
+    bench.flush();
+    assert_eq!(bench.endpoints("s"), ["10.1.0.1:1", "10.1.0.2:1,2", "fd00::1:3"]);
+    for name in ["a", "b", "c"] {
+        bench.delete(ObjectKind::EndpointSlice, "x", name);
+    }
+    bench.flush();
+    assert!(bench.endpoints("s").is_empty() && bench.model.endpoints.is_empty());
 }
 
 #[test]

@@ -10,7 +10,7 @@ use serde::{
 /// `metadata`. A field that is missing or `null` has the default value of its type.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase", default, bound = "L: Default + Deserialize<'de>")]
-pub struct Metadata<L = Marks> {
+pub struct Metadata<L = Labels> {
     /// Name.
     #[serde(deserialize_with = "nullable")]
     pub name: String,
@@ -34,7 +34,7 @@ pub struct Metadata<L = Marks> {
     pub labels: L,
     /// The annotations that are read.
     #[serde(deserialize_with = "nullable")]
-    pub annotations: Marks,
+    pub annotations: Annotations,
 }
 
 impl Metadata {
@@ -73,18 +73,32 @@ pub mod keys {
     /// Annotation of a Service: the interval of health checks.
     pub const HEALTH_CHECK_INTERVAL: &str = "headgate.io/health-check-interval";
 
-    /// Whether the label or annotation is read.
-    pub(super) fn is_read(key: &str) -> bool {
-        let foreign = [SERVICE_PROXY_NAME, HEADLESS, SERVICE_NAME, TRIGGER_TIME, CILIUM_WEIGHT];
-        key.starts_with("headgate.io/") || foreign.contains(&key)
-    }
+    pub(super) const LABELS: &[&str] = &[SERVICE_PROXY_NAME, HEADLESS, SERVICE_NAME];
+    pub(super) const ANNOTATIONS: &[&str] = &[
+        TRIGGER_TIME,
+        CILIUM_WEIGHT,
+        WEIGHTS,
+        SCHEDULER,
+        LOAD_BALANCING,
+        PROXY_PROTOCOL,
+        MAX_CONNECTIONS,
+        HEALTH_CHECK,
+        HEALTH_CHECK_INTERVAL,
+    ];
 }
 
-/// The labels or annotations that are read ([`keys`]). All others are ignored.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Marks(Vec<(Box<str>, String)>);
+/// The labels that are read.
+pub(super) type Labels = Marks<true>;
 
-impl Marks {
+/// The annotations that are read.
+pub type Annotations = Marks<false>;
+
+/// The labels or annotations that are read ([`keys`]). All others are ignored, whatever their
+/// values are.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct Marks<const ARE_LABELS: bool>(Vec<(Box<str>, String)>);
+
+impl<const ARE_LABELS: bool> Marks<ARE_LABELS> {
     /// The value of a key.
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&str> {
@@ -92,25 +106,26 @@ impl Marks {
     }
 }
 
-impl<'de> Deserialize<'de> for Marks {
+impl<'de, const ARE_LABELS: bool> Deserialize<'de> for Marks<ARE_LABELS> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(MarksVisitor)
     }
 }
 
-struct MarksVisitor;
+struct MarksVisitor<const ARE_LABELS: bool>;
 
-impl<'de> Visitor<'de> for MarksVisitor {
-    type Value = Marks;
+impl<'de, const ARE_LABELS: bool> Visitor<'de> for MarksVisitor<ARE_LABELS> {
+    type Value = Marks<ARE_LABELS>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a map of strings")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Marks, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let read = if ARE_LABELS { keys::LABELS } else { keys::ANNOTATIONS };
         let mut marks = Vec::new();
         while let Some(Text(key)) = map.next_key()? {
-            if keys::is_read(&key) {
+            if read.contains(&&*key) {
                 marks.push((key.into(), map.next_value::<Option<String>>()?.unwrap_or_default()));
             } else {
                 map.next_value::<IgnoredAny>()?;
@@ -143,4 +158,29 @@ pub(super) fn nullable_fitting<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
 /// Reads the first entry of a list that may be `null`.
 pub(super) fn first<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
     Ok(nullable::<D, Vec<T>>(deserializer)?.into_iter().next())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn only_known_labels_and_annotations_are_decoded_each_in_its_own_map() {
+        let unknown = json!({"headgate.io/managed": true, "other": {"nested": [1]}});
+        let mut metadata = json!({"labels": unknown, "annotations": unknown});
+        metadata["labels"][keys::WEIGHTS] = json!(1);
+        metadata["annotations"][keys::SERVICE_NAME] = json!(1);
+        assert_eq!(Metadata::<Labels>::deserialize(&metadata).unwrap(), Metadata::default());
+        for (map, known) in [("labels", keys::LABELS), ("annotations", keys::ANNOTATIONS)] {
+            for key in known {
+                let read = |value| Metadata::<Labels>::deserialize(json!({map: {*key: value}}));
+                assert!(read(json!(true)).is_err(), "{key}");
+                let read = read(json!("value")).unwrap();
+                assert_eq!(read.labels.get(key).or(read.annotations.get(key)), Some("value"));
+            }
+        }
+    }
 }

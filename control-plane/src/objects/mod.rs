@@ -32,7 +32,7 @@ use serde::{Deserialize, Deserializer};
 pub use self::{
     gate::{GATE, GateState},
     kinds::*,
-    metadata::{Marks, Metadata, keys},
+    metadata::{Annotations, Metadata, keys},
     pod::PodId,
 };
 

@@ -75,8 +75,8 @@ impl Buckets {
         self.0[usize::from(bucket) % BUCKETS].services.iter()
     }
 
-    /// The messages of a bucket in the present `state`, each of about `part_bytes`. The first caller
-    /// after a change encodes them.
+    /// The messages of a bucket in the present `state`, each of about `part_bytes`. The first
+    /// caller after a change encodes them.
     pub(super) fn frames(&self, bucket: u16, state: &State, part_bytes: usize) -> Arc<BucketFrames> {
         let bucket = &self.0[usize::from(bucket) % BUCKETS];
         Arc::clone(bucket.frames.get_or_init(|| Arc::new(bucket.encode(state, part_bytes))))

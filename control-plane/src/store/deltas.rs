@@ -198,11 +198,7 @@ mod tests {
             thread::scope(|scope| {
                 let cache = &cache;
                 scope.spawn(move || done.send(cache.get((2, false), |_| true, || Some(delta(2, 9, 10))).is_some()));
-                assert_eq!(
-                    is_done.recv_timeout(Duration::from_mins(1)),
-                    Ok(true),
-                    "the other step is encoded meanwhile"
-                );
+                assert_eq!(is_done.recv_timeout(Duration::from_mins(1)), Ok(true), "the other step is encoded");
             });
             Some(delta(1, 9, 10))
         };

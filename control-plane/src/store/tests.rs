@@ -56,10 +56,8 @@ fn remove_endpoint(service: u8, host: u16) -> Change {
 fn a_new_reader_gets_everything_then_only_changes() {
     let store = store(Limits::default());
     store.put((1..=20).flat_map(|number| [service(number, 80), endpoint(number, 1, 8080), endpoint(number, 2, 8080)]));
-    let (mode, mut cursor) = store.cursor(None);
-    assert_eq!(mode, ResumeMode::Full);
-    let mut reader = Reader::default();
-    reader.read_all(&store, &mut cursor);
+    assert_eq!(store.cursor(None).0, ResumeMode::Full);
+    let (mut reader, mut cursor) = Reader::following(&store);
     assert_eq!((reader.resources, reader.ends.len(), cursor.snapshots()), (60, 1, 1));
     assert_eq!(cursor.resources(), 60);
     reader.assert_holds_all_of(&store);
@@ -94,9 +92,7 @@ fn the_log_keeps_each_key_once() {
 #[test]
 fn a_slow_reader_skips_to_current_values() {
     let store = store(Limits::default());
-    let (_, mut cursor) = store.cursor(None);
-    let mut reader = Reader::default();
-    reader.read_all(&store, &mut cursor);
+    let (mut reader, mut cursor) = Reader::following(&store);
     for port in 1..=1000 {
         store.put([service(1, port), endpoint(1, port % 3, port)]);
     }
@@ -153,11 +149,7 @@ fn tombstones_are_bounded_and_move_the_floor() {
     let store = store(Limits { max_tombstones: 10, ..Limits::default() });
     store.put((0..100).map(|host| endpoint(1, host, 80)));
     store.put([service(1, 80), service(2, 80)]);
-    let mut readers = [Reader::default(), Reader::default()];
-    let mut cursors: Vec<Cursor> = (0..2).map(|_| store.cursor(None).1).collect();
-    for (reader, cursor) in readers.iter_mut().zip(&mut cursors) {
-        reader.read_all(&store, cursor);
-    }
+    let (mut readers, mut cursors): (Vec<_>, Vec<_>) = (0..2).map(|_| Reader::following(&store)).unzip();
     (0..10).for_each(|host| store.put([remove_endpoint(1, host)]));
     assert_eq!((store.read().log.floor(), store.read().log.tombstones()), (0, 10));
     readers[0].read_all(&store, &mut cursors[0]);
@@ -180,9 +172,7 @@ fn tombstones_are_bounded_and_move_the_floor() {
 fn a_version_with_more_removals_than_the_log_holds_is_sent_by_buckets() {
     let store = store(Limits { max_tombstones: 3, ..Limits::default() });
     store.put((0..10).map(|host| endpoint(1, host, 80)));
-    let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
-    reader.read_all(&store, &mut cursor);
+    let (mut reader, mut cursor) = Reader::following(&store);
     store.put((0..10).map(|host| remove_endpoint(1, host)));
     reader.read_all(&store, &mut cursor);
     assert_eq!((reader.batches, reader.ends.len()), (0, 2));
@@ -193,8 +183,7 @@ fn a_version_with_more_removals_than_the_log_holds_is_sent_by_buckets() {
 fn resume_by_the_log_sends_only_later_changes() {
     let store = store(Limits::default());
     store.put((1..=50).map(|number| service(number, 80)));
-    let mut reader = Reader::default();
-    reader.read_all(&store, &mut store.cursor(None).1);
+    let (mut reader, _) = Reader::following(&store);
     let (mode, mut cursor) = reader.resume(&store, store.epoch());
     assert_eq!(mode, ResumeMode::Log);
     assert!(store.next_frame(&mut cursor).is_none());
@@ -210,8 +199,7 @@ fn resume_by_digests_sends_only_buckets_that_differ() {
     let everything = || (1..=200).flat_map(|number| [service(number, 80), endpoint(number, 1, 80)]);
     old.put(everything());
     new.put(everything());
-    let mut reader = Reader::default();
-    reader.read_all(&old, &mut old.cursor(None).1);
+    let (mut reader, _) = Reader::following(&old);
 
     let (mode, mut cursor) = reader.resume(&new, old.epoch());
     assert_eq!(mode, ResumeMode::Digests);
@@ -231,9 +219,7 @@ fn resume_by_digests_sends_only_buckets_that_differ() {
 #[test]
 fn a_large_step_is_split_and_applied_as_a_whole() {
     let store = store(Limits::default());
-    let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
-    reader.read_all(&store, &mut cursor);
+    let (mut reader, mut cursor) = Reader::following(&store);
     store.put((0..30_000).map(|host| endpoint(1, host, 80)).chain([service(1, 80)]));
     let mut frames = Vec::new();
     while let Some(frame) = store.next_frame(&mut cursor) {
@@ -249,9 +235,7 @@ fn a_large_step_is_split_and_applied_as_a_whole() {
 fn a_stream_in_the_middle_of_a_split_step_receives_the_rest_despite_other_streams() {
     let store = store(Limits { part_bytes: 1000, ..Limits::default() });
     (0..64).for_each(|port| store.put([service(2, port + 1)]));
-    let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
-    reader.read_all(&store, &mut cursor);
+    let (mut reader, mut cursor) = Reader::following(&store);
     store.put((0..300).map(|host| endpoint(1, host, 80)));
     reader.read(&store.next_frame(&mut cursor).unwrap());
     // New versions make the cached step too old for new streams. After that, a hostile node resumes
@@ -263,11 +247,7 @@ fn a_stream_in_the_middle_of_a_split_step_receives_the_rest_despite_other_stream
     }
     reader.read_all(&store, &mut cursor);
     reader.assert_holds_all_of(&store);
-    assert_eq!(
-        (reader.ends.len(), reader.batches),
-        (1, 2),
-        "the reader receives the split step and one step with the later changes"
-    );
+    assert_eq!((reader.ends.len(), reader.batches), (1, 2), "the split step, and one step with the later changes");
 }
 
 #[test]
@@ -293,19 +273,15 @@ fn streams_that_stop_in_split_steps_use_bounded_memory_and_others_receive_bucket
         reader.assert_holds_all_of(&store);
     }
     drop(readers);
-    assert!(
-        limits.split_bytes - store.split_budget.free.available_permits() <= limits.delta_cache_bytes,
-        "the bound of the cache applies to steps that no stream holds"
-    );
+    // The bound of the cache applies to steps that no stream holds.
+    assert!(limits.split_bytes - store.split_budget.free.available_permits() <= limits.delta_cache_bytes);
 }
 
 #[test]
 fn a_cursor_far_behind_the_head_receives_buckets() {
     let store = store(Limits { max_delta_changes: 100, ..Limits::default() });
     store.put([service(1, 80), service(2, 80)]);
-    let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
-    reader.read_all(&store, &mut cursor);
+    let (mut reader, mut cursor) = Reader::following(&store);
     store.put((0..101).map(|host| endpoint(1, host, 80)));
     store.put([endpoint(1, 0, 81)]);
     (0..20).for_each(|port| store.put([service(2, port + 1)]));
@@ -323,9 +299,7 @@ fn batches_carry_the_positions_of_their_versions() {
         store.commit(Transaction { changes, positions, ..Transaction::default() });
     };
     commit(5, vec![service(1, 80)]);
-    let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
-    reader.read_all(&store, &mut cursor);
+    let (mut reader, mut cursor) = Reader::following(&store);
     assert_eq!(reader.positions.values().copied().collect::<Vec<_>>(), [5]);
     commit(6, vec![]);
     assert!(store.next_frame(&mut cursor).is_none(), "a position alone creates no version");
@@ -340,9 +314,7 @@ fn batches_carry_the_positions_of_their_versions() {
 fn bookmarks_move_the_positions_of_the_replica_and_are_not_sent() {
     let store = store(Limits::default());
     store.put([service(1, 80)]);
-    let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
-    reader.read_all(&store, &mut cursor);
+    let (mut reader, mut cursor) = Reader::following(&store);
     store.commit(Transaction { bookmarks: vec![(SourceKind::Nodes, 900)], ..Transaction::default() });
     let changes = vec![TriggeredChange { change: service(2, 80), trigger_unix_ms: 0 }];
     let positions = vec![(SourceKind::Services, 901)];
@@ -359,8 +331,7 @@ fn bookmarks_move_the_positions_of_the_replica_and_are_not_sent() {
 #[test]
 fn a_batch_carries_its_trigger_time() {
     let store = store(Limits::default());
-    let mut cursor = store.cursor(None).1;
-    Reader::default().read_all(&store, &mut cursor);
+    let (_, mut cursor) = Reader::following(&store);
     store.put([endpoint(1, 1, 80)]);
     let frame = store.next_frame(&mut cursor).unwrap();
     let Some(Body::Batch(batch)) = v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body else { panic!() };
@@ -484,10 +455,8 @@ fn a_watcher_pages_through_changes_and_skips_to_newest_values() {
     store.put([Change::RemoveService(key(1))]);
     let first = store.watch_page(place, 1);
     let second = store.watch_page(first.next, 10);
-    assert_eq!(
-        (first.changes, second.changes),
-        (vec![(51, service(2, 50))], vec![(52, Change::RemoveService(key(1)))])
-    );
+    assert_eq!(first.changes, [(51, service(2, 50))]);
+    assert_eq!(second.changes, [(52, Change::RemoveService(key(1)))]);
     assert!(store.watch_page(second.next, 10).changes.is_empty());
 }
 

@@ -125,19 +125,9 @@ mod tests {
     #[test]
     fn every_option_reaches_the_part_that_has_it() {
         command().debug_assert();
-        let options = read(&[
-            "--source=files:/tmp",
-            "--metrics_listen=127.0.0.1:1",
-            "--kubeconfig=file",
-            "--node-name=a",
-            "--proxy-mode=userspace",
-            "--masquerade-all",
-            "--cluster-cidr=10.0.0.0/8,fd00::/8",
-            "-v4",
-            "--log-format=json",
-        ])
-        .unwrap();
-        let Options { control_plane, agent } = options;
+        let arguments = "--source=files:/tmp --metrics_listen=127.0.0.1:1 --kubeconfig=file --node-name=a \
+                         --proxy-mode=userspace --masquerade-all --cluster-cidr=10.0.0.0/8,fd00::/8 -v4 --log-format=json";
+        let Options { control_plane, agent } = read(&arguments.split(' ').collect::<Vec<_>>()).unwrap();
         assert_eq!(control_plane.source.to_string(), "files:/tmp");
         assert_eq!(control_plane.metrics_listen.port(), 1);
         assert_eq!(control_plane.kubeconfig.as_deref(), Some("file".as_ref()));

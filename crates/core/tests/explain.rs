@@ -248,13 +248,11 @@ fn the_owner_of_an_address_and_unused_ports_are_named() {
     let mut older = Service::new(ServiceKey::new("a", "older"), vec![CLUSTER_IP.into()], vec![port(80), port(81)]);
     older.created_unix_seconds = -1;
     state.apply(older.into(), &mut Dirty::default());
+    let is_not_served = |found: &Explanation, text| found.fate == PacketFate::NotServed && says(found, text);
     let taken = explained(&state, &facts, Source::Node, "10.96.0.1:80");
-    assert!(
-        taken.fate == PacketFate::NotServed && says(&taken, "belongs to Service a/older, which is older"),
-        "{taken:#?}"
-    );
+    assert!(is_not_served(&taken, "belongs to Service a/older, which is older"), "{taken:#?}");
     let other = explained(&state, &facts, Source::Node, "10.96.0.1:81");
-    assert!(other.fate == PacketFate::NotServed && says(&other, "explain a/older instead"), "{other:#?}");
+    assert!(is_not_served(&other, "explain a/older instead"), "{other:#?}");
     let mut third = Service::new(ServiceKey::new("b", "third"), vec![[10, 96, 0, 9].into()], vec![port(82)]);
     third.external_ips = vec![CLUSTER_IP.into()];
     let key = third.key.clone();
@@ -262,18 +260,12 @@ fn the_owner_of_an_address_and_unused_ports_are_named() {
     let to = To { at: "10.96.0.1:82".parse().expect("an address"), protocol: None };
     let (foreign, _) =
         explain(&state, &key, &facts, &settings(Mode::Nftables), Source::Node, Some(to)).expect("a Service");
-    assert!(
-        foreign[0].fate == PacketFate::NotServed
-            && says(&foreign[0], "belongs to Service a/older, whose ClusterIP it is")
-    );
+    assert!(is_not_served(&foreign[0], "belongs to Service a/older, whose ClusterIP it is"));
     state.apply(Change::RemoveService(key), &mut Dirty::default());
     let unused = explained(&state, &facts, Source::Node, "10.96.0.1:82");
     assert!(unused.fate == PacketFate::Rejected && says(&unused, "has no such port"), "{unused:#?}");
     let foreign = explained(&state, &facts, Source::Node, "10.1.1.1:82");
-    assert!(
-        foreign.fate == PacketFate::NotServed && says(&foreign, "neither an address of the Service"),
-        "{foreign:#?}"
-    );
+    assert!(is_not_served(&foreign, "neither an address of the Service"), "{foreign:#?}");
 }
 
 #[test]

@@ -119,10 +119,8 @@ impl Rig {
             }
         }
         for address in &wanted.device_addresses {
-            assert!(
-                self.kernel.device_addresses.contains(address) != is_deferred(Object::Address(*address)),
-                "{address}"
-            );
+            let is_present = self.kernel.device_addresses.contains(address);
+            assert!(is_present != is_deferred(Object::Address(*address)), "{address}");
         }
         for (key, (settings, destinations)) in &wanted.servers {
             let found = self.kernel.servers.get(key);

@@ -13,7 +13,7 @@ use headgate_core::{
 use proptest::prelude::*;
 
 mod changes;
-use changes::{any_event, node, squash};
+use changes::{any_event, node, replays};
 
 mod changing;
 use changing::Changing;
@@ -160,10 +160,7 @@ proptest! {
         changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full()?;
 
-        let squashed = squash(&changes);
-        let mut reversed = squashed.clone();
-        reversed.reverse();
-        for sequence in [&changes, &squashed, &reversed] {
+        for sequence in replays(&changes) {
             let mut rig = Rig::new(family, has_proxy);
             rig.full()?;
             for part in sequence.chunks(chunk) {

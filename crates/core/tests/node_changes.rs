@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, Dirty, Family, FixedState, NodeFacts, ServiceKey, State,
-    iptables::{Existing, Layout, Ledger, RenderConfig, Table, ruleset},
+    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, ruleset},
 };
 use proptest::prelude::*;
 
@@ -98,11 +98,7 @@ impl Agent {
 
     fn full(&mut self) {
         let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
-        let mut existing = headgate_core::iptables::existing::ExistingTables::default();
-        for table in Table::ALL {
-            existing.set(table, Existing::parse(table, &saves));
-        }
-        let (script, _) = self.ledger.full(&FixedState(&self.state, &self.facts), existing);
+        let (script, _) = self.ledger.full(&FixedState(&self.state, &self.facts), ExistingTables::parse(&saves));
         self.kernel.restore(&script.to_string()).unwrap();
     }
 
@@ -123,9 +119,7 @@ proptest! {
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
         let mut at_once = Agent::new(layout, family);
-        for event in &events {
-            at_once.apply(event, &mut Dirty::default());
-        }
+        events.iter().for_each(|event| _ = at_once.apply(event, &mut Dirty::default()));
         at_once.full();
         let wanted = at_once.rules();
 

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 
 mod changes;
 mod fake_kernel;
-use changes::{Event, any_event, node, squash};
+use changes::{Event, any_event, node, replays};
 
 mod changing;
 use changing::Changing;
@@ -131,10 +131,7 @@ proptest! {
         changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full();
 
-        let squashed = squash(&changes);
-        let mut reversed = squashed.clone();
-        reversed.reverse();
-        for sequence in [&changes, &squashed, &reversed] {
+        for sequence in replays(&changes) {
             let mut rig = Rig::new(config.clone());
             rig.full();
             for part in sequence.chunks(chunk) {

@@ -90,9 +90,7 @@ fn state() -> State {
     }
     changes.extend([plain, local, inside, ranges, sticky, empty, headed, others, fallen].map(Change::from));
     let mut state = State::default();
-    for change in changes {
-        state.apply(change, &mut Dirty::default());
-    }
+    changes.into_iter().for_each(|change| _ = state.apply(change, &mut Dirty::default()));
     state
 }
 

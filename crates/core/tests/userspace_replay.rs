@@ -15,7 +15,7 @@ use headgate_core::{
 use proptest::prelude::*;
 
 mod changes;
-use changes::{Event, any_event, node, squash};
+use changes::{Event, any_event, node, replays};
 
 /// The table of a proxy that accepts only operations about pools that it has.
 #[derive(Debug, Default)]
@@ -107,10 +107,7 @@ proptest! {
         changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full();
 
-        let squashed = squash(&changes);
-        let mut reversed = squashed.clone();
-        reversed.reverse();
-        for sequence in [&changes, &squashed, &reversed] {
+        for sequence in replays(&changes) {
             let mut rig = Rig::new(family, listening);
             rig.full();
             for part in sequence.chunks(chunk) {

@@ -152,21 +152,10 @@ fn some_services() -> State {
 /// True for a rule without which a Service is served otherwise.
 fn is_essential(rule: &str) -> bool {
     let (_, target) = rule.split_once(" -j ").unwrap_or((rule, ""));
-    let is_of_service = [
-        "KUBE-GATE-CLUSTER",
-        "KUBE-GATE-LOCAL",
-        "KUBE-GATE-NODEPORT",
-        "KUBE-SVC-",
-        "KUBE-SVL-",
-        "KUBE-EXT-",
-        "KUBE-FW-",
-        "KUBE-SEP-",
-        "DNAT",
-        "REJECT",
-        "DROP",
-    ];
+    let of_service = "KUBE-GATE-CLUSTER KUBE-GATE-LOCAL KUBE-GATE-NODEPORT KUBE-SVC- KUBE-SVL- KUBE-EXT- KUBE-FW- KUBE-SEP- \
+                      DNAT REJECT DROP";
     let is_other = ["--rcheck", "INVALID", "LOCALNET", "localnet"].iter().any(|word| rule.contains(word));
-    rule.starts_with("-A KUBE-") && is_of_service.iter().any(|prefix| target.starts_with(prefix)) && !is_other
+    rule.starts_with("-A KUBE-") && of_service.split(' ').any(|prefix| target.starts_with(prefix)) && !is_other
 }
 
 #[test]
@@ -426,10 +415,7 @@ fn changed_and_foreign_rules_are_found() {
     // A rule that nobody here writes is not taken for equal.
     let foreign = ":KUBE-SERVICES - [0:0]\n-A KUBE-SERVICES -p tcp -m owner --uid-owner 7 -j ACCEPT\n";
     let comparison = verify(&state, &node(), Family::V4, &settings, &dump.replace(":KUBE-SERVICES - [0:0]\n", foreign));
-    assert!(
-        comparison.not_understood.iter().any(|sentence| sentence.contains("chain KUBE-SERVICES")),
-        "{comparison:?}"
-    );
+    assert!(comparison.not_understood.iter().any(|one| one.contains("chain KUBE-SERVICES")), "{comparison:?}");
 }
 
 /// The rules that lead connections to the proxy, and a Service to which only the proxy can send.

@@ -326,15 +326,13 @@ mod tests {
             "data": {"kubeconfig.conf": "kind: Config", "config.conf": document},
         });
         let checked = check_file("-", &map.to_string()).unwrap();
-        assert_eq!(
-            lines(&checked),
-            [
-                ("mode", "", Outcome::OtherDefault),
-                ("clusterCIDR", "10.244.0.0/16", Outcome::CarriesOver),
-                ("iptables.minSyncPeriod", "", Outcome::OtherDefault),
-                ("clientConnection.kubeconfig", "/var/lib/kube-proxy/kubeconfig.conf", Outcome::NoEffect),
-            ]
-        );
+        let expected = [
+            ("mode", "", Outcome::OtherDefault),
+            ("clusterCIDR", "10.244.0.0/16", Outcome::CarriesOver),
+            ("iptables.minSyncPeriod", "", Outcome::OtherDefault),
+            ("clientConnection.kubeconfig", "/var/lib/kube-proxy/kubeconfig.conf", Outcome::NoEffect),
+        ];
+        assert_eq!(lines(&checked), expected);
         assert_eq!((checked.mode, checked.count(Outcome::Invalid)), (Some(ProxyMode::Auto), 0));
         assert_eq!(checked, check_file("-", &document).unwrap());
     }
@@ -344,17 +342,15 @@ mod tests {
         let document = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nmode: ipvs\n\
                         ipvs: {scheduler: best, minSyncPeriod: 2s}\niptables: {masqueradeBit: 40}\nnftables: {syncPeriod: 9s}\nfoo: 1\n";
         let checked = check_file("-", document).unwrap();
-        assert_eq!(
-            lines(&checked),
-            [
-                ("mode", "ipvs", Outcome::CarriesOver),
-                ("iptables.masqueradeBit", "", Outcome::Invalid),
-                ("ipvs.scheduler", "best", Outcome::Invalid),
-                ("ipvs.minSyncPeriod", "2s", Outcome::CarriesOver),
-                ("nftables.syncPeriod", "9s", Outcome::NoEffect),
-                ("foo", "", Outcome::NoEffect),
-            ]
-        );
+        let expected = [
+            ("mode", "ipvs", Outcome::CarriesOver),
+            ("iptables.masqueradeBit", "", Outcome::Invalid),
+            ("ipvs.scheduler", "best", Outcome::Invalid),
+            ("ipvs.minSyncPeriod", "2s", Outcome::CarriesOver),
+            ("nftables.syncPeriod", "9s", Outcome::NoEffect),
+            ("foo", "", Outcome::NoEffect),
+        ];
+        assert_eq!(lines(&checked), expected);
         assert_eq!(checked.lines[5].explanation, "unknown");
     }
 
@@ -363,22 +359,20 @@ mod tests {
         let arguments = "--proxy_mode ipvs --masquerade-all -v=2 --cluster-cidr=10.244.0.0/16 --hostname-override=$(NODE_NAME) \
                          --conntrack-min many --new-flag --cleanup stray --oom-score-adj";
         let checked = check_arguments(&words(arguments));
-        assert_eq!(
-            lines(&checked),
-            [
-                ("--proxy-mode", "ipvs", Outcome::CarriesOver),
-                ("--cluster-cidr", "10.244.0.0/16", Outcome::CarriesOver),
-                ("--masquerade-all", "true", Outcome::CarriesOver),
-                ("--ipvs-min-sync-period", "", Outcome::OtherDefault),
-                ("--conntrack-min", "", Outcome::Invalid),
-                ("--oom-score-adj", "", Outcome::Invalid),
-                ("--v", "2", Outcome::NoEffect),
-                ("--hostname-override", "$(NODE_NAME)", Outcome::CarriesOver),
-                ("--cleanup", "true", Outcome::CarriesOver),
-                ("--new-flag", "", Outcome::Invalid),
-                ("stray", "", Outcome::Invalid),
-            ]
-        );
+        let expected = [
+            ("--proxy-mode", "ipvs", Outcome::CarriesOver),
+            ("--cluster-cidr", "10.244.0.0/16", Outcome::CarriesOver),
+            ("--masquerade-all", "true", Outcome::CarriesOver),
+            ("--ipvs-min-sync-period", "", Outcome::OtherDefault),
+            ("--conntrack-min", "", Outcome::Invalid),
+            ("--oom-score-adj", "", Outcome::Invalid),
+            ("--v", "2", Outcome::NoEffect),
+            ("--hostname-override", "$(NODE_NAME)", Outcome::CarriesOver),
+            ("--cleanup", "true", Outcome::CarriesOver),
+            ("--new-flag", "", Outcome::Invalid),
+            ("stray", "", Outcome::Invalid),
+        ];
+        assert_eq!(lines(&checked), expected);
     }
 
     #[test]
@@ -405,15 +399,8 @@ mod tests {
             let invalid = checked.lines.iter().filter(|line| line.outcome == Outcome::Invalid);
             assert_eq!(invalid.map(|line| line.setting.as_str()).collect::<Vec<_>>(), [setting], "{arguments}");
         }
-        for arguments in [
-            "-h",
-            "-v2",
-            "-v=2",
-            "-v 2",
-            "--init-only=f",
-            "--oom-score-adj -998",
-            "--hostname-override=a --hostname-override b",
-        ] {
+        let valid = "-h|-v2|-v=2|-v 2|--init-only=f|--oom-score-adj -998|--hostname-override=a --hostname-override b";
+        for arguments in valid.split('|') {
             assert_eq!(check_arguments(&words(arguments)).count(Outcome::Invalid), 0, "{arguments}");
         }
     }
@@ -435,15 +422,13 @@ mod tests {
     #[test]
     fn settings_of_mode_iptables_in_mode_nftables() {
         let checked = file("mode: nftables\niptables: {masqueradeAll: true, syncPeriod: 1m}\n");
-        assert_eq!(
-            lines(&checked),
-            [
-                ("mode", "nftables", Outcome::CarriesOver),
-                ("iptables.masqueradeAll", "true", Outcome::NoEffect),
-                ("iptables.syncPeriod", "1m0s", Outcome::NoEffect),
-                ("nftables.minSyncPeriod", "", Outcome::OtherDefault),
-            ]
-        );
+        let expected = [
+            ("mode", "nftables", Outcome::CarriesOver),
+            ("iptables.masqueradeAll", "true", Outcome::NoEffect),
+            ("iptables.syncPeriod", "1m0s", Outcome::NoEffect),
+            ("nftables.minSyncPeriod", "", Outcome::OtherDefault),
+        ];
+        assert_eq!(lines(&checked), expected);
         let flags = "--proxy-mode=nftables --masquerade-all --iptables-min-sync-period=3s --iptables-sync-period=1m";
         let checked = check_arguments(&words(flags));
         assert_eq!((checked.lines.len(), checked.count(Outcome::CarriesOver)), (4, 4), "{checked:?}");
@@ -453,10 +438,8 @@ mod tests {
 
     #[test]
     fn a_setting_that_is_invalid_and_unused_has_one_line() {
-        assert_eq!(
-            lines(&file("mode: iptables\nipvs: {scheduler: best}\n"))[2..],
-            [("ipvs.scheduler", "best", Outcome::Invalid)]
-        );
+        let checked = file("mode: iptables\nipvs: {scheduler: best}\n");
+        assert_eq!(lines(&checked)[2..], [("ipvs.scheduler", "best", Outcome::Invalid)]);
     }
 
     #[test]
@@ -464,18 +447,16 @@ mod tests {
         let flags = "--config=/var/lib/kube-proxy/config.conf --hostname-override=$(NODE_NAME) --proxy-mode=ipvs --v=2 \
                      --ipvs-scheduler=best --masquerade-all=false --oom-score-adj=x";
         let checked = check_arguments(&words(flags));
-        assert_eq!(
-            lines(&checked),
-            [
-                ("--proxy-mode", "ipvs", Outcome::NoEffect),
-                ("--masquerade-all", "false", Outcome::NoEffect),
-                ("--ipvs-scheduler", "best", Outcome::NoEffect),
-                ("--oom-score-adj", "", Outcome::Invalid),
-                ("--v", "2", Outcome::NoEffect),
-                ("--config", "/var/lib/kube-proxy/config.conf", Outcome::CarriesOver),
-                ("--hostname-override", "$(NODE_NAME)", Outcome::CarriesOver),
-            ]
-        );
+        let expected = [
+            ("--proxy-mode", "ipvs", Outcome::NoEffect),
+            ("--masquerade-all", "false", Outcome::NoEffect),
+            ("--ipvs-scheduler", "best", Outcome::NoEffect),
+            ("--oom-score-adj", "", Outcome::Invalid),
+            ("--v", "2", Outcome::NoEffect),
+            ("--config", "/var/lib/kube-proxy/config.conf", Outcome::CarriesOver),
+            ("--hostname-override", "$(NODE_NAME)", Outcome::CarriesOver),
+        ];
+        assert_eq!(lines(&checked), expected);
         assert!(checked.lines[0].explanation.starts_with("--config is given"), "{checked:?}");
         assert!(checked.lines[4].explanation.starts_with("--log "), "{checked:?}");
         assert_eq!(checked.mode, None);
@@ -568,20 +549,19 @@ mod tests {
     fn files_without_a_configuration_are_errors_that_name_the_object() {
         let error = |text: &str| check_file("f.yaml", text).unwrap_err().to_string();
         let map = "kind: ConfigMap\nmetadata: {namespace: a, name: b}\ndata: {a: '1', b: 'kind: Config'}\n";
-        assert_eq!(
-            error(map),
-            "f.yaml has no configuration of kube-proxy that can be read: the ConfigMap a/b holds no KubeProxyConfiguration in its keys (a, b)"
-        );
+        let expected = "f.yaml has no configuration of kube-proxy that can be read: the ConfigMap a/b holds no \
+                        KubeProxyConfiguration in its keys (a, b)";
+        assert_eq!(error(map), expected);
         let broken = "kind: ConfigMap\ndata:\n  a: '['\n  config: |\n    kind: KubeProxyConfiguration\n    mode: [\n";
-        assert!(
-            error(broken).starts_with("the key config in f.yaml is not YAML: error: line 2 column 7"),
-            "{}",
-            error(broken)
-        );
-        let broken = "kind: ConfigMap\ndata: {a: 'mode: ['}\n";
-        assert!(error(broken).starts_with("the key a in f.yaml is not YAML: error: line 1 "), "{}", error(broken));
+        let broken_flow = "kind: ConfigMap\ndata: {a: 'mode: ['}\n";
         let several = "kind: ConfigMap\ndata:\n  a: |\n    a: 1\n    ---\n    kind: KubeProxyConfiguration\n";
-        assert!(error(several).starts_with("the key a in f.yaml holds several YAML documents"), "{}", error(several));
+        for (text, expected) in [
+            (broken, "the key config in f.yaml is not YAML: error: line 2 column 7"),
+            (broken_flow, "the key a in f.yaml is not YAML: error: line 1 "),
+            (several, "the key a in f.yaml holds several YAML documents"),
+        ] {
+            assert!(error(text).starts_with(expected), "{}", error(text));
+        }
         assert!(error("kind: Pod\nmetadata: {name: b}\n").ends_with("the Pod b runs no kube-proxy"));
         assert!(error("kind: List\n").ends_with("it is a list; pass one object"));
         assert!(error("a: [").starts_with("f.yaml is not YAML: "));

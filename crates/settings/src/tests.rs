@@ -70,15 +70,13 @@ fn unknown_and_repeated_fields_and_fields_without_effect_are_named() {
     let file =
         read("mode: iptables\nmode: auto\nfoo: 1\niptables: {bar: 2, masqueradeAll: true}\niptables.syncPeriod: 7s\nipvs: {scheduler: rr}\n")
             .unwrap();
-    assert_eq!(
-        notes(&file.notes),
-        [
-            "mode (appears more than once; the last value is used)",
-            "foo (unknown)",
-            "iptables.bar (unknown)",
-            "iptables.syncPeriod (unknown)"
-        ]
-    );
+    let expected = [
+        "mode (appears more than once; the last value is used)",
+        "foo (unknown)",
+        "iptables.bar (unknown)",
+        "iptables.syncPeriod (unknown)",
+    ];
+    assert_eq!(notes(&file.notes), expected);
     let settings = Settings::check(&file.raw).unwrap();
     assert_eq!((settings.mode, settings.sync_period), (ProxyMode::Auto, Duration::from_secs(30)));
     assert!(settings.masquerade_all);
@@ -158,11 +156,8 @@ fn flags_of_mode_iptables_apply_to_each_mode_except_ipvs() {
         }
         raw.set("iptables.syncPeriod", period(1));
         let problems = Settings::check(&raw).err().unwrap_or_default();
-        assert_eq!(
-            problems.first().map(|problem| problem.setting.as_str()),
-            (mode != "ipvs").then_some("--iptables-min-sync-period"),
-            "{mode}"
-        );
+        let expected = (mode != "ipvs").then_some("--iptables-min-sync-period");
+        assert_eq!(problems.first().map(|problem| problem.setting.as_str()), expected, "{mode}");
     }
 }
 
@@ -172,21 +167,19 @@ fn every_problem_is_named_with_its_field_and_the_remedy() {
                 nodePortAddresses: [primary, everything]\ndetectLocal: 5\nmode: fast\nhealthzBindAddress: here\n";
     let error = read(body).unwrap_err().to_string();
     let lines: Vec<&str> = error.lines().collect();
-    assert_eq!(
-        lines,
-        [
-            "config.yaml cannot be used:",
-            "  iptables.masqueradeBit: 40 cannot be used; write a whole number from 0 to 31",
-            "  iptables.syncPeriod: 30 cannot be used; write a duration such as 250ms, 30s, 1m0s or 24h",
-            "  conntrack.min: -1 cannot be used; write a whole number of at least 0",
-            "  oomScoreAdj: 2000 cannot be used; write a whole number from -1000 to 1000",
-            "  detectLocal: 5 cannot be used; write a mapping",
-            "  mode: \"fast\" cannot be used; write one of auto, iptables, ipvs, nftables, userspace",
-            "  healthzBindAddress: \"here\" is not an address with a port; write one such as 0.0.0.0:10256",
-            "  clusterCIDR: \"nonsense\" is not a CIDR; write one such as 10.0.0.0/8",
-            "  nodePortAddresses: \"everything\" is not a CIDR; write one such as 10.0.0.0/8",
-        ]
-    );
+    let expected = [
+        "config.yaml cannot be used:",
+        "  iptables.masqueradeBit: 40 cannot be used; write a whole number from 0 to 31",
+        "  iptables.syncPeriod: 30 cannot be used; write a duration such as 250ms, 30s, 1m0s or 24h",
+        "  conntrack.min: -1 cannot be used; write a whole number of at least 0",
+        "  oomScoreAdj: 2000 cannot be used; write a whole number from -1000 to 1000",
+        "  detectLocal: 5 cannot be used; write a mapping",
+        "  mode: \"fast\" cannot be used; write one of auto, iptables, ipvs, nftables, userspace",
+        "  healthzBindAddress: \"here\" is not an address with a port; write one such as 0.0.0.0:10256",
+        "  clusterCIDR: \"nonsense\" is not a CIDR; write one such as 10.0.0.0/8",
+        "  nodePortAddresses: \"everything\" is not a CIDR; write one such as 10.0.0.0/8",
+    ];
+    assert_eq!(lines, expected);
 }
 
 #[test]
@@ -198,10 +191,8 @@ fn other_kinds_and_invalid_yaml_are_refused() {
     assert!(parse("c", "just text".into()).unwrap_err().to_string().contains("not a mapping"));
     assert!(parse("c", String::new()).unwrap_err().to_string().contains("apiVersion: missing; write kubeproxy"));
     let two = format!("kind: ClusterConfiguration\n---\n{HEAD}");
-    assert_eq!(
-        parse("c", two).unwrap_err().to_string(),
-        "c holds several YAML documents; keep only the document of kind KubeProxyConfiguration"
-    );
+    let expected = "c holds several YAML documents; keep only the document of kind KubeProxyConfiguration";
+    assert_eq!(parse("c", two).unwrap_err().to_string(), expected);
 }
 
 #[test]

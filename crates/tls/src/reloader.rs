@@ -14,7 +14,8 @@ type Build<C> = fn(&Material) -> Result<C, rustls::Error>;
 pub struct Reloader<C> {
     files: Files,
     build: Build<C>,
-    last: Option<(Contents, Arc<Loaded<C>>)>,
+    /// The latest configuration, and others that the caller still had when it was built.
+    known: Vec<(Contents, Arc<Loaded<C>>)>,
 }
 
 /// A configuration and its period of validity.
@@ -39,7 +40,7 @@ impl<C> Reloader<C> {
     /// provider lacks an algorithm.
     #[must_use]
     pub fn new(files: Files, build: Build<C>) -> Self {
-        Self { files, build, last: None }
+        Self { files, build, known: Vec::new() }
     }
 
     /// The files.
@@ -48,20 +49,20 @@ impl<C> Reloader<C> {
         &self.files
     }
 
-    /// Reads the files. If the contents have not changed and this side's certificate has not
-    /// expired, returns the previous configuration (`Arc::ptr_eq`) with its session cache and
-    /// ticket keys. Otherwise checks the files and returns a new configuration with a new session
-    /// cache and new ticket keys. Blocks while reading.
+    /// Reads the files. If the contents are those of the latest configuration, or of one that the
+    /// caller still has, and this side's certificate has not expired, returns this configuration
+    /// (`Arc::ptr_eq`) with its session cache and ticket keys. Otherwise checks the files and
+    /// returns a new configuration with a new session cache and new ticket keys. Blocks while
+    /// reading.
     ///
     /// # Errors
     ///
     /// Returns the first fault of the files. Retry after the files have changed.
     pub fn load(&mut self, now: SystemTime) -> Result<Arc<Loaded<C>>, FileError> {
         let contents = self.files.read()?;
-        if let Some((known, loaded)) = &self.last
-            && *known == contents
-            && !loaded.validity.has_expired(now)
-        {
+        let is_same =
+            |(known, loaded): &&(Contents, Arc<Loaded<C>>)| *known == contents && !loaded.validity.has_expired(now);
+        if let Some((_, loaded)) = self.known.iter().find(is_same) {
             return Ok(Arc::clone(loaded));
         }
         let material = self.files.check(&contents, now)?;
@@ -73,7 +74,8 @@ impl<C> Reloader<C> {
         })?;
         let Material { validity, authorities_not_after, .. } = material;
         let loaded = Arc::new(Loaded { config: Arc::new(config), validity, authorities_not_after });
-        self.last = Some((contents, Arc::clone(&loaded)));
+        self.known.retain(|(_, known)| Arc::strong_count(known) > 1);
+        self.known.push((contents, Arc::clone(&loaded)));
         Ok(loaded)
     }
 }

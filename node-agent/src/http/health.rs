@@ -123,45 +123,36 @@ mod tests {
             FamilyHealth { is_healthy: false, synced_at: synced_at(5) },
             FamilyHealth { is_healthy: true, synced_at: synced_at(6) },
         );
-        let json = |page: &HealthPage| serde_json::to_value(page).unwrap_or_default();
-
-        let found = json(&page(
-            Health { families: [late, well], is_node_eligible: true, has_programmed: true },
-            false,
-            Some(true),
-        ));
+        let found = |families, is_live, node_eligible: Option<bool>| {
+            let is_node_eligible = node_eligible.unwrap_or(true);
+            let health = Health { families, is_node_eligible, has_programmed: true };
+            serde_json::to_value(page(health, is_live, node_eligible)).unwrap_or_default()
+        };
+        let body = found([late, well], false, Some(true));
         let status = serde_json::json!({
             "IPv4": {"lastUpdated": "1970-01-01T00:00:05Z", "healthy": false},
             "IPv6": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true},
         });
         let expected = serde_json::json!({
-            "lastUpdated": "1970-01-01T00:00:06Z", "currentTime": found["currentTime"], "nodeEligible": true,
+            "lastUpdated": "1970-01-01T00:00:06Z", "currentTime": body["currentTime"], "nodeEligible": true,
             "healthy": false, "status": status,
         });
-        assert_eq!(found, expected);
+        assert_eq!(body, expected);
 
         // The node is going away, but the proxy itself is healthy.
-        let found = json(&page(
-            Health { families: [well, well], is_node_eligible: false, has_programmed: true },
-            false,
-            Some(false),
-        ));
-        assert_eq!((&found["healthy"], &found["nodeEligible"]), (&true.into(), &false.into()));
-        assert_eq!(found["lastUpdated"], "1970-01-01T00:00:06Z");
+        let body = found([well, well], false, Some(false));
+        assert_eq!((&body["healthy"], &body["nodeEligible"]), (&true.into(), &false.into()));
+        assert_eq!(body["lastUpdated"], "1970-01-01T00:00:06Z");
 
         // One family has never been programmed, as on a node without IPv6. /livez does not contain
         // nodeEligible.
         let never = FamilyHealth { is_healthy: true, synced_at: None };
-        let found =
-            json(&page(Health { families: [well, never], is_node_eligible: true, has_programmed: true }, true, None));
-        assert_eq!(found["lastUpdated"], found["currentTime"]);
-        assert_eq!(found.get("nodeEligible"), None);
-        assert_eq!(
-            found["status"],
-            serde_json::json!({"IPv4": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true}})
-        );
-        let found =
-            json(&page(Health { families: [never, never], is_node_eligible: true, has_programmed: true }, true, None));
-        assert_eq!(found.get("status"), None, "no family is listed before the first sync");
+        let body = found([well, never], true, None);
+        assert_eq!(body["lastUpdated"], body["currentTime"]);
+        assert_eq!(body.get("nodeEligible"), None);
+        let status = serde_json::json!({"IPv4": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true}});
+        assert_eq!(body["status"], status);
+        let body = found([never, never], true, None);
+        assert_eq!(body.get("status"), None, "no family is listed before the first sync");
     }
 }

@@ -209,9 +209,7 @@ mod tests {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }
         assert!(!has(&text, "iptables"), "{text}");
-        assert!(
-            !text.contains("network_programming_duration_seconds_count{ip_family=\"IPv6\"}"),
-            "a change that was triggered before the start of the process is not counted"
-        );
+        // A change that was triggered before the start of the process is not counted.
+        assert!(!text.contains("network_programming_duration_seconds_count{ip_family=\"IPv6\"}"));
     }
 }

@@ -152,22 +152,13 @@ fn a_large_state_is_written_in_several_parts() {
     agent.assert_saved();
 }
 
-#[test]
-fn the_node_is_saved_with_the_state() {
-    let mut agent = Agent::with_state();
-    assert_eq!(agent.reload().node, None);
-    agent.shared.set_node(&own_node(Some(node("a")), 20));
-    agent.save();
-    assert_eq!(agent.reload().node, Some(node("a")));
-    agent.assert_saved();
-}
-
 // rows: 107
 #[test]
 fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_after_a_restart() {
     let mut agent = Agent::with_state();
     agent.shared.set_node(&own_node(Some(node("a")), 20));
     agent.save();
+    assert_eq!(agent.reload().node, Some(node("a")));
     agent.shared.set_node(&own_node(None, 30));
     agent.save();
     let gone = Node { going_away: true, ..node("a") };

@@ -180,27 +180,6 @@ mod tests {
         Quarantine::new(Backoff::new(MINUTE, 60 * MINUTE, Jitter::Half))
     }
 
-    fn pause(services: &Quarantine) -> Option<Duration> {
-        Some(services.next_due()?.saturating_duration_since(Instant::now()))
-    }
-
-    #[test]
-    fn pauses_grow_to_a_maximum_and_jitter_shortens_them_by_at_most_half() {
-        let mut services = quarantine();
-        let mut pauses = Vec::new();
-        for _ in 0..12 {
-            services.add(vec![fault("web", Family::V4, "line 3 failed")], Instant::now());
-            pauses.extend(pause(&services));
-        }
-        assert!(pauses[0] <= MINUTE && pauses[0] > MINUTE / 3, "{pauses:?}");
-        assert!(pauses[1] <= 2 * MINUTE && pauses[1] > 2 * MINUTE / 3, "{pauses:?}");
-        assert!(pauses[11] <= 60 * MINUTE && pauses[11] > 29 * MINUTE, "{pauses:?}");
-        assert!(services.due(Instant::now()).is_empty());
-        let mut services = Quarantine::new(Backoff::new(Duration::ZERO, MINUTE, Jitter::Half));
-        services.add(vec![fault("api", Family::V4, "line 3 failed")], Instant::now());
-        assert_eq!(services.due(Instant::now()).len(), 1);
-    }
-
     #[test]
     fn a_service_is_named_once_with_its_families() {
         let mut services = quarantine();

@@ -54,14 +54,8 @@ struct Agent {
 impl Agent {
     fn start(arguments: &[String]) -> Self {
         // The arguments may contain another --state-dir, which overrides the flag in this list.
-        let head = [
-            "headgate-node-agent",
-            "--node-name=node-1",
-            "--insecure-loopback",
-            "--state-dir=",
-            "--healthz-bind-address=",
-        ];
-        let head = head.map(str::to_owned);
+        let head = "headgate-node-agent --node-name=node-1 --insecure-loopback --state-dir= --healthz-bind-address=";
+        let head: Vec<String> = head.split(' ').map(str::to_owned).collect();
         let metrics = ["--metrics-bind-address=127.0.0.1:0".to_owned()];
         let has_metrics = arguments.iter().any(|argument| argument.starts_with("--metrics"));
         let tail = if has_metrics { &[][..] } else { &metrics[..] };
@@ -83,8 +77,19 @@ impl Agent {
     }
 }
 
+/// A replica, and an agent that connects to it.
+async fn started() -> (ScriptedReplica, Agent) {
+    let replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    (replica, agent)
+}
+
 fn store() -> Replica {
-    let mut store = Replica::new(7, 2);
+    store_of(7)
+}
+
+fn store_of(epoch: u64) -> Replica {
+    let mut store = Replica::new(epoch, 2);
     store.commit(vec![service("web", 80), endpoint("web", 1, 8080), endpoint("web", 2, 8080)]);
     store
 }
@@ -99,13 +104,18 @@ async fn serve(replica: &mut ScriptedReplica, store: &Replica) -> (Connection, v
     (connection, hello)
 }
 
+/// Like [`serve`], and waits until version 1 is acknowledged.
+async fn programmed(replica: &mut ScriptedReplica, store: &Replica) -> (Connection, v1::Hello) {
+    let (mut connection, hello) = serve(replica, store).await;
+    assert_eq!(connection.ack().await.version, 1);
+    (connection, hello)
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn after_an_unknown_reference_the_next_stream_resumes_by_digests() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
+    let (mut replica, agent) = started().await;
     let store = store();
-    let (mut connection, _) = serve(&mut replica, &store).await;
-    assert_eq!(connection.ack().await.version, 1);
+    let (mut connection, _) = programmed(&mut replica, &store).await;
     let group = v1::ServiceEndpoints { service: vec![1].into(), ..Default::default() };
     let changes = Some(v1::Changes { endpoints: vec![group], ..Default::default() });
     connection
@@ -122,8 +132,7 @@ async fn after_an_unknown_reference_the_next_stream_resumes_by_digests() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_change_is_acknowledged_after_it_is_programmed() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
+    let (mut replica, agent) = started().await;
     let mut store = store();
     let (mut connection, hello) = serve(&mut replica, &store).await;
     assert_eq!(hello.node_name, "node-1");
@@ -135,10 +144,7 @@ async fn a_change_is_acknowledged_after_it_is_programmed() {
     agent.control.hold(true);
     store.commit(vec![endpoint("web", 3, 8080)]);
     connection.send(store.batches_after(1).remove(0)).await;
-    let node = v1::Node { name: "node-1".into(), zone: "a".into(), ..Default::default() };
-    connection
-        .send(message(server_message::Body::OwnNode(v1::OwnNode { revision: 1, node: Some(node), position: None })))
-        .await;
+    connection.send(own_node(1, "a")).await;
     assert!(connection.next_within(Duration::from_millis(200)).await.is_none(), "no ACK while the kernel is busy");
     agent.control.hold(false);
     // The agent programs the node's zone together with the batch or after the batch. Both orders
@@ -158,11 +164,9 @@ async fn a_change_is_acknowledged_after_it_is_programmed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broken_stream_is_resumed_from_the_held_state() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
+    let (mut replica, agent) = started().await;
     let mut store = store();
-    let (mut connection, _) = serve(&mut replica, &store).await;
-    assert_eq!(connection.ack().await.version, 1);
+    let (connection, _) = programmed(&mut replica, &store).await;
     connection.end(Status::unavailable("bye")).await;
     store.commit(vec![endpoint("web", 4, 8080)]);
     let (mut connection, hello) = serve(&mut replica, &store).await;
@@ -182,12 +186,7 @@ async fn a_broken_stream_is_resumed_from_the_held_state() {
     // A replica with another epoch has the same resources.
     connection.end(Status::unavailable("bye")).await;
     let mut other = Replica::new(8, 4);
-    other.commit(vec![
-        service("web", 80),
-        endpoint("web", 1, 8080),
-        endpoint("web", 2, 8080),
-        endpoint("web", 4, 8080),
-    ]);
+    other.commit([&[service("web", 80)][..], &[1, 2, 4].map(|last| endpoint("web", last, 8080))].concat());
     let (mut connection, hello) = serve(&mut replica, &other).await;
     assert_eq!(hello.resume.unwrap().version, 2);
     assert_eq!(connection.ack().await.version, 1);
@@ -197,8 +196,7 @@ async fn a_broken_stream_is_resumed_from_the_held_state() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_failed_apply_is_reported_and_tried_again() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
+    let (mut replica, agent) = started().await;
     agent.control.fail_next(DataplaneError::new(ErrorKind::Retry, "locked"));
     let (mut connection, _) = serve(&mut replica, &store()).await;
     // After a quick retry, the agent sends only the ACK.
@@ -222,11 +220,9 @@ fn own_node(revision: u64, zone: &str) -> v1::ServerMessage {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn each_new_stream_hears_of_a_failure_before_its_first_ack() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
+    let (mut replica, agent) = started().await;
     let store = store();
-    let (mut connection, _) = serve(&mut replica, &store).await;
-    assert_eq!(connection.ack().await.version, 1);
+    let (mut connection, _) = programmed(&mut replica, &store).await;
     (0..1_000).for_each(|_| agent.control.fail_next(DataplaneError::new(ErrorKind::Retry, "locked")));
     // The rules of version 1 have to be written again for the new zone.
     connection.send(own_node(1, "a")).await;
@@ -242,8 +238,7 @@ async fn each_new_stream_hears_of_a_failure_before_its_first_ack() {
     assert_eq!(failed(connection.next().await), (1, "locked".to_owned()));
     // Another replica with the same resources. The failure concerns no version of this replica.
     connection.end(Status::unavailable("bye")).await;
-    let mut other = Replica::new(8, 4);
-    other.commit(vec![service("web", 80), endpoint("web", 1, 8080), endpoint("web", 2, 8080)]);
+    let other = store_of(8);
     let mut connection = replica.accept().await;
     let hello = connection.hello().await;
     let mut messages = other.stream(hello.resume.as_ref());
@@ -267,8 +262,7 @@ async fn each_new_stream_hears_of_a_failure_before_its_first_ack() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_degradation_is_reported_to_the_replica() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
+    let (mut replica, agent) = started().await;
     let mut store = store();
     let (mut connection, hello) = serve(&mut replica, &store).await;
     assert!(hello.status.unwrap().degraded.is_empty());
@@ -289,8 +283,7 @@ async fn a_degradation_is_reported_to_the_replica() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_without_heartbeats_is_ended() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
+    let (mut replica, agent) = started().await;
     let mut connection = replica.accept().await;
     let _ = connection.hello().await;
     let mut welcome = store().welcome(ResumeMode::Full);
@@ -307,25 +300,18 @@ async fn a_stream_without_heartbeats_is_ended() {
 async fn an_agent_moves_from_a_draining_replica_to_another() {
     let (mut one, mut two) = (ScriptedReplica::start().await, ScriptedReplica::start().await);
     let agent = Agent::of(&[&one, &two]);
-    let drain = || {
-        message(server_message::Body::Drain(v1::Drain {
-            reconnect_within_ms: 10,
-            reason: "rollout".into(),
-            for_balance: false,
-        }))
-    };
+    let drain = v1::Drain { reconnect_within_ms: 10, reason: "rollout".into(), for_balance: false };
     let store = store();
-    let (first, second) = tokio::select! {
+    let (mut first, second) = tokio::select! {
         connection = one.accept() => (connection, &mut two),
         connection = two.accept() => (connection, &mut one),
     };
-    let mut first = first;
     let _ = first.hello().await;
     for message in store.stream(None) {
         first.send(message).await;
     }
     assert_eq!(first.ack().await.version, 1);
-    first.send(drain()).await;
+    first.send(message(server_message::Body::Drain(drain))).await;
     let (mut connection, hello) = serve(second, &store).await;
     assert!(hello.resume.is_some());
     assert_eq!(connection.ack().await.version, 1);
@@ -341,15 +327,13 @@ async fn the_agent_waits_for_an_absent_control_plane() {
     sleep(Duration::from_millis(300)).await;
     assert!(!agent.running.is_finished());
     let mut replica = ScriptedReplica::at(address).await;
-    let (mut connection, _) = serve(&mut replica, &store()).await;
-    assert_eq!(connection.ack().await.version, 1);
+    let (_connection, _) = programmed(&mut replica, &store()).await;
     agent.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rules_stay_when_the_agent_stops() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
+    let (mut replica, agent) = started().await;
     let (mut connection, _) = serve(&mut replica, &store()).await;
     let _ = connection.ack().await;
     let control = agent.control.clone();
@@ -359,8 +343,7 @@ async fn rules_stay_when_the_agent_stops() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_answers_queries_about_its_node() {
-    let mut replica = ScriptedReplica::start().await;
-    let agent = Agent::of(&[&replica]);
+    let (mut replica, agent) = started().await;
     let (mut connection, _) = serve(&mut replica, &store()).await;
     connection.ack().await;
     let query = |id, kind| {

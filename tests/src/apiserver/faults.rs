@@ -63,6 +63,13 @@ pub enum RequestFault {
     Garbage(Bytes),
 }
 
+impl RequestFault {
+    /// An answer with this code and without a Retry-After header.
+    pub fn status(code: u16) -> Self {
+        Self::Status { code, retry_after_seconds: None }
+    }
+}
+
 /// The requests to which a fault applies. A field that is `None` matches every request.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RequestFilter {

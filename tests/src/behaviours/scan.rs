@@ -193,15 +193,22 @@ fn known_row(text: &str) -> Result<u8, String> {
     is_known.then_some(row).ok_or_else(|| format!("the checklist has no row {row}: see behaviours::rows"))
 }
 
-/// The name of the test whose attributes begin with `lines`.
+/// The name of the test with which `lines` begin: of a function with attributes, or of a line in a
+/// table of tests, such as `name: …` or `module::name: …`.
 fn test_below(lines: &[&str]) -> Option<String> {
     let mut is_test = false;
     for line in lines {
         if line.starts_with("#[") {
             is_test |= line.starts_with("#[test]") || line.starts_with("#[tokio::test");
         } else if !line.starts_with("///") && !line.starts_with("//") {
-            let (_, signature) = line.split_once("fn ").filter(|_| is_test)?;
-            return Some(signature.split(['(', '<']).next()?.to_owned());
+            if is_test {
+                let (_, signature) = line.split_once("fn ")?;
+                return Some(signature.split(['(', '<']).next()?.to_owned());
+            }
+            let (entry, _) = line.split_once(": ")?;
+            let name = entry.rsplit("::").next()?;
+            let is_name = name.chars().all(|letter| letter.is_ascii_alphanumeric() || letter == '_');
+            return is_name.then(|| name.to_owned());
         }
     }
     None
@@ -227,6 +234,8 @@ mod tests {
             "{PREFIX}: 31, 36\n/// Words.\n#[test]\nfn a() {{}}\n  {PREFIX}: 1\n#[tokio::test(x)]\nasync fn b() {{}}"
         );
         assert_eq!(found(&text).unwrap(), [("a".to_owned(), vec![31, 36]), ("b".to_owned(), vec![1])]);
+        let entries = format!("table! {{ x;\n{PREFIX}: 1\na: b();\n{PREFIX}: 2\nm::c: d(e::f());\n}}");
+        assert_eq!(found(&entries).unwrap(), [("a".to_owned(), vec![1]), ("c".to_owned(), vec![2])]);
     }
 
     #[test]

@@ -1,7 +1,6 @@
 //! Session affinity by client address.
 
 use std::collections::BTreeSet;
-use std::process::Command;
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 
@@ -125,9 +124,7 @@ pub fn affinity_ends_after_its_timeout(bed: &Testbed) -> Result<()> {
 /// client's last connection, minutes after that connection has ended. A check with connections
 /// would take too long.
 fn has_timeout(bed: &Testbed, service: &Service, timeout_seconds: u32) -> Result<()> {
-    let mut command = Command::new("ipvsadm");
-    command.arg("-Sn");
-    let listed = bed.machines().machine("node-a")?.output(command)?;
+    let listed = bed.machines().machine("node-a")?.tool("ipvsadm", &["-Sn"])?;
     for family in Family::BOTH {
         let server = service.socket_address(ClusterIp, family, "tcp")?;
         let line = listed.lines().find(|line| line.starts_with(&format!("-A -t {server} ")));
@@ -189,23 +186,14 @@ pub fn affinity_can_be_turned_on_and_off(bed: &Testbed) -> Result<()> {
         Ok(())
     };
     spread("before affinity")?;
-    bed.update(|manifests| {
-        manifests.service_mut("toggled")?.affinity_timeout_seconds = Some(10_800);
-        Ok(())
-    })?;
+    bed.update_service("toggled", |service| service.affinity_timeout_seconds = Some(10_800))?;
     for family in Family::BOTH {
         let server = only_server(bed, "a3", "toggled", ClusterIp, family, "tcp")?;
-        bed.update(|manifests| {
-            manifests.service_mut("toggled")?.endpoints.retain(|endpoint| endpoint.name != server);
-            Ok(())
-        })?;
+        bed.update_service("toggled", |service| service.endpoints.retain(|endpoint| endpoint.name != server))?;
         let next = only_server(bed, "a3", "toggled", ClusterIp, family, "tcp")?;
         ensure!(next != server, "the removed {server} still answers over {family}");
     }
-    bed.update(|manifests| {
-        manifests.service_mut("toggled")?.affinity_timeout_seconds = None;
-        Ok(())
-    })?;
+    bed.update_service("toggled", |service| service.affinity_timeout_seconds = None)?;
     spread("after affinity")
 }
 
@@ -226,12 +214,7 @@ pub fn with_local_policies(bed: &Testbed) -> Result<()> {
             sticks_within_policies(bed, family, port)?;
         }
     }
-    let change = |change: &dyn Fn(&mut Service)| {
-        bed.update(|manifests| {
-            change(manifests.service_mut("local")?);
-            Ok(())
-        })
-    };
+    let change = |change: &dyn Fn(&mut Service)| bed.update_service("local", change);
     let by_balancer = |family| only_server(bed, "outside-1", "local", LoadBalancerIp, family, "tcp");
     let now = |expected: &[&str], context: &str| {
         for family in Family::BOTH {

@@ -39,10 +39,7 @@ pub fn within(limit: Duration, check: impl Fn() -> Result<()>) -> Result<()> {
 
 /// Changes one service and waits until the agents have programmed the change.
 fn change(bed: &Testbed, service: &str, change: impl FnOnce(&mut Service)) -> Result<()> {
-    bed.update(|manifests| {
-        change(manifests.service_mut(service)?);
-        Ok(())
-    })
+    bed.update_service(service, change)
 }
 
 /// A Service changes its type several times, and then its port numbers. Its load balancer address

@@ -4,12 +4,12 @@ use anyhow::{Result, ensure};
 
 use super::changes::eventually;
 use super::from_kube_proxy::targets;
-use super::ipvs::{restart, tool};
+use super::ipvs::restart;
 use super::live::while_asking;
 use super::run::shares;
 use super::userspace::until_carried;
 use crate::testbed::iptables::{self, Variant};
-use crate::testbed::{AgentSetup, Backend, Family, Testbed};
+use crate::testbed::{AgentSetup, Backend, Family, Testbed, page};
 
 /// Waits until the kernel of node-a has what `backend` needs, and nothing of another backend.
 fn expect_kernel(bed: &Testbed, backend: Option<Backend>) -> Result<()> {
@@ -25,13 +25,13 @@ fn expect_kernel(bed: &Testbed, backend: Option<Backend>) -> Result<()> {
         let rules = iptables::save_all(node, &lock)?;
         ensure!(rules.contains("KUBE-") == has_rules, "the rules of iptables are\n{rules}");
         ensure!(rules.contains("KUBE-GATE-") == has_gate, "the rules of iptables are\n{rules}");
-        let sets = tool(node, "ipset", &["list", "-n"])?;
+        let sets = node.tool("ipset", &["list", "-n"])?;
         ensure!(sets.contains("-GATE") == has_gate, "the sets are\n{sets}");
         for (family, address) in [("-4", "169.254.77.1"), ("-6", "fd68:6561:6467::1")] {
-            let routes = tool(node, "ip", &[family, "route", "show", "table", "local"])?;
+            let routes = node.tool("ip", &[family, "route", "show", "table", "local"])?;
             ensure!(routes.contains(address) == has_route, "the local routes are\n{routes}");
         }
-        let tables = tool(node, "nft", &["list", "tables"])?;
+        let tables = node.tool("nft", &["list", "tables"])?;
         ensure!(tables.contains(" headgate") == has_table, "the tables are\n{tables}");
         Ok(())
     })
@@ -59,8 +59,7 @@ fn deny_input(bed: &Testbed) -> Result<()> {
 pub fn forms_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
     let setup = |backend| AgentSetup { backend: Some(backend), ..AgentSetup::with(&["--userspace-drain-limit=1s"]) };
     let start = |backend: Backend| -> Result<()> {
-        bed.start_agent_with("node-a", &setup(backend))?;
-        bed.wait_programmed()?;
+        bed.start_programmed("node-a", &setup(backend))?;
         expect_kernel(bed, Some(backend))?;
         if backend.carries_tcp() { until_carried(bed) } else { Ok(()) }
     };
@@ -93,12 +92,10 @@ pub fn forms_switch_without_losing_connections(bed: &Testbed) -> Result<()> {
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs, and a kernel
 /// without nftables.
 pub fn iptables_where_nftables_is_missing(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &AgentSetup::with(&["--proxy-mode=userspace"]))?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::with(&["--proxy-mode=userspace"]))?;
     until_carried(bed)?;
     let node = bed.machines().machine("node-a")?;
-    let status = tool(node, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/status"])?;
+    let status = page::of_agent(node, "/status")?;
     for part in ["userspace-iptables-legacy", "mode userspace uses rules of iptables on this node"] {
         ensure!(status.contains(part), "the page /status does not contain {part:?}: {status}");
     }

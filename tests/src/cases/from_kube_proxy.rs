@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::changes::eventually;
-use super::ipvs::{tool, upgrade};
+use super::ipvs::upgrade;
 use super::live::while_asking;
 use super::recorded;
 use super::run::shares;
@@ -22,7 +22,7 @@ use crate::testbed::iptables::{self, Variant};
 use crate::testbed::kube_proxy::{self, Mode, RealKubeProxies};
 use crate::testbed::manifests::{Service, ServiceType, Via};
 use crate::testbed::process::Process;
-use crate::testbed::{AgentSetup, Backend, Family, Manifests, Testbed};
+use crate::testbed::{AgentSetup, Backend, Family, Manifests, Testbed, page};
 use crate::uml;
 
 /// The Services of this module's scenario. A real API server uses the first address itself.
@@ -174,9 +174,9 @@ fn check_rules(bed: &Testbed, mode: Mode, has_theirs: bool, has_ours: bool) -> R
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
     let with_ipvs = is_in_uml() || mode == Mode::Ipvs;
     eventually(|| {
-        let tables = if is_in_uml() { String::new() } else { tool(node, "nft", &["list", "tables"])? };
-        let servers = if with_ipvs { tool(node, "ipvsadm", &["-S", "-n"])? } else { String::new() };
-        let sets = tool(node, "ipset", &["list", "-name"])?;
+        let tables = if is_in_uml() { String::new() } else { node.tool("nft", &["list", "tables"])? };
+        let servers = if with_ipvs { node.tool("ipvsadm", &["-S", "-n"])? } else { String::new() };
+        let sets = node.tool("ipset", &["list", "-name"])?;
         let [legacy, nft] = [Variant::Legacy, Variant::Nft].map(|variant| {
             let of = |family| iptables::save(node, variant, family, &lock);
             anyhow::Ok(of(Family::V4)? + &of(Family::V6)?)
@@ -204,7 +204,7 @@ fn check_rules(bed: &Testbed, mode: Mode, has_theirs: bool, has_ours: bool) -> R
 fn wait_until_drained(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     eventually(|| {
-        let status = tool(node, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/status"])?;
+        let status = page::of_agent(node, "/status")?;
         ensure!(!status.contains("open connections"), "the page /status says {status}");
         Ok(())
     })
@@ -240,8 +240,7 @@ pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
     let targets = targets(bed, from == Mode::Ipvs || to == Backend::Ipvs)?;
     let asked = while_asking(bed, &targets, || {
         kube_proxy.stop()?;
-        bed.start_agent_with("node-a", &setup(to))?;
-        bed.wait_programmed()?;
+        bed.start_programmed("node-a", &setup(to))?;
         // Otherwise, both use the same names.
         if to.uses_nftables() {
             check_rules(bed, from, false, true)?;

@@ -1,6 +1,5 @@
 //! Programs that stop, crash and start again; rules of other programs; `--cleanup`.
 
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -12,7 +11,7 @@ use crate::testbed::client::HeldConnection;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::{Service, ready};
 use crate::testbed::plan::{self, NODES};
-use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Manifests, Testbed};
+use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Manifests, Testbed, page};
 
 /// Longest wait until agents reconnect. Agents usually reconnect after a back-off of some seconds.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(180);
@@ -27,10 +26,7 @@ pub fn some_services() -> Result<Manifests> {
 }
 
 fn replace_steady(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
-    bed.update(|manifests| {
-        manifests.service_mut("steady")?.endpoints = ready(endpoints);
-        Ok(())
-    })
+    bed.set_endpoints("steady", endpoints)
 }
 
 /// The control plane stops, and forwarding continues. When the control plane starts again with
@@ -72,10 +68,7 @@ pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
     ensure!(shares(&answers).len() == 2, "{:?} answered during the outage", shares(&answers));
 
     bed.stop_control_plane()?;
-    bed.write(|manifests| {
-        manifests.service_mut("steady")?.endpoints = ready(&["a2", "c1"]);
-        Ok(())
-    })?;
+    bed.write_endpoints("steady", &["a2", "c1"])?;
     expect_servers(bed, "steady", &["a1", "b1"])?;
     bed.start_control_plane()?;
     bed.wait_programmed()?;
@@ -106,8 +99,7 @@ pub fn agent_crash(bed: &Testbed) -> Result<()> {
             manifests.remove("other")?;
             manifests.add(Service::new("newcomer", &["b1"]))
         })?;
-        bed.start_agent("node-a")?;
-        bed.wait_programmed()
+        bed.start_programmed("node-a", &AgentSetup::default())
     })?;
     ensure!(shares(&answers).contains_key("a1"), "{:?} answered while the agents were killed", shares(&answers));
     held.iter_mut().try_for_each(HeldConnection::check).context("after agents were killed")?;
@@ -145,10 +137,7 @@ pub fn connections_survive(bed: &Testbed) -> Result<()> {
     for node in restarted {
         bed.kill_agent(node)?;
     }
-    bed.write(|manifests| {
-        manifests.service_mut("steady")?.endpoints = ready(&["a2"]);
-        Ok(())
-    })?;
+    bed.write_endpoints("steady", &["a2"])?;
     for node in restarted {
         bed.start_agent(node)?;
     }
@@ -191,9 +180,7 @@ pub fn foreign_rules_and_cleanup(bed: &Testbed) -> Result<()> {
     let before = iptables::save_all(node, &lock)?;
     ensure!(before.matches("FOREIGN").count() > 20, "foreign rules are missing:\n{before}");
 
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     let programmed = iptables::save_all(node, &lock)?;
     ensure!(programmed.contains("KUBE-SERVICES"), "the agent's rules are missing:\n{programmed}");
     expect_foreign(&before, &programmed)?;
@@ -201,8 +188,7 @@ pub fn foreign_rules_and_cleanup(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.remove("other").map(drop))?;
     expect_foreign(&before, &iptables::save_all(node, &lock)?)?;
     bed.kill_agent("node-a")?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-a", &AgentSetup::default())?;
     replace_steady(bed, &["a1", "b1"])?;
     expect_foreign(&before, &iptables::save_all(node, &lock)?)?;
 
@@ -262,9 +248,7 @@ fn written(bed: &Testbed, writes: &WriteLog) -> Result<usize> {
     }
     let mut sum = 0;
     for node in &NODES {
-        let mut command = Command::new("curl");
-        command.args(["-sS", "--max-time", "10", "http://127.0.0.1:10249/metrics"]);
-        let page = bed.machines().machine(node.name)?.output(command)?;
+        let page = page::of_agent(bed.machines().machine(node.name)?, "/metrics")?;
         let value = page.lines().find_map(|line| line.strip_prefix("headgate_agent_objects_written_total "));
         sum += value.context("the page has no such metric")?.parse::<usize>().context("reading the metric")?;
     }

@@ -133,10 +133,7 @@ pub fn weight_zero_keeps_connections(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(service))?;
     let mut held = hold_connections(bed, "weighed")?;
     let mut update = |what: &str, change: &dyn Fn(&mut Service)| {
-        bed.update(|manifests| {
-            change(manifests.service_mut("weighed")?);
-            Ok(())
-        })?;
+        bed.update_service("weighed", change)?;
         held.iter_mut().try_for_each(HeldConnection::check).with_context(|| format!("connections, {what}"))
     };
     update("with weight 0", &|service| service.weight = Some(0))?;
@@ -145,11 +142,7 @@ pub fn weight_zero_keeps_connections(bed: &Testbed) -> Result<()> {
     expect_servers(bed, "weighed", &["b1", "c1"])?;
     update("with weight 50", &|service| service.weight = Some(50))?;
     expect_servers(bed, "weighed", &["a1", "b1", "c1"])?;
-    bed.update(|manifests| {
-        let service = manifests.service_mut("weighed")?;
-        (service.weight, service.more_slices) = (Some(0), Vec::new());
-        Ok(())
-    })?;
+    bed.update_service("weighed", |service| (service.weight, service.more_slices) = (Some(0), Vec::new()))?;
     expect_refused(bed, "weighed")
 }
 
@@ -161,23 +154,14 @@ pub fn rolling_replacement(bed: &Testbed) -> Result<()> {
     let mut held = hold_connections(bed, "rolling")?;
     let answers = while_asking(bed, &targets(bed, "rolling")?, || {
         for (old, new) in [("a1", "a2"), ("b1", "b2"), ("c1", "b3")] {
-            bed.update(|manifests| {
-                manifests.service_mut("rolling")?.endpoints.extend(ready(&[new]));
-                Ok(())
-            })?;
-            bed.update(|manifests| {
-                manifests.service_mut("rolling")?.endpoints.retain(|endpoint| endpoint.name != old);
-                Ok(())
-            })?;
+            bed.update_service("rolling", |service| service.endpoints.extend(ready(&[new])))?;
+            bed.update_service("rolling", |service| service.endpoints.retain(|endpoint| endpoint.name != old))?;
             for connection in &mut held {
                 connection.check().with_context(|| format!("after {old} was replaced by {new}"))?;
             }
         }
         // In the last step, all endpoints are replaced at once.
-        bed.update(|manifests| {
-            manifests.service_mut("rolling")?.endpoints = ready(&["a1", "c1"]);
-            Ok(())
-        })?;
+        bed.set_endpoints("rolling", &["a1", "c1"])?;
         held.iter_mut().try_for_each(HeldConnection::check).context("after all endpoints were replaced at once")
     })?;
     let shares = shares(&answers);
@@ -217,19 +201,13 @@ pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
         let context = || format!("{old} is replaced by {new}");
         let before = servers()?;
         flow::while_asking(&flows, || {
-            bed.update(|manifests| {
-                manifests.service_mut("datagrams")?.endpoints.extend(ready(&[new]));
-                Ok(())
-            })
+            bed.update_service("datagrams", |service| service.endpoints.extend(ready(&[new])))
         })?;
         ensure!(servers()? == before, "flows moved when {new} was added: {before:?}, now {:?}", servers()?);
         let moving = before.iter().filter(|server| *server == old).count();
         ensure!(moving > 0, "{old} has no flow: {before:?}");
         flow::while_asking(&flows, || {
-            bed.update(|manifests| {
-                manifests.service_mut("datagrams")?.endpoints.retain(|endpoint| endpoint.name != old);
-                Ok(())
-            })
+            bed.update_service("datagrams", |service| service.endpoints.retain(|endpoint| endpoint.name != old))
         })?;
         let is_elsewhere = |outcome: &Outcome| matches!(outcome, Outcome::Answered(answer) if answer.server != old);
         for (flow, before) in flows.iter().zip(&before) {
@@ -243,12 +221,7 @@ pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
     }
     // One new endpoint replaces all endpoints. Only stale conntrack entries could keep a client
     // away from the new endpoint.
-    flow::while_asking(&flows, || {
-        bed.update(|manifests| {
-            manifests.service_mut("datagrams")?.endpoints = ready(&["c1"]);
-            Ok(())
-        })
-    })?;
+    flow::while_asking(&flows, || bed.set_endpoints("datagrams", &["c1"]))?;
     flows.iter().try_for_each(|flow| flow.until_answered_by("c1").map(drop))
 }
 
@@ -261,24 +234,15 @@ pub fn services_are_added_changed_and_removed(bed: &Testbed) -> Result<()> {
         expect_servers(bed, "fickle", &["a1"])?;
         let old_targets = targets(bed, "fickle")?;
         for endpoints in [&["a1", "a2", "b1", "c1"][..], &["b2"], &["b2", "c1"]] {
-            bed.update(|manifests| {
-                manifests.service_mut("fickle")?.endpoints = ready(endpoints);
-                Ok(())
-            })?;
+            bed.set_endpoints("fickle", endpoints)?;
             expect_servers(bed, "fickle", endpoints)?;
         }
-        bed.update(|manifests| {
-            manifests.service_mut("fickle")?.ports[0].port = 81;
-            Ok(())
-        })?;
+        bed.update_service("fickle", |service| service.ports[0].port = 81)?;
         expect_servers(bed, "fickle", &["b2", "c1"])?;
         // No server answers at a port that the service no longer has.
         let gone = bed.machines().ask("a3", &Request::new(Transport::Tcp, old_targets[0].1).expecting_silence())?;
         ensure!(!matches!(gone, Outcome::Answered(_)), "a request to the old port is still {gone}");
-        bed.update(|manifests| {
-            manifests.service_mut("fickle")?.ports[0].target_port = crate::testbed::plan::SECOND_LINE_PORT;
-            Ok(())
-        })?;
+        bed.update_service("fickle", |service| service.ports[0].target_port = crate::testbed::plan::SECOND_LINE_PORT)?;
         let to = bed.address("fickle", ClusterIp, Family::V6, "tcp")?;
         match bed.machines().ask("a3", &Request::new(Transport::Tcp, to))? {
             Outcome::Answered(answer) => {
@@ -306,15 +270,9 @@ pub fn scale_to_zero_and_back(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("idle", &["a1", "c1"])))?;
     for _ in 0..2 {
         expect_servers(bed, "idle", &["a1", "c1"])?;
-        bed.update(|manifests| {
-            manifests.service_mut("idle")?.endpoints.clear();
-            Ok(())
-        })?;
+        bed.update_service("idle", |service| service.endpoints.clear())?;
         expect_refused(bed, "idle")?;
-        bed.update(|manifests| {
-            manifests.service_mut("idle")?.endpoints = ready(&["a1", "c1"]);
-            Ok(())
-        })?;
+        bed.set_endpoints("idle", &["a1", "c1"])?;
     }
     Ok(())
 }

@@ -14,19 +14,19 @@ use serde_json::{Value, json};
 use super::affinity;
 use super::case::{SourceAddress, ask};
 use super::changes::{eventually, within};
-use super::ipvs::{restart, tool};
+use super::ipvs::restart;
 use super::run::run;
 use crate::testbed::client::outcome;
 use crate::testbed::iptables;
-use crate::testbed::manifests::{Service, Via, ready};
-use crate::testbed::{AgentSetup, Family, Manifests, Outcome, Request, Testbed, Transport};
+use crate::testbed::manifests::{Service, Via};
+use crate::testbed::{AgentSetup, Family, Manifests, Outcome, Request, Testbed, Transport, page};
 
 use SourceAddress::Kept;
 use Via::ClusterIp;
 
 /// Runs `nft` on node-a and returns its output.
 fn nft(bed: &Testbed, arguments: &[&str]) -> Result<String> {
-    tool(bed.machines().machine("node-a")?, "nft", arguments)
+    bed.machines().machine("node-a")?.tool("nft", arguments)
 }
 
 fn answers(bed: &Testbed, servers: &'static [&'static str]) -> Result<()> {
@@ -38,14 +38,9 @@ fn answers(bed: &Testbed, servers: &'static [&'static str]) -> Result<()> {
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn a_change_writes_a_handful_of_elements(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     answers(bed, &["a1", "b1"])?;
-    bed.update(|manifests| {
-        manifests.service_mut("steady")?.endpoints = ready(&["a1", "b2"]);
-        Ok(())
-    })?;
+    bed.set_endpoints("steady", &["a1", "b2"])?;
     answers(bed, &["a1", "b2"])?;
     let agents = bed.agents()?;
     let written = agents.iter().map(|agent| agent.objects_written).max().unwrap_or_default();
@@ -137,8 +132,7 @@ pub fn the_address_of_a_client_selects_its_endpoint(bed: &Testbed) -> Result<()>
     bed.machines().machine("outside-1")?.ip_batch(&addresses.collect::<String>())?;
     bed.start_control_plane()?;
     bed.start_agent("node-a")?;
-    bed.start_agent("node-b")?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-b", &AgentSetup::default())?;
     let before = servers_of_clients(bed, "hashed")?;
     let shares = before.values().fold(BTreeMap::<&str, usize>::new(), |mut shares, server| {
         *shares.entry(server).or_default() += 1;
@@ -156,10 +150,7 @@ pub fn the_address_of_a_client_selects_its_endpoint(bed: &Testbed) -> Result<()>
     ensure!(agent.degraded.is_empty(), "the agent is degraded: {:?}", agent.degraded);
     ensure!(servers_of_clients(bed, "hashed")? == before, "clients moved after a restart");
 
-    bed.update(|manifests| {
-        manifests.service_mut("hashed")?.endpoints = ready(&["a1", "a2", "b2", "c1"]);
-        Ok(())
-    })?;
+    bed.set_endpoints("hashed", &["a1", "a2", "b2", "c1"])?;
     let after = servers_of_clients(bed, "hashed")?;
     let moved = before.iter().filter(|(client, server)| *server != "b1" && after[client] != **server).count();
     ensure!(moved == 0, "{moved} clients of other endpoints moved");
@@ -171,9 +162,7 @@ pub fn the_address_of_a_client_selects_its_endpoint(bed: &Testbed) -> Result<()>
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn the_table_survives_a_flush_and_is_repaired_after_a_change(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     // The kernel skips tables that another program owns, or rejects the command. Both results are
     // correct.
     let _ = nft(bed, &["flush", "ruleset"]);
@@ -220,8 +209,7 @@ pub(super) fn metric(bed: &Testbed, name: &str) -> Result<u64> {
 
 /// The value of a metric of the agent of a node. `name` includes the labels, if any.
 pub(super) fn metric_of(bed: &Testbed, node: &str, name: &str) -> Result<u64> {
-    let page =
-        tool(bed.machines().machine(node)?, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/metrics"])?;
+    let page = page::of_agent(bed.machines().machine(node)?, "/metrics")?;
     let value = page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     let value = value.with_context(|| format!("the page has no metric {name}:\n{page}"))?;
     value.parse().with_context(|| format!("{name} is {value}"))
@@ -251,9 +239,7 @@ fn contents(bed: &Testbed) -> Result<Vec<String>> {
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn changes_of_other_programs_are_repaired_at_once(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &without_owner(bed)?)?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &without_owner(bed)?)?;
     ensure!(metric(bed, "headgate_agent_repairs_total")? == 0, "the agent repaired its own changes");
     ensure!(metric(bed, "headgate_agent_foreign_changes_total")? == 0, "the agent counts its own changes");
     nft(bed, &["flush", "ruleset"])?;
@@ -303,9 +289,7 @@ pub fn changes_of_other_programs_are_repaired_at_once(bed: &Testbed) -> Result<(
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn a_change_is_found_after_notifications_were_lost(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &without_owner(bed)?)?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &without_owner(bed)?)?;
     let before = contents(bed)?;
     let agent = bed.take_agent("node-a")?;
     let process = Pid::from_raw(agent.id().try_into()?);
@@ -339,9 +323,7 @@ pub fn a_change_is_found_after_notifications_were_lost(bed: &Testbed) -> Result<
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn a_new_agent_waits_for_the_old_one(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     let connected = || -> Result<u64> {
         let agents = bed.agents()?;
         let agent = agents.iter().find(|agent| agent.node == "node-a").context("no agent of node-a")?;

@@ -11,7 +11,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::testbed::client::{ANSWER_TIMEOUT, HeldConnection};
 use crate::testbed::manifests::{Service, Via};
-use crate::testbed::{Backend, Family, Namespace, Testbed, iptables, plan};
+use crate::testbed::{AgentSetup, Backend, Family, Namespace, Testbed, iptables, plan};
 
 /// How long to wait until sent packets have arrived.
 const QUIET: Duration = Duration::from_millis(300);
@@ -181,9 +181,7 @@ pub fn health_checks_do_not_open_loopback(bed: &Testbed) -> Result<()> {
         let patch = |_: &Service| json!({ "spec": { "healthCheckNodePort": PORT } });
         manifests.add(Service { external_local: true, patch: Some(patch), ..Service::new("balanced", &["b1"]) })
     })?;
-    bed.start_control_plane()?;
-    bed.start_agent("node-b")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-b", &AgentSetup::default())?;
     let (node, lock) = (bed.machines().machine("node-b")?, bed.machines().xtables_lock("node-b"));
     let neighbour = neighbour_of_loopback(bed)?;
     let own = address("outside-2", Family::V4)?;
@@ -217,8 +215,7 @@ pub fn health_checks_do_not_open_loopback(bed: &Testbed) -> Result<()> {
     let file = bed.machines().folder().join("guard.rules");
     std::fs::write(&file, format!("*filter\n-A INPUT {rule}\nCOMMIT\n"))?;
     iptables::restore(node, bed.backend().variant(), Family::V4, &lock, &file)?;
-    bed.start_agent("node-b")?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-b", &AgentSetup::default())?;
     check("after an update of the agent")
 }
 

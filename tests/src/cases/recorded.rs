@@ -9,7 +9,6 @@ use headgate_core::iptables::names::{ChainKind, ChainName};
 use headgate_core::iptables::{Table, beside_ipvs};
 use headgate_core::ipvs::{Set, SetKind};
 
-use super::ipvs::tool;
 use crate::bench::kube_proxy_nft_shape;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::NAMESPACE;
@@ -93,7 +92,7 @@ fn restore(bed: &Testbed, variant: Variant, family: Family, rules: &str) -> Resu
 /// and fails if a set with one of its names has other properties.
 pub(super) fn load_ipvs(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
-    let run = |program: &str, line: &str| tool(node, program, &line.split(' ').collect::<Vec<_>>());
+    let run = |program: &str, line: &str| node.tool(program, &line.split(' ').collect::<Vec<_>>());
     node.set_sysctls(&[("ipv4/vs/conntrack", "1")])?;
     if run("ip", "link show kube-ipvs0").is_err() {
         node.ip_batch("link add kube-ipvs0 type dummy\n")?;

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::ipvs::tool;
 use super::live;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::{Endpoint, Service, Via};
@@ -118,9 +117,8 @@ fn replace(bed: &Testbed, pods: &[&str], wait: Wait) -> Result<Vec<Duration>> {
     })?;
     // A cluster does not give the address to a new pod at once. So connections to the old pod fail
     // until the last node has removed it.
-    bed.update(|manifests| {
-        manifests.service_mut(SERVICE)?.endpoints.retain(|endpoint| !pods.contains(&endpoint.name.as_str()));
-        Ok(())
+    bed.update_service(SERVICE, |service| {
+        service.endpoints.retain(|endpoint| !pods.contains(&endpoint.name.as_str()));
     })?;
     pods.iter().try_for_each(|pod| fail(bed, pod, false, REFUSES))?;
     // The next pods are deleted as soon as these pods are ready, as in the rollout of a Deployment.
@@ -142,7 +140,7 @@ fn drain(bed: &Testbed, pod: &str) -> Result<()> {
     let node = plan::node_of(pod).context("the pod has no node")?;
     let address = plan::address(node.name).context("the node has no address")?.v4;
     let url = format!("http://{address}:{DRAIN_PORT}/v1/drain?timeout=60s");
-    let answer = tool(bed.machines().machine(pod)?, "curl", &["-sS", "--max-time", "90", &url])?;
+    let answer = bed.machines().machine(pod)?.tool("curl", &["-sS", "--max-time", "90", &url])?;
     ensure!(answer == "drained\n", "the barrier answered: {answer}");
     Ok(())
 }

@@ -13,7 +13,7 @@ use super::live::expect_servers;
 use super::run::run;
 use super::write_log::WriteLog;
 use crate::testbed::iptables::{self, Variant};
-use crate::testbed::manifests::{Service, Via, ready};
+use crate::testbed::manifests::{Service, Via};
 use crate::testbed::plan::NODES;
 use crate::testbed::{AgentSetup, Backend, Family, Testbed};
 
@@ -90,16 +90,10 @@ pub fn a_change_writes_only_chains_of_its_service(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     let log = WriteLog::create(bed.machines().folder())?;
     let setup = AgentSetup { tools: Some(log.tools.clone()), ..AgentSetup::default() };
-    bed.start_agent_with("node-a", &setup)?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-a", &setup)?;
     let (before, earlier) = (rules(bed)?, log.scripts()?.len());
     ensure!(earlier > 0, "the log of kernel writes is empty although the agent has started");
-    let set_endpoints = |endpoints: &[&str]| {
-        bed.update(|manifests| {
-            manifests.service_mut("steady")?.endpoints = ready(endpoints);
-            Ok(())
-        })
-    };
+    let set_endpoints = |endpoints: &[&str]| bed.set_endpoints("steady", endpoints);
     set_endpoints(&["a1", "b2"])?;
     let (after, scripts) = (rules(bed)?, log.scripts()?);
     let written = written(&scripts[earlier..]);
@@ -190,9 +184,7 @@ pub fn flushed_rules_are_restored(bed: &Testbed) -> Result<()> {
 pub fn host_bits_of_ranges_are_cleared(bed: &Testbed) -> Result<()> {
     let ranges = ["--cluster-cidr=10.244.1.5/16,fd00:10:244:1::5/48", "--nodeport-addresses=192.0.2.77/24"];
     let setup = AgentSetup { cannot_tell_pods: true, ..AgentSetup::with(&ranges) };
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &setup)?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &setup)?;
     let written = restart(bed, &setup)?.objects_written;
     ensure!(written == 0, "a restart wrote {written} objects; the rules are:\n{}", rules(bed)?.join("\n"));
     expect_from_node_a(bed, &["a1", "b1"])
@@ -219,10 +211,7 @@ pub fn rules_of_the_other_variant_are_removed(bed: &Testbed) -> Result<()> {
         bed.stop_agent(node.name)?;
         bed.start_agent(node.name)?;
     }
-    bed.update(|manifests| {
-        manifests.service_mut("steady")?.endpoints = ready(&["a2", "c1"]);
-        Ok(())
-    })?;
+    bed.set_endpoints("steady", &["a2", "c1"])?;
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
     eventually(|| {
         for family in Family::BOTH {
@@ -282,9 +271,7 @@ pub fn kube_proxy_takes_over_again(bed: &Testbed) -> Result<()> {
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn no_sctp_sockets(bed: &Testbed) -> Result<()> {
     let before = sctp_sockets()?;
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     run(bed, &[ask("a3", "steady", ClusterIp).ports(&["sctp"]).answered(&["a1", "b1"], Kept)])?;
     let after = sctp_sockets()?;
     ensure!(after == before, "SCTP sockets in the kernel: {before:?} before, {after:?} now");

@@ -31,8 +31,7 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent_with("node-a", &AgentSetup::with(&["--masquerade-all"]))?;
     bed.start_agent_with("node-b", &AgentSetup { cannot_tell_pods: true, ..AgentSetup::default() })?;
-    bed.start_agent_with("node-c", &AgentSetup::with(&["--iptables-masquerade-bit", "7"]))?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-c", &AgentSetup::with(&["--iptables-masquerade-bit", "7"]))?;
     const PORTS: &[&str] = &["tcp", "udp"];
     run(
         bed,

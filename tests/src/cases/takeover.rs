@@ -5,13 +5,13 @@ use anyhow::{Context, Result, ensure};
 use super::case::{SourceAddress, ask};
 use super::changes::eventually;
 use super::from_kube_proxy::end_of_carried;
-use super::ipvs::{restart, tool, upgrade};
+use super::ipvs::{restart, upgrade};
 use super::recorded;
 use super::run::run;
 use crate::testbed::client::HeldConnection;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::Via;
-use crate::testbed::{AgentSetup, Backend, Family, Testbed};
+use crate::testbed::{AgentSetup, Backend, Family, Testbed, page};
 
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, NodePort};
@@ -48,7 +48,7 @@ pub(super) fn answers(bed: &Testbed) -> Result<()> {
 /// kube-proxy.
 fn check_tables(bed: &Testbed, has_ours: bool) -> Result<()> {
     eventually(|| {
-        let tables = tool(bed.machines().machine("node-a")?, "nft", &["list", "tables"])?;
+        let tables = bed.machines().machine("node-a")?.tool("nft", &["list", "tables"])?;
         let count = |name: &str| tables.lines().filter(|line| line.ends_with(name)).count();
         ensure!(count(" headgate") == if has_ours { 2 } else { 0 }, "the tables are\n{tables}");
         ensure!(count(" kube-proxy") == 0, "tables of kube-proxy still exist:\n{tables}");
@@ -74,8 +74,7 @@ pub(super) fn check(held: &mut [HeldConnection]) -> Result<()> {
 fn from_kube_proxy(bed: &Testbed, setup: &AgentSetup, has_ours: bool) -> Result<Vec<HeldConnection>> {
     recorded::load_nftables(bed)?;
     let mut held = open(bed).context("through the rules of kube-proxy")?;
-    bed.start_agent_with("node-a", setup)?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-a", setup)?;
     check_tables(bed, has_ours)?;
     check(&mut held).context("after the takeover from kube-proxy")?;
     answers(bed)?;
@@ -145,9 +144,7 @@ pub fn to_ipvs_and_back(bed: &Testbed, from: Backend) -> Result<()> {
         }
         Ok(())
     };
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &by(from))?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &by(from))?;
     let mut of_first_mode = open(bed)?;
     switch(Backend::Ipvs)?;
     end_of_carried(from, &mut of_first_mode)?;
@@ -169,23 +166,21 @@ pub fn auto_chooses_a_mode_that_changes_no_outcome(bed: &Testbed) -> Result<()> 
     let setup = AgentSetup::with(&["--proxy-mode=auto"]);
     let chooses = |backend: &str, reason: &str| -> Result<()> {
         ensure!(restart(bed, &setup)?.backend == backend, "the backend is not {backend}");
-        let status = tool(node, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/status"])?;
+        let status = page::of_agent(node, "/status")?;
         ensure!(status.contains(reason), "the page /status does not contain {reason:?}: {status}");
         answers(bed)
     };
     let lock = bed.machines().xtables_lock("node-a");
     let rule = |family, arguments: &[&str]| iptables::run(node, Variant::Legacy, family, &lock, arguments);
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &setup)?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &setup)?;
     chooses("nftables", "all expressions that mode nftables needs")?;
     let mut held = open(bed)?;
-    tool(node, "nft", &["add table inet firewall"])?;
+    node.tool("nft", &["add table inet firewall"])?;
     let chain = "add chain inet firewall forward { type filter hook forward priority 0 ; policy drop ; }";
-    tool(node, "nft", &[chain])?;
-    tool(node, "nft", &["add rule inet firewall forward accept"])?;
+    node.tool("nft", &[chain])?;
+    node.tool("nft", &["add rule inet firewall forward accept"])?;
     chooses("iptables-nft", "the chain forward of table inet firewall drops packets")?;
-    tool(node, "nft", &["delete table inet firewall"])?;
+    node.tool("nft", &["delete table inet firewall"])?;
     for family in Family::BOTH {
         rule(family, &["-P", "FORWARD", "DROP"])?;
         rule(family, &["-A", "FORWARD", "-j", "ACCEPT"])?;

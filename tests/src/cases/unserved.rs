@@ -40,9 +40,7 @@ pub fn addresses(bed: &Testbed) -> Result<()> {
         let rest = if address.is_ipv4() { "32 dev lo scope host" } else { "128 dev lo preferred_lft 0" };
         node.ip_batch(&format!("addr add {address}/{rest}\n"))?;
     }
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     for (family, unused) in Family::BOTH.into_iter().zip(unused) {
         let cluster = bed.address("web", ClusterIp, family, "tcp")?;
         for from in ["a3", "outside-1"] {
@@ -69,9 +67,7 @@ pub fn addresses(bed: &Testbed) -> Result<()> {
 /// Needs machines without services and without running programs.
 pub fn a_new_address_of_the_node_answers_node_ports(bed: &Testbed) -> Result<()> {
     bed.write(|manifests| manifests.add(Service::new("web", &["b1"])))?;
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     let full_syncs = || metric(bed, "headgate_agent_apply_duration_seconds_count{kind=\"full\"}");
     let before = full_syncs()?;
     bed.machines()
@@ -128,8 +124,7 @@ pub fn a_node_answers_pings_if_told_to(bed: &Testbed) -> Result<()> {
     })?;
     bed.start_control_plane()?;
     bed.start_agent_with("node-a", &AgentSetup::with(&["--nftables-reply-to-ping"]))?;
-    bed.start_agent("node-b")?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-b", &AgentSetup::default())?;
     for family in Family::BOTH {
         for service in ["web", "without-endpoints"] {
             let to = bed.service(service)?.cluster_ip(family);
@@ -153,9 +148,7 @@ pub fn a_node_answers_pings_if_told_to(bed: &Testbed) -> Result<()> {
 /// Needs machines without services and without running programs.
 pub fn neighbours_cannot_reach_loopback(bed: &Testbed) -> Result<()> {
     const PORT: u16 = 9999;
-    bed.start_control_plane()?;
-    bed.start_agent("node-b")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-b", &AgentSetup::default())?;
     let listener = bed.machines().machine("node-b")?.run(|| {
         let socket = UdpSocket::bind(("127.0.0.1", PORT))?;
         socket.set_read_timeout(Some(Duration::from_millis(500)))?;

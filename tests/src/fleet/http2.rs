@@ -77,7 +77,7 @@ struct Frame {
 }
 
 /// One connection.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Http2 {
     header: [u8; HEADER_BYTES],
     header_bytes: usize,
@@ -105,23 +105,8 @@ pub(super) struct Http2 {
 
 impl Http2 {
     pub(super) fn new() -> Self {
-        Self {
-            header: [0; HEADER_BYTES],
-            header_bytes: 0,
-            frame: Frame::default(),
-            control: Vec::new(),
-            prefix: [0; PREFIX_BYTES],
-            prefix_bytes: 0,
-            lacking: 0,
-            message: Vec::new(),
-            unacknowledged: 0,
-            send_window: DEFAULT_WINDOW.into(),
-            stream_send_window: DEFAULT_WINDOW.into(),
-            initial_send_window: DEFAULT_WINDOW.into(),
-            table_is_disabled: false,
-            end: None,
-            goes_away: false,
-        }
+        let window = DEFAULT_WINDOW.into();
+        Self { send_window: window, stream_send_window: window, initial_send_window: window, ..Self::default() }
     }
 
     /// Appends the connection preface, SETTINGS and the request's headers.

@@ -1,7 +1,11 @@
 //! Tracks an agent's version without its resources, and checks all messages against the contract at
-//! the head of `proto/headgate/v1/discovery.proto`.
+//! the head of `proto/headgate/v1/discovery.proto`. Batches and chunks, which are the most and the
+//! largest messages, are parsed in place.
 
-use super::wire::{Fields, Malformed, Value, each_number};
+use headgate_proto::v1::{self, welcome::ResumeMode};
+use prost::{DecodeError, Message as _};
+
+use super::wire::{Fields, Malformed};
 
 /// The number of values of `SourcePosition.Kind`.
 const KINDS: usize = 6;
@@ -56,6 +60,12 @@ pub enum Violation {
 
 impl From<Malformed> for Violation {
     fn from(_: Malformed) -> Self {
+        Self::Malformed
+    }
+}
+
+impl From<DecodeError> for Violation {
+    fn from(_: DecodeError) -> Self {
         Self::Malformed
     }
 }
@@ -259,21 +269,16 @@ impl Tracker {
     }
 
     fn on_welcome(&mut self, body: &[u8]) -> Result<Effect, Violation> {
-        let mut mode = 0;
-        for field in Fields(body) {
-            match field? {
-                (2, value) => self.epoch = value.number()?,
-                (3, value) => mode = value.number()?,
-                (4, value) => self.heartbeat_interval_ms = value.number()?,
-                _ => {}
-            }
-        }
+        let welcome = v1::Welcome::decode(body)?;
+        (self.epoch, self.heartbeat_interval_ms) = (welcome.epoch, welcome.heartbeat_interval_ms.into());
         let held = self.point.map(|point| point.epoch);
-        let mode = match mode {
-            1 if held == Some(self.epoch) => Mode::Log,
-            2 if held.is_some() => Mode::Digests,
-            3 => Mode::Full,
-            _ => return Err(Violation::Welcome(format!("resume mode {mode} for an agent that holds epoch {held:?}"))),
+        let mode = match welcome.resume() {
+            ResumeMode::Log if held == Some(self.epoch) => Mode::Log,
+            ResumeMode::Digests if held.is_some() => Mode::Digests,
+            ResumeMode::Full => Mode::Full,
+            mode => {
+                return Err(Violation::Welcome(format!("resume mode {mode:?} for an agent that holds epoch {held:?}")));
+            }
         };
         if self.epoch == 0 {
             return Err(Violation::Welcome("epoch 0 is reserved".to_owned()));
@@ -289,7 +294,7 @@ impl Tracker {
         for field in Fields(body) {
             match field? {
                 (2, value) => version = value.number()?,
-                (3, value) => read_position(value, &mut self.positions)?,
+                (3, value) => put_position(v1::SourcePosition::decode(value.bytes()?)?, &mut self.positions),
                 (5, value) => self.positions[ENDPOINT_SLICES] = value.number()?,
                 (6, value) => follows = Some(value.number()?),
                 (7, value) => self.is_urgent = value.number()? != 0,
@@ -349,17 +354,10 @@ impl Tracker {
     }
 
     fn on_end(&mut self, body: &[u8]) -> Result<Effect, Violation> {
-        let (mut version, mut counted, mut buckets) = (0, 0, 0);
+        let end = v1::SnapshotEnd::decode(body)?;
+        let (version, counted, buckets) = (end.version, end.resource_count, end.buckets.len() as u64);
         let mut positions = [0; KINDS];
-        for field in Fields(body) {
-            match field? {
-                (1, value) => version = value.number()?,
-                (2, value) => read_position(value, &mut positions)?,
-                (3, value) => each_number(value, |_| buckets += 1)?,
-                (4, value) => counted = value.number()?,
-                _ => {}
-            }
-        }
+        end.positions.into_iter().for_each(|position| put_position(position, &mut positions));
         let staged = std::mem::take(&mut self.staged);
         if counted != staged {
             return Err(Violation::Count { counted, staged });
@@ -383,56 +381,34 @@ impl Tracker {
     }
 
     fn on_node(&mut self, body: &[u8]) -> Result<Effect, Violation> {
-        for field in Fields(body) {
-            if let (1, value) = field? {
-                let revision = value.number()?;
-                if revision != self.node_revision + 1 {
-                    return Err(Violation::Order("OwnNode.revision is not the next number"));
-                }
-                self.node_revision = revision;
-            }
+        let revision = v1::OwnNode::decode(body)?.revision;
+        if revision != self.node_revision + 1 {
+            return Err(Violation::Order("OwnNode.revision is not the next number"));
         }
+        self.node_revision = revision;
         Ok(Effect::Node)
     }
 
     fn on_drain(&mut self, body: &[u8]) -> Result<Effect, Violation> {
         self.received.drains += 1;
-        let mut within_ms = 0;
-        for field in Fields(body) {
-            if let (1, value) = field? {
-                within_ms = value.number()?;
-            }
-        }
-        Ok(Effect::Drained(within_ms))
+        Ok(Effect::Drained(v1::Drain::decode(body)?.reconnect_within_ms.into()))
     }
 
     fn on_heartbeat(&mut self, body: &[u8]) -> Result<Effect, Violation> {
         self.received.heartbeats += 1;
-        for field in Fields(body) {
-            if let (1, value) = field? {
-                let head = value.number()?;
-                if self.phase == Phase::Following && self.point.is_some_and(|point| head < point.version) {
-                    return Err(Violation::Order("a heartbeat has an older head version than the agent"));
-                }
-            }
+        let head = v1::Heartbeat::decode(body)?.head_version;
+        if self.phase == Phase::Following && self.point.is_some_and(|point| head < point.version) {
+            return Err(Violation::Order("a heartbeat has an older head version than the agent"));
         }
         Ok(Effect::None)
     }
 }
 
-fn read_position(value: Value<'_>, positions: &mut [u64; KINDS]) -> Result<(), Malformed> {
-    let (mut kind, mut position) = (0, 0);
-    for field in Fields(value.bytes()?) {
-        match field? {
-            (1, value) => kind = value.number()?,
-            (2, value) => position = value.number()?,
-            _ => {}
-        }
+fn put_position(sent: v1::SourcePosition, positions: &mut [u64; KINDS]) {
+    let held = usize::try_from(sent.kind).ok().filter(|kind| *kind != 0).and_then(|kind| positions.get_mut(kind));
+    if let Some(held) = held {
+        *held = sent.position;
     }
-    if let Some(held) = usize::try_from(kind).ok().filter(|kind| *kind != 0).and_then(|kind| positions.get_mut(kind)) {
-        *held = position;
-    }
-    Ok(())
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -472,8 +448,7 @@ fn count(changes: &[u8]) -> Result<Counts, Malformed> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use headgate_proto::v1::{self, server_message::Body, source_position::Kind, welcome::ResumeMode};
-    use prost::Message as _;
+    use headgate_proto::v1::{server_message::Body, source_position::Kind};
 
     use super::*;
 

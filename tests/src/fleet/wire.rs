@@ -84,17 +84,3 @@ impl<'a> Iterator for Fields<'a> {
         Some(field)
     }
 }
-
-/// Calls `take` for each number of a repeated field, packed or not.
-pub(super) fn each_number(value: Value<'_>, mut take: impl FnMut(u64)) -> Result<(), Malformed> {
-    match value {
-        Value::Number(number) => take(number),
-        Value::Bytes(bytes) => {
-            let mut packed = Fields(bytes);
-            while !packed.0.is_empty() {
-                take(packed.varint()?);
-            }
-        }
-    }
-    Ok(())
-}

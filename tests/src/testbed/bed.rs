@@ -12,7 +12,7 @@ use super::backend::Backend;
 use super::cluster::{self, AgentInfo, AgentSetup, Glance};
 use super::container;
 use super::machines::Machines;
-use super::manifests::{Manifests, Service, Via};
+use super::manifests::{Manifests, Service, Via, ready};
 use super::plan::{Family, NODES};
 use super::process::Process;
 
@@ -132,6 +132,21 @@ impl Testbed {
         self.wait_programmed()
     }
 
+    /// Changes a service and waits until all running agents have programmed the change.
+    pub fn update_service(&self, name: &str, change: impl FnOnce(&mut Service)) -> Result<()> {
+        self.update(|manifests| manifests.service_mut(name).map(change))
+    }
+
+    /// Replaces the endpoints of a service by these ready ones, and waits like [`Self::update`].
+    pub fn set_endpoints(&self, service: &str, endpoints: &[&str]) -> Result<()> {
+        self.update_service(service, |service| service.endpoints = ready(endpoints))
+    }
+
+    /// Replaces the endpoints of a service by these ready ones, without waiting.
+    pub fn write_endpoints(&self, service: &str, endpoints: &[&str]) -> Result<()> {
+        self.write(|manifests| manifests.service_mut(service).map(|service| service.endpoints = ready(endpoints)))
+    }
+
     /// Changes the manifests, without waiting.
     pub fn write(&self, change: impl FnOnce(&mut Manifests) -> Result<()>) -> Result<()> {
         let mut desired = self.desired();
@@ -218,6 +233,18 @@ impl Testbed {
         let process = cluster::start_agent(&self.machines, self.backend, node, setup)?;
         self.processes().agents.insert(node, process);
         Ok(())
+    }
+
+    /// Starts the agent of a node, and waits until all running agents have programmed everything.
+    pub fn start_programmed(&self, node: &'static str, setup: &AgentSetup) -> Result<()> {
+        self.start_agent_with(node, setup)?;
+        self.wait_programmed()
+    }
+
+    /// Starts the control plane, and the agent of a node like [`Self::start_programmed`].
+    pub fn start_programs(&self, node: &'static str, setup: &AgentSetup) -> Result<()> {
+        self.start_control_plane()?;
+        self.start_programmed(node, setup)
     }
 
     /// Stops the agent of a node with SIGTERM.

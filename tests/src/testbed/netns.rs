@@ -90,6 +90,16 @@ impl Namespace {
         Ok(Self { name, handle })
     }
 
+    /// Creates a namespace for a test, whose name is unique among all processes.
+    ///
+    /// # Errors
+    /// The process is not root, or `ip` is missing or fails.
+    pub fn for_test(name: &str) -> Result<Self> {
+        check_prerequisites()?;
+        sweep_stale()?;
+        Self::create(format!("hg{}-{name}", std::process::id()))
+    }
+
     /// The full name, for `ip netns exec`.
     pub fn name(&self) -> &str {
         &self.name
@@ -141,6 +151,16 @@ impl Namespace {
         let program = command.get_program().to_string_lossy().into_owned();
         let handle = self.handle.try_clone().context("cloning a namespace handle")?;
         spawn::spawn_in(handle, command).with_context(|| format!("starting {program} in {}", self.name))
+    }
+
+    /// Runs a program with these arguments like [`Self::output`].
+    ///
+    /// # Errors
+    /// As [`Self::output`].
+    pub fn tool(&self, program: &str, arguments: &[&str]) -> Result<String> {
+        let mut command = Command::new(program);
+        command.args(arguments);
+        self.output(command)
     }
 
     /// Runs a program inside the namespace, waits for its end, and returns its standard output.

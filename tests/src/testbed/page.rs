@@ -7,6 +7,10 @@ use std::{
     time::Duration,
 };
 
+use anyhow::{Context as _, Result};
+
+use super::netns::Namespace;
+
 /// Gets a page in the network namespace of the calling thread, and returns the whole answer: the
 /// status, the headers and the body.
 ///
@@ -19,6 +23,14 @@ pub fn get(address: impl ToSocketAddrs, path: &str) -> io::Result<String> {
     let mut answer = String::new();
     stream.read_to_string(&mut answer)?;
     Ok(answer)
+}
+
+/// Gets a page of the agent's metrics port on a node like [`get`].
+///
+/// # Errors
+/// As [`get`].
+pub fn of_agent(node: &Namespace, path: &str) -> Result<String> {
+    node.run(|| get("127.0.0.1:10249", path).context("reading a page of the agent"))
 }
 
 /// The value of a sample on a page of metrics, or 0 if the sample is missing or no number.

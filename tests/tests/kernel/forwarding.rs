@@ -25,7 +25,7 @@ use headgate_node_agent::{
     node_inputs::NodeInputs,
 };
 use headgate_oracle::{Comparison, compare};
-use headgate_tests::testbed::{Namespace, iptables as programs, netns, plan};
+use headgate_tests::testbed::{Namespace, iptables as programs, plan};
 use nftables_netlink::{Element, ElementData, Nftables, TableName, Transaction};
 
 use crate::mirrored;
@@ -174,9 +174,7 @@ fn sentences(comparison: &Comparison) -> Vec<String> {
 /// A network namespace whose loopback interface is up, because the proxies of mode userspace route
 /// their addresses there.
 pub(crate) fn namespace(name: &str) -> Namespace {
-    netns::check_prerequisites().unwrap();
-    netns::sweep_stale().unwrap();
-    let namespace = Namespace::create(format!("hg{}-forward-{name}", std::process::id())).unwrap();
+    let namespace = Namespace::for_test(&format!("forward-{name}")).unwrap();
     namespace.ip_batch("link set lo up\n").unwrap();
     namespace
 }

@@ -139,11 +139,9 @@ fn nodes_with_endpoints_are_healthy_and_report_the_number_of_endpoints() {
         expect(bed, "node-a", PORT, &answer(200, "web", 2))?;
         expect(bed, "node-b", PORT, &answer(200, "web", 1))?;
         expect(bed, "node-c", PORT, &answer(503, "web", 0))?;
-        bed.update(|manifests| {
-            let web = manifests.service_mut("web")?;
+        bed.update_service("web", |web| {
             web.more_slices.clear();
             web.endpoints = vec![Endpoint::ready("a1"), Endpoint::not_ready("b1"), Endpoint::ready("c1")];
-            Ok(())
         })?;
         expect(bed, "node-a", PORT, &answer(200, "web", 1))?;
         expect(bed, "node-b", PORT, &answer(503, "web", 0))?;
@@ -156,9 +154,8 @@ fn nodes_with_endpoints_are_healthy_and_report_the_number_of_endpoints() {
 fn a_node_with_only_terminating_endpoints_is_unhealthy_and_still_serves() {
     scenario(Backend::IptablesNft, cluster(service("web", &["a1", "b1"])), |bed| {
         expect(bed, "node-a", PORT, &answer(200, "web", 1))?;
-        bed.update(|manifests| {
-            manifests.service_mut("web")?.endpoints = vec![Endpoint::terminating("a1"), Endpoint::ready("b1")];
-            Ok(())
+        bed.update_service("web", |service| {
+            service.endpoints = vec![Endpoint::terminating("a1"), Endpoint::ready("b1")];
         })?;
         expect(bed, "node-a", PORT, &answer(503, "web", 0))?;
         for family in Family::BOTH {
@@ -177,13 +174,11 @@ fn ports_open_and_close_and_other_services_can_use_them() {
     scenario(Backend::IptablesLegacy, cluster(service("web", &["a1"])), |bed| {
         expect(bed, "node-a", PORT, &answer(200, "web", 1))?;
         let set_local = |local: bool| {
-            bed.update(|manifests| {
-                let web = manifests.service_mut("web")?;
+            bed.update_service("web", |web| {
                 web.external_local = local;
                 // The API server clears `healthCheckNodePort` when the policy changes, so the test
                 // clears it too.
                 web.patch = if local { service("web", &[]).patch } else { None };
-                Ok(())
             })
         };
         set_local(false)?;
@@ -231,8 +226,7 @@ fn ports_listen_only_on_node_port_addresses() {
     let run = || -> Result<()> {
         bed.start_control_plane()?;
         let ranges = "192.0.2.0/24,2001:db8:0:1::/64";
-        bed.start_agent_with("node-a", &AgentSetup::with(&["--nodeport-addresses", ranges]))?;
-        bed.wait_programmed()?;
+        bed.start_programmed("node-a", &AgentSetup::with(&["--nodeport-addresses", ranges]))?;
         expect(&bed, "node-a", PORT, &answer(200, "web", 1))?;
         for family in Family::BOTH {
             let found = ask(&bed, "node-a", SocketAddr::new(family.loopback(), PORT))?;

@@ -8,7 +8,7 @@ use std::{
 use anyhow::Result;
 use headgate_netlink::route::{Change, Prefix, Routing};
 use headgate_node_agent::interfaces::{self, InterfaceMetrics, Interfaces};
-use headgate_tests::testbed::{Namespace, netns};
+use headgate_tests::testbed::Namespace;
 use tokio::{runtime::Runtime, time::timeout};
 
 /// A follower of interface addresses, in a namespace with the links `lo`, `eth0` and `kube-ipvs0`.
@@ -21,9 +21,7 @@ struct World {
 
 impl World {
     fn new(name: &str, receive_buffer_bytes: u32) -> Result<Self> {
-        netns::check_prerequisites()?;
-        netns::sweep_stale()?;
-        let namespace = Namespace::create(format!("hg{}-if-{name}", std::process::id()))?;
+        let namespace = Namespace::for_test(&format!("if-{name}"))?;
         namespace.ip_batch(
             "link set lo up\n\
              link add eth0 type veth peer name far0\n\

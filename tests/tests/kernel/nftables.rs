@@ -21,14 +21,11 @@ use headgate_node_agent::dataplane::{
     ErrorKind, Finding, FixedState, NodeDataplane, StateSource,
     nftables::{Config, Counts, NftablesDataplane, read_counters},
 };
-use headgate_tests::testbed::{Namespace, netns, process::output};
+use headgate_tests::testbed::{Namespace, process::output};
 
 /// Runs `work` in a new network namespace.
 fn in_namespace(name: &str, work: impl FnOnce() -> Result<()> + Send) {
-    netns::check_prerequisites().unwrap();
-    netns::sweep_stale().unwrap();
-    let namespace = Namespace::create(format!("hg{}-nftd-{name}", std::process::id())).unwrap();
-    namespace.run(work).unwrap();
+    Namespace::for_test(&format!("nftd-{name}")).unwrap().run(work).unwrap();
 }
 
 /// A dataplane for IPv4 whose table other programs may change.
@@ -375,9 +372,7 @@ fn expected(connections: u64, exchanges: u64) -> Counts {
 
 #[test]
 fn counters_of_services_are_exact_and_survive_changes_of_endpoints() {
-    netns::check_prerequisites().unwrap();
-    netns::sweep_stale().unwrap();
-    let create = |name: &str| Namespace::create(format!("hg{}-nftc-{name}", std::process::id())).unwrap();
+    let create = |name: &str| Namespace::for_test(&format!("nftc-{name}")).unwrap();
     let [client, node, server] = ["client", "node", "server"].map(create);
     let link = |peer: &Namespace, name: &str, network: u8| {
         let commands = format!(

@@ -5,7 +5,8 @@ mod migration;
 
 use anyhow::Result;
 use headgate_tests::cases::{
-    self, affinity, explained, health, lifecycle, payloads, raw, rollout, rules, settings, shared, table,
+    self, affinity, explained, health, lifecycle, lifecycle::some_services, payloads, raw, rollout, rules, settings,
+    shared, table,
 };
 use headgate_tests::testbed::{Backend, Manifests, Testbed};
 use headgate_tests::uml;
@@ -39,10 +40,12 @@ fn on(bed: Result<Testbed>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     }
 }
 
-/// The parts of a test that share a cluster. The kernel of User-Mode Linux tracks few connections, so
-/// there each part has a cluster of its own.
+/// The parts of a test that share a cluster. Each part has a cluster of its own in User-Mode Linux,
+/// whose kernel tracks few connections, and in mode userspace, whose agents carry few UDP sessions
+/// with the limit of open files of a test.
 fn sharing<T>(backend: Backend, parts: &[T]) -> std::slice::Chunks<'_, T> {
-    parts.chunks(if backend.runs_in_uml() { 1 } else { parts.len() })
+    let is_small = backend.runs_in_uml() || backend == Backend::Userspace;
+    parts.chunks(if is_small { 1 } else { parts.len() })
 }
 
 /// Runs the case table with agents that have the rights of the manifests. The agents must also
@@ -69,8 +72,19 @@ fn in_turn(backend: Backend, test: &str) {
     });
 }
 
-fn scenario(backend: Backend, scenario: impl FnOnce(&Testbed) -> Result<()>) {
-    on_testbed(backend, Ok(Manifests::default()), scenario);
+fn nothing() -> Result<Manifests> {
+    Ok(Manifests::default())
+}
+
+/// Declares a test for each scenario: the function in `headgate_tests::cases`, which names the
+/// test, how it runs, and the manifests.
+macro_rules! scenarios {
+    ($backend:expr; $($module:ident::$name:ident: $run:ident($manifests:expr);)*) => { $(
+        #[test]
+        fn $name() {
+            $run($backend, $manifests, $module::$name);
+        }
+    )* };
 }
 
 macro_rules! packet_tests {
@@ -109,53 +123,27 @@ macro_rules! packet_tests {
             // rows: 22, 38, 52, 53, 54, 73, 75, 76, 77
             #[test]
             fn affinity_with_local_policies() {
-                scenario(BACKEND, affinity::with_local_policies);
+                on_testbed(BACKEND, nothing(), affinity::with_local_policies);
             }
 
-            // rows: 37
-            #[test]
-            fn large_payloads() {
-                on_testbed(BACKEND, table::services(), payloads::large_payloads);
-            }
-
-            // rows: 31, 32, 33, 34, 35, 51, 54, 55, 90
-            #[test]
-            fn masquerading() {
-                on_machines(BACKEND, settings::services(), settings::masquerading);
-            }
-
-            #[test]
-            fn host_bits_of_ranges_are_cleared() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::host_bits_of_ranges_are_cleared);
-            }
-
-            // rows: 57
-            #[test]
-            fn a_node_gets_an_icmp_refusal() {
-                scenario(BACKEND, raw::a_node_gets_an_icmp_refusal);
-            }
-
-            // rows: 17
-            #[test]
-            fn no_sctp_sockets() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::no_sctp_sockets);
-            }
-
-            // rows: 87, 109
-            #[test]
-            fn a_packet_outside_the_window_does_not_end_a_connection() {
-                scenario(BACKEND, raw::a_packet_outside_the_window_does_not_end_a_connection);
-            }
-
-            #[test]
-            fn pods_that_ask_before_they_stop_lose_no_connection() {
-                let body = rollout::pods_that_ask_before_they_stop_lose_no_connection;
-                on_machines(BACKEND, Ok(Manifests::default()), body);
+            scenarios! { BACKEND;
+                // rows: 37
+                payloads::large_payloads: on_testbed(table::services());
+                // rows: 31, 32, 33, 34, 35, 51, 54, 55, 90
+                settings::masquerading: on_machines(settings::services());
+                rules::host_bits_of_ranges_are_cleared: on_machines(some_services());
+                // rows: 57
+                raw::a_node_gets_an_icmp_refusal: on_testbed(nothing());
+                // rows: 17
+                rules::no_sctp_sockets: on_machines(some_services());
+                // rows: 87, 109
+                raw::a_packet_outside_the_window_does_not_end_a_connection: on_testbed(nothing());
+                rollout::pods_that_ask_before_they_stop_lose_no_connection: on_machines(nothing());
             }
 
             #[test]
             fn health_checks() {
-                scenario(BACKEND, health::refusing_endpoints_are_left_out);
+                on_testbed(BACKEND, nothing(), health::refusing_endpoints_are_left_out);
             }
         }
     )* };
@@ -169,22 +157,13 @@ macro_rules! survival_tests {
 
             const BACKEND: Backend = $backend;
 
-            // rows: 89, 92
-            #[test]
-            fn connections_survive() {
-                on_testbed(BACKEND, lifecycle::some_services(), lifecycle::connections_survive);
-            }
-
-            // rows: 89, 92
-            #[test]
-            fn control_plane_outage() {
-                on_machines(BACKEND, lifecycle::some_services(), lifecycle::control_plane_outage);
-            }
-
-            // rows: 89, 92, 98
-            #[test]
-            fn agent_crash() {
-                on_testbed(BACKEND, lifecycle::some_services(), lifecycle::agent_crash);
+            scenarios! { BACKEND;
+                // rows: 89, 92
+                lifecycle::connections_survive: on_testbed(some_services());
+                // rows: 89, 92
+                lifecycle::control_plane_outage: on_machines(some_services());
+                // rows: 89, 92, 98
+                lifecycle::agent_crash: on_testbed(some_services());
             }
         }
     )* };
@@ -199,10 +178,9 @@ macro_rules! accept_tests {
 
             const BACKEND: Backend = $backend;
 
-            // rows: 36
-            #[test]
-            fn a_pod_reaches_itself_where_forwarding_is_denied() {
-                scenario(BACKEND, settings::a_pod_reaches_itself_where_forwarding_is_denied);
+            scenarios! { BACKEND;
+                // rows: 36
+                settings::a_pod_reaches_itself_where_forwarding_is_denied: on_testbed(nothing());
             }
         }
     )* };
@@ -216,51 +194,22 @@ macro_rules! rule_tests {
 
             const BACKEND: Backend = $backend;
 
-            // rows of iptables: 93, 98, 100
-            #[test]
-            fn a_change_writes_only_chains_of_its_service() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::a_change_writes_only_chains_of_its_service);
-            }
-
-            // rows of iptables: 96
-            #[test]
-            fn flushed_rules_are_restored() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::flushed_rules_are_restored);
-            }
-
-            // rows of iptables: 18, 31, 32, 33, 45, 46, 47, 48, 54, 112, 113
-            #[test]
-            fn addresses_and_pods() {
-                on_machines(BACKEND, settings::services(), settings::addresses_and_pods);
-            }
-
-            // rows of iptables: 103
-            #[test]
-            fn rules_of_the_other_variant_are_removed() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::rules_of_the_other_variant_are_removed);
-            }
-
-            #[test]
-            fn kube_proxy_takes_over_again() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::kube_proxy_takes_over_again);
-            }
-
-            // rows of iptables: 50
-            #[test]
-            fn neighbours_cannot_reach_loopback() {
-                scenario(BACKEND, raw::neighbours_cannot_reach_loopback);
-            }
-
-            // rows of iptables: 50, 72
-            #[test]
-            fn health_checks_do_not_open_loopback() {
-                on_machines(BACKEND, Ok(Manifests::default()), raw::health_checks_do_not_open_loopback);
-            }
-
-            // rows of iptables: 97, 103
-            #[test]
-            fn foreign_rules_and_cleanup() {
-                on_machines(BACKEND, lifecycle::some_services(), lifecycle::foreign_rules_and_cleanup);
+            scenarios! { BACKEND;
+                // rows of iptables: 93, 98, 100
+                rules::a_change_writes_only_chains_of_its_service: on_machines(some_services());
+                // rows of iptables: 96
+                rules::flushed_rules_are_restored: on_machines(some_services());
+                // rows of iptables: 18, 31, 32, 33, 45, 46, 47, 48, 54, 112, 113
+                settings::addresses_and_pods: on_machines(settings::services());
+                // rows of iptables: 103
+                rules::rules_of_the_other_variant_are_removed: on_machines(some_services());
+                rules::kube_proxy_takes_over_again: on_machines(some_services());
+                // rows of iptables: 50
+                raw::neighbours_cannot_reach_loopback: on_testbed(nothing());
+                // rows of iptables: 50, 72
+                raw::health_checks_do_not_open_loopback: on_machines(nothing());
+                // rows of iptables: 97, 103
+                lifecycle::foreign_rules_and_cleanup: on_machines(some_services());
             }
         }
     )* };
@@ -317,107 +266,34 @@ mod virtual_servers {
 
     const BACKEND: Backend = Backend::Ipvs;
 
-    // rows of ipvs: 92, 93, 98, 100
-    #[test]
-    fn a_change_writes_only_changed_objects() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_change_writes_only_changed_objects);
-    }
-
-    // rows of ipvs: 96
-    #[test]
-    fn flushed_state_is_restored() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::flushed_state_is_restored);
-    }
-
-    // rows of ipvs: 96
-    #[test]
-    fn a_change_restores_objects_that_were_removed() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_change_restores_objects_that_were_removed);
-    }
-
-    #[test]
-    fn changes_of_other_programs_are_reverted() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::changes_of_other_programs_are_reverted);
-    }
-
-    #[test]
-    fn ipv6_is_turned_on_for_the_device() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::ipv6_is_turned_on_for_the_device);
-    }
-
-    #[test]
-    fn a_device_that_is_up_is_replaced() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_device_that_is_up_is_replaced);
-    }
-
-    // rows of ipvs: 31, 40, 58
-    #[test]
-    fn rules_of_others_for_host_ports_do_not_get_service_traffic() {
-        on_machines(
-            BACKEND,
-            lifecycle::some_services(),
-            ipvs::rules_of_others_for_host_ports_do_not_get_service_traffic,
-        );
-    }
-
-    // rows of ipvs: 97, 101, 103
-    #[test]
-    fn foreign_state_and_cleanup() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::foreign_state_and_cleanup);
-    }
-
-    // rows of ipvs: 103
-    #[test]
-    fn modes_switch() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::modes_switch);
-    }
-
-    // rows of ipvs: 92, 98, 100
-    #[test]
-    fn kube_proxys_state_is_taken_over() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::kube_proxys_state_is_taken_over);
-    }
-
-    // rows of ipvs: 89, 102
-    #[test]
-    fn destinations_drain() {
-        on_testbed(BACKEND, lifecycle::some_services(), ipvs::destinations_drain);
-    }
-
-    // rows of ipvs: 41, 43, 46, 59
-    #[test]
-    fn addresses() {
-        on_machines(BACKEND, Ok(Manifests::default()), ipvs::addresses);
-    }
-
-    #[test]
-    fn a_rejected_destination_affects_no_other() {
-        on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_rejected_destination_affects_no_other);
-    }
-
-    #[test]
-    fn a_missing_scheduler_is_replaced_until_its_module_loads() {
-        on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_missing_scheduler_is_replaced_until_its_module_loads);
-    }
-
-    #[test]
-    fn rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp() {
-        on_machines(
-            BACKEND,
-            lifecycle::some_services(),
-            ipvs::rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp,
-        );
-    }
-
-    #[test]
-    fn kernel_parameters_can_be_set_by_init_only() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::kernel_parameters_can_be_set_by_init_only);
-    }
-
-    // rows of ipvs: 108
-    #[test]
-    fn falls_back_to_iptables() {
-        on_machines(BACKEND, lifecycle::some_services(), ipvs::falls_back_to_iptables);
+    scenarios! { BACKEND;
+        // rows of ipvs: 92, 93, 98, 100
+        ipvs::a_change_writes_only_changed_objects: on_machines(some_services());
+        // rows of ipvs: 96
+        ipvs::flushed_state_is_restored: on_machines(some_services());
+        // rows of ipvs: 96
+        ipvs::a_change_restores_objects_that_were_removed: on_machines(some_services());
+        ipvs::changes_of_other_programs_are_reverted: on_machines(some_services());
+        ipvs::ipv6_is_turned_on_for_the_device: on_machines(some_services());
+        ipvs::a_device_that_is_up_is_replaced: on_machines(some_services());
+        // rows of ipvs: 31, 40, 58
+        ipvs::rules_of_others_for_host_ports_do_not_get_service_traffic: on_machines(some_services());
+        // rows of ipvs: 97, 101, 103
+        ipvs::foreign_state_and_cleanup: on_machines(some_services());
+        // rows of ipvs: 103
+        ipvs::modes_switch: on_machines(some_services());
+        // rows of ipvs: 92, 98, 100
+        ipvs::kube_proxys_state_is_taken_over: on_machines(some_services());
+        // rows of ipvs: 89, 102
+        ipvs::destinations_drain: on_testbed(some_services());
+        // rows of ipvs: 41, 43, 46, 59
+        ipvs::addresses: on_machines(nothing());
+        ipvs::a_rejected_destination_affects_no_other: on_testbed(some_services());
+        ipvs::a_missing_scheduler_is_replaced_until_its_module_loads: on_testbed(some_services());
+        ipvs::rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp: on_machines(some_services());
+        ipvs::kernel_parameters_can_be_set_by_init_only: on_machines(some_services());
+        // rows of ipvs: 108
+        ipvs::falls_back_to_iptables: on_machines(some_services());
     }
 }
 
@@ -429,78 +305,26 @@ mod tables {
 
     const BACKEND: Backend = Backend::Nftables;
 
-    // rows of nftables: 41, 42, 59
-    #[test]
-    fn addresses() {
-        on_machines(BACKEND, Ok(Manifests::default()), unserved::addresses);
-    }
-
-    #[test]
-    fn a_new_address_of_the_node_answers_node_ports() {
-        let scenario = unserved::a_new_address_of_the_node_answers_node_ports;
-        on_machines(BACKEND, Ok(Manifests::default()), scenario);
-    }
-
-    #[test]
-    fn a_node_answers_pings_if_told_to() {
-        on_machines(BACKEND, Ok(Manifests::default()), unserved::a_node_answers_pings_if_told_to);
-    }
-
-    // rows of nftables: 50
-    #[test]
-    fn neighbours_cannot_reach_loopback() {
-        on_machines(BACKEND, Ok(Manifests::default()), unserved::neighbours_cannot_reach_loopback);
-    }
-
-    // rows of nftables: 92, 93, 100
-    #[test]
-    fn a_change_writes_a_handful_of_elements() {
-        on_machines(BACKEND, lifecycle::some_services(), nftables::a_change_writes_a_handful_of_elements);
-    }
-
-    #[test]
-    fn nft_lists_services_of_every_shape() {
-        on_testbed(BACKEND, table::services(), nftables::nft_lists_services_of_every_shape);
-    }
-
-    #[test]
-    fn the_address_of_a_client_selects_its_endpoint() {
-        let scenario = nftables::the_address_of_a_client_selects_its_endpoint;
-        on_machines(BACKEND, nftables::hashed_services(), scenario);
-    }
-
-    // rows of nftables: 92, 96, 97, 103
-    #[test]
-    fn the_table_survives_a_flush_and_is_repaired_after_a_change() {
-        let scenario = nftables::the_table_survives_a_flush_and_is_repaired_after_a_change;
-        on_machines(BACKEND, lifecycle::some_services(), scenario);
-    }
-
-    // rows of nftables: 96
-    #[test]
-    fn changes_of_other_programs_are_repaired_at_once() {
-        on_machines(BACKEND, lifecycle::some_services(), nftables::changes_of_other_programs_are_repaired_at_once);
-    }
-
-    #[test]
-    fn a_change_is_found_after_notifications_were_lost() {
-        on_machines(BACKEND, lifecycle::some_services(), nftables::a_change_is_found_after_notifications_were_lost);
-    }
-
-    #[test]
-    fn a_new_agent_waits_for_the_old_one() {
-        on_machines(BACKEND, lifecycle::some_services(), nftables::a_new_agent_waits_for_the_old_one);
-    }
-
-    #[test]
-    fn auto_chooses_a_mode_that_changes_no_outcome() {
-        on_machines(BACKEND, lifecycle::some_services(), takeover::auto_chooses_a_mode_that_changes_no_outcome);
-    }
-
-    // rows of nftables: 103
-    #[test]
-    fn modes_switch_without_losing_connections() {
-        on_machines(BACKEND, lifecycle::some_services(), takeover::modes_switch_without_losing_connections);
+    scenarios! { BACKEND;
+        // rows of nftables: 41, 42, 59
+        unserved::addresses: on_machines(nothing());
+        unserved::a_new_address_of_the_node_answers_node_ports: on_machines(nothing());
+        unserved::a_node_answers_pings_if_told_to: on_machines(nothing());
+        // rows of nftables: 50
+        unserved::neighbours_cannot_reach_loopback: on_machines(nothing());
+        // rows of nftables: 92, 93, 100
+        nftables::a_change_writes_a_handful_of_elements: on_machines(some_services());
+        nftables::nft_lists_services_of_every_shape: on_testbed(table::services());
+        nftables::the_address_of_a_client_selects_its_endpoint: on_machines(nftables::hashed_services());
+        // rows of nftables: 92, 96, 97, 103
+        nftables::the_table_survives_a_flush_and_is_repaired_after_a_change: on_machines(some_services());
+        // rows of nftables: 96
+        nftables::changes_of_other_programs_are_repaired_at_once: on_machines(some_services());
+        nftables::a_change_is_found_after_notifications_were_lost: on_machines(some_services());
+        nftables::a_new_agent_waits_for_the_old_one: on_machines(some_services());
+        takeover::auto_chooses_a_mode_that_changes_no_outcome: on_machines(some_services());
+        // rows of nftables: 103
+        takeover::modes_switch_without_losing_connections: on_machines(some_services());
     }
 }
 
@@ -518,25 +342,16 @@ mod carried_behind_iptables {
         whole_table(BACKEND);
     }
 
-    #[test]
-    fn new_connections_need_no_agent() {
-        on_testbed(BACKEND, lifecycle::some_services(), userspace::new_connections_need_no_agent);
-    }
-
-    #[test]
-    fn an_upgrade_loses_no_connection() {
-        on_testbed(BACKEND, lifecycle::some_services(), userspace::an_upgrade_loses_no_connection);
-    }
-
-    #[test]
-    fn forms_switch_without_losing_connections() {
-        on_machines(BACKEND, lifecycle::some_services(), forms::forms_switch_without_losing_connections);
+    scenarios! { BACKEND;
+        userspace::new_connections_need_no_agent: on_testbed(some_services());
+        userspace::an_upgrade_loses_no_connection: on_testbed(some_services());
+        forms::forms_switch_without_losing_connections: on_machines(some_services());
     }
 
     // The kernel with IPVS has no nftables.
     #[test]
     fn iptables_where_nftables_is_missing_as_beside_ipvs() {
-        on_machines(Backend::Ipvs, lifecycle::some_services(), forms::iptables_where_nftables_is_missing);
+        on_machines(Backend::Ipvs, some_services(), forms::iptables_where_nftables_is_missing);
     }
 }
 
@@ -548,59 +363,29 @@ mod carried {
 
     const BACKEND: Backend = Backend::Userspace;
 
-    // rows of userspace: 92, 98
-    #[test]
-    fn new_connections_need_no_agent() {
-        on_testbed(BACKEND, lifecycle::some_services(), userspace::new_connections_need_no_agent);
-    }
-
-    // rows of userspace: 89, 92
-    #[test]
-    fn an_upgrade_loses_no_connection() {
-        on_testbed(BACKEND, lifecycle::some_services(), userspace::an_upgrade_loses_no_connection);
-    }
-
-    #[test]
-    fn half_open_connections_hinder_nobody() {
-        on_testbed(BACKEND, lifecycle::some_services(), userspace::half_open_connections_hinder_nobody);
-    }
-
-    #[test]
-    fn a_dead_endpoint_loses_no_connection() {
-        on_testbed(BACKEND, lifecycle::some_services(), userspace::a_dead_endpoint_loses_no_connection);
+    scenarios! { BACKEND;
+        // rows of userspace: 92, 98
+        userspace::new_connections_need_no_agent: on_testbed(some_services());
+        // rows of userspace: 89, 92
+        userspace::an_upgrade_loses_no_connection: on_testbed(some_services());
+        userspace::half_open_connections_hinder_nobody: on_testbed(some_services());
+        userspace::a_dead_endpoint_loses_no_connection: on_testbed(some_services());
     }
 
     #[test]
     fn rules_lose_connections_to_a_dead_endpoint() {
         let body = userspace::rules_lose_connections_to_a_dead_endpoint;
-        on_testbed(Backend::IptablesNft, lifecycle::some_services(), body);
+        on_testbed(Backend::IptablesNft, some_services(), body);
     }
 
-    #[test]
-    fn replies_need_no_connection_tracking() {
-        on_testbed(BACKEND, lifecycle::some_services(), datagrams::replies_need_no_connection_tracking);
-    }
-
-    #[test]
-    fn a_client_learns_that_nobody_listens() {
-        on_testbed(BACKEND, lifecycle::some_services(), datagrams::a_client_learns_that_nobody_listens);
-    }
-
-    // rows of userspace: 83
-    #[test]
-    fn sessions_of_a_removed_endpoint_move_at_once() {
-        on_testbed(BACKEND, lifecycle::some_services(), datagrams::sessions_of_a_removed_endpoint_move_at_once);
-    }
-
-    // rows of userspace: 92
-    #[test]
-    fn open_flows_need_no_agent() {
-        on_testbed(BACKEND, lifecycle::some_services(), datagrams::open_flows_need_no_agent);
-    }
-
-    // rows of userspace: 92
-    #[test]
-    fn an_upgrade_loses_no_datagram() {
-        on_testbed(BACKEND, lifecycle::some_services(), datagrams::an_upgrade_loses_no_datagram);
+    scenarios! { BACKEND;
+        datagrams::replies_need_no_connection_tracking: on_testbed(some_services());
+        datagrams::a_client_learns_that_nobody_listens: on_testbed(some_services());
+        // rows of userspace: 83
+        datagrams::sessions_of_a_removed_endpoint_move_at_once: on_testbed(some_services());
+        // rows of userspace: 92
+        datagrams::open_flows_need_no_agent: on_testbed(some_services());
+        // rows of userspace: 92
+        datagrams::an_upgrade_loses_no_datagram: on_testbed(some_services());
     }
 }

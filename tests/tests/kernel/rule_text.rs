@@ -157,8 +157,7 @@ impl Rig {
 /// A foreign rule jumps to a chain of a removed Service. The agent writes all other changes. The
 /// agent empties the chain, and deletes the chain once no rule jumps to it.
 fn a_foreign_rule_does_not_stop_other_changes(variant: Variant, by: testbed_iptables::Variant) {
-    netns::check_prerequisites().unwrap();
-    let namespace = netns::Namespace::create(format!("hg{}-foreign-{by:?}", std::process::id())).unwrap();
+    let namespace = netns::Namespace::for_test(&format!("foreign-{by:?}")).unwrap();
     let lock = Path::new("/run/xtables.lock");
     let family = headgate_tests::testbed::plan::Family::V4;
     let save = || testbed_iptables::save(&namespace, by, family, lock).unwrap();
@@ -260,8 +259,7 @@ fn run(variant: Variant, layout: Layout) {
         Variant::Legacy => (testbed_iptables::Variant::Legacy, "legacy"),
         _ => (testbed_iptables::Variant::Nft, "nft"),
     };
-    netns::check_prerequisites().unwrap();
-    let namespace = netns::Namespace::create(format!("hg{}-text-{name}-{layout:?}", std::process::id())).unwrap();
+    let namespace = netns::Namespace::for_test(&format!("text-{name}-{layout:?}")).unwrap();
     namespace
         .run(|| {
             let mut rig = Rig::new(variant, layout);

@@ -126,7 +126,7 @@ async fn agents_of_a_replica_that_is_cut_off_are_shown_as_cut_off() {
 async fn a_replica_that_cannot_watch_one_kind_is_cut_off_until_it_can() {
     let scene = Scene::set(5, &[Mode::Open]).await.unwrap();
     scene.until_ready(0, true).await.unwrap();
-    let forbidden = RequestFault::Status { code: 403, retry_after_seconds: None };
+    let forbidden = RequestFault::status(403);
     scene.api().fail_all(RequestFilter::verb_of(Verb::Watch, Kind::EndpointSlice), forbidden);
     scene.api().order(Some(Kind::EndpointSlice), &Order::Close);
     scene.until_ready(0, false).await.unwrap();

@@ -15,11 +15,11 @@ use headgate_control_plane::{
     store::Limits,
     transaction::{NodeChange, PodChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
-use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, Weight};
+use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, Weight};
 use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
 
 use crate::client::Client;
-use crate::replica::{Replica, key, service, settings};
+use crate::replica::{Replica, key, node, service, settings};
 
 /// The pod that stops. It is an endpoint of service 1 on node a.
 pub(crate) const POD: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 1);
@@ -44,9 +44,8 @@ pub(crate) fn removed() -> Change {
     Change::RemoveEndpoint(key(1), POD.into())
 }
 
-pub(crate) fn apply(node: &str) -> NodeChange {
-    let (name, zone) = (node.into(), None);
-    NodeChange::Apply(Node { name, zone, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false })
+pub(crate) fn apply(name: &str) -> NodeChange {
+    NodeChange::Apply(node(name, None))
 }
 
 impl Pair {
@@ -112,6 +111,20 @@ impl Pair {
         }
     }
 
+    /// Changes Nodes at both replicas.
+    pub(crate) fn put_nodes(&self, nodes: &[NodeChange]) {
+        self.replicas.iter().for_each(|replica| replica.put_nodes(nodes.to_vec()));
+    }
+
+    /// Sets the pod of the endpoint of a Service at [`POD`] to one of node a, or removes it.
+    pub(crate) fn put_pod(&self, service: u16, pod: Option<PodId>) {
+        let pod = pod.map(|pod| (pod, Some("a".into())));
+        for replica in &self.replicas {
+            let pods = vec![PodChange { service: key(service), address: POD.into(), pod: pod.clone() }];
+            replica.store.commit(Transaction { pods, ..Transaction::default() });
+        }
+    }
+
     /// Opens the stream of a node that has everything in its kernel.
     pub(crate) async fn agent(&self, replica: usize, node: &str) -> Client {
         self.replicas[replica].agent(node).await
@@ -125,6 +138,13 @@ pub(crate) async fn program(replica: &Replica, client: &mut Client) {
     client.ack().await;
 }
 
+/// Programs the newest version of the replica with this index at each of these agents.
+pub(crate) async fn program_all<const N: usize>(pair: &Pair, agents: [(usize, &mut Client); N]) {
+    for (replica, client) in agents {
+        program(&pair.replicas[replica], client).await;
+    }
+}
+
 pub(crate) fn request(address: Ipv4Addr, timeout_ms: u64, silent_ms: u64) -> v1::BarrierRequest {
     let address = address.octets().to_vec().into();
     v1::BarrierRequest { id: 1, address, timeout_ms, silent_ms, ..v1::BarrierRequest::default() }
@@ -133,6 +153,12 @@ pub(crate) fn request(address: Ipv4Addr, timeout_ms: u64, silent_ms: u64) -> v1:
 pub(crate) async fn answer(client: &mut Client) -> v1::BarrierAnswer {
     client.until(|client| !client.barriers.is_empty()).await;
     client.barriers.remove(0)
+}
+
+/// Asks about a pod, and waits for the answer.
+pub(crate) async fn ask(client: &mut Client, pod: Ipv4Addr, timeout_ms: u64, silent_ms: u64) -> v1::BarrierAnswer {
+    client.send(Body::Barrier(request(pod, timeout_ms, silent_ms))).await;
+    answer(client).await
 }
 
 /// Asserts that no answer arrives for a while. If an answer came too early, it would come in this
@@ -195,18 +221,14 @@ async fn silent_nodes_are_named_after_a_bounded_wait_unless_their_node_is_delete
     pair.change_both([removed()]);
     program(&pair.replicas[0], &mut a).await;
     // Node b has a stream and programs nothing. Node c has no stream.
-    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
-    let incomplete = answer(&mut a).await;
+    let incomplete = ask(&mut a, POD, 60_000, 700).await;
     assert_eq!(incomplete.result(), Outcome::Incomplete);
     assert_eq!((incomplete.unconfirmed, incomplete.unconfirmed_count), (vec!["b".to_owned(), "c".to_owned()], 2));
     // Node b goes, and both Nodes are deleted.
     drop(b);
     a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
     assert_waits(&mut a).await;
-    for replica in &pair.replicas {
-        let nodes = ["b", "c"].map(|node| NodeChange::Remove(node.into())).to_vec();
-        replica.store.commit(Transaction { nodes, ..Transaction::default() });
-    }
+    pair.put_nodes(&["b", "c"].map(|node| NodeChange::Remove(node.into())));
     assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
 }
 
@@ -231,16 +253,12 @@ async fn a_terminating_pod_is_unused_only_while_another_endpoint_is_ready() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     pair.change_both([endpoint(POD, "a", TERMINATING)]);
-    program(&pair.replicas[0], &mut a).await;
-    program(&pair.replicas[1], &mut b).await;
-    program(&pair.replicas[1], &mut c).await;
-    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
-    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+    program_all(&pair, [(0, &mut a), (1, &mut b), (1, &mut c)]).await;
+    assert_eq!(ask(&mut a, POD, 60_000, 60_000).await.result(), Outcome::Drained);
     let other_stops = endpoint(OTHER, "b", TERMINATING);
     pair.change(0, other_stops);
     a.until(|client| client.held.version >= 3).await;
-    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
-    let last = answer(&mut a).await;
+    let last = ask(&mut a, POD, 60_000, 60_000).await;
     assert_eq!(last.result(), Outcome::Last, "{last:?}");
     assert!(last.reason.contains("10.0.0.1 is the last endpoint of Service default/service-1"), "{last:?}");
 }
@@ -256,11 +274,8 @@ async fn an_endpoint_of_weight_zero_does_not_make_another_one_unused() {
     weightless.placement = Placement { weight: Weight::new(0).unwrap(), ..Placement::on("b") }.into();
     let weightless = Change::Endpoint(service, weightless);
     pair.change_both([weightless, endpoint(POD, "a", TERMINATING)]);
-    program(&pair.replicas[0], &mut a).await;
-    program(&pair.replicas[1], &mut b).await;
-    program(&pair.replicas[1], &mut c).await;
-    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
-    let last = answer(&mut a).await;
+    program_all(&pair, [(0, &mut a), (1, &mut b), (1, &mut c)]).await;
+    let last = ask(&mut a, POD, 60_000, 60_000).await;
     assert_eq!(last.result(), Outcome::Last, "{last:?}");
 }
 
@@ -272,9 +287,7 @@ async fn a_node_that_rejects_the_service_is_unconfirmed_until_it_withdraws_the_r
     let resource = "Service default/service-1".to_owned();
     let rejection = v1::Rejection { resource: resource.clone(), field: "ports".into(), reason: "kernel".into() };
     b.send(Body::Nack(v1::Nack { version: 2, rejections: vec![rejection], in_force: 1, ..v1::Nack::default() })).await;
-    program(&pair.replicas[0], &mut a).await;
-    program(&pair.replicas[1], &mut b).await;
-    program(&pair.replicas[1], &mut c).await;
+    program_all(&pair, [(0, &mut a), (1, &mut b), (1, &mut c)]).await;
     a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
     assert_waits(&mut a).await;
     b.send(Body::Nack(v1::Nack { version: 2, withdrawn: vec![resource], ..v1::Nack::default() })).await;
@@ -289,14 +302,12 @@ async fn a_node_that_never_had_an_agent_is_not_covered_and_others_are_refused() 
     pair.change_both([removed()]);
     program(&pair.replicas[0], &mut a).await;
     drop(b);
-    a.send(Body::Barrier(request(POD, 60_000, 500))).await;
-    let found = answer(&mut a).await;
+    let found = ask(&mut a, POD, 60_000, 500).await;
     assert_eq!(found.result(), Outcome::Incomplete, "{found:?}");
     assert_eq!((found.unconfirmed, found.not_covered), (vec!["b".to_owned()], vec!["c".to_owned()]));
     // A pod of another node, and an address of no pod.
     for (address, problem) in [(OTHER, "ask the agent of its own node"), (Ipv4Addr::new(10, 9, 9, 9), "no endpoint")] {
-        a.send(Body::Barrier(request(address, 60_000, 500))).await;
-        let refused = answer(&mut a).await;
+        let refused = ask(&mut a, address, 60_000, 500).await;
         assert_eq!(refused.result(), Outcome::Refused);
         assert!(refused.reason.contains(problem), "{refused:?}");
     }
@@ -310,8 +321,7 @@ async fn a_silent_replica_leaves_its_nodes_unconfirmed() {
     program(&pair.replicas[0], &mut a).await;
     let [first, second] = pair.replicas;
     second.running.stop().await;
-    a.send(Body::Barrier(request(POD, 60_000, 1_000))).await;
-    let found = answer(&mut a).await;
+    let found = ask(&mut a, POD, 60_000, 1_000).await;
     assert_eq!(found.result(), Outcome::Incomplete);
     assert_eq!(found.unconfirmed, ["b", "c"]);
     assert!(found.reason.contains("replica at "), "{found:?}");

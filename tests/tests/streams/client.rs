@@ -6,7 +6,10 @@ use bytes::{Buf as _, BufMut as _, Bytes};
 use headgate_core::{Change, Dirty, State, digest, reference::Referable};
 use headgate_proto::{Decoder, digests_to_wire, frame::PREFIX_BYTES, v1};
 use prost::Message as _;
-use tokio::{sync::mpsc, time::timeout};
+use tokio::{
+    sync::mpsc,
+    time::{sleep, timeout},
+};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{
     Request, Status, Streaming,
@@ -17,6 +20,16 @@ use v1::{discovery_client::DiscoveryClient, server_message::Body};
 
 /// A guard against hanging. No test asserts on time.
 pub(crate) const GUARD: Duration = Duration::from_secs(60);
+
+/// Waits until a condition holds. `what` completes the message "gave up waiting until …".
+pub(crate) async fn eventually(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    let holds = async {
+        while !is_so().await {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(GUARD, holds).await.unwrap_or_else(|_| panic!("gave up waiting until {what}"));
+}
 
 /// Opens a new connection. The windows of the connection are small, so that the server notices a
 /// client that does not read.

@@ -19,8 +19,11 @@ use headgate_tests::testbed::page;
 use tokio::task::spawn_blocking;
 
 use crate::{
-    barrier::{NEVER, OTHER, POD, Pair, TERMINATING, answer, apply, assert_waits, endpoint, program, removed, request},
-    client::Client,
+    barrier::{
+        NEVER, OTHER, POD, Pair, TERMINATING, answer, apply, ask, assert_waits, endpoint, program, program_all,
+        removed, request,
+    },
+    client::{Client, eventually},
     replica::{Replica, key, service, settings},
 };
 
@@ -32,26 +35,13 @@ fn nack(rejected: &[String], withdrawn: &[String], in_force: usize) -> Body {
 
 /// The nodes that a replica lists, with their states.
 async fn agents(replica: &Replica) -> Vec<(String, String)> {
-    let mut items = replica.inspect().await.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
-    let mut found = Vec::new();
-    while let Some(agent) = items.message().await.unwrap() {
-        found.push((agent.node, agent.state));
-    }
-    found
+    replica.agents().await.into_iter().map(|agent| (agent.node, agent.state)).collect()
 }
 
 /// Waits until a replica lists these nodes in these states.
 async fn until_agents(replica: &Replica, wanted: &[(&str, &str)]) {
     let wanted: Vec<_> = wanted.iter().map(|(node, state)| ((*node).to_owned(), (*state).to_owned())).collect();
-    let mut found = Vec::new();
-    for _ in 0..600 {
-        found = agents(replica).await;
-        if found == wanted {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-    panic!("{found:?}, and not {wanted:?}");
+    eventually(&format!("the nodes are {wanted:?}"), async || agents(replica).await == wanted).await;
 }
 
 /// Removes the endpoint at both replicas, whose three agents program it.
@@ -74,18 +64,15 @@ async fn rejections_beyond_those_that_are_shown_prevent_every_statement_about_th
     b.send(nack(&all, &[], 80)).await;
     b.send(nack(&[], &others[78..], 79)).await;
     until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "failing"), ("c", "up_to_date")]).await;
-    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
-    let found = answer(&mut a).await;
+    let found = ask(&mut a, POD, 60_000, 700).await;
     assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned()]));
     // The agent withdraws it, and rejects more than any replica remembers.
     let many: Vec<String> = (0..5_000).map(|number| format!("Service default/many-{number}")).collect();
     b.send(nack(&many, &[own], 5_078)).await;
-    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
-    let found = answer(&mut a).await;
+    let found = ask(&mut a, POD, 60_000, 700).await;
     assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned()]));
     b.send(nack(&[], &many, 78)).await;
-    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
-    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+    assert_eq!(ask(&mut a, POD, 60_000, 60_000).await.result(), Outcome::Drained);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -94,8 +81,7 @@ async fn a_rejection_that_was_lost_on_its_way_prevents_every_statement() {
     let [mut a, b, _c] = all_programmed(&mut pair).await;
     b.send(nack(&[], &[], 1)).await;
     until_agents(&pair.replicas[1], &[("a", "up_to_date"), ("b", "failing"), ("c", "up_to_date")]).await;
-    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
-    assert_eq!(answer(&mut a).await.unconfirmed, ["b"]);
+    assert_eq!(ask(&mut a, POD, 60_000, 700).await.unconfirmed, ["b"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -106,11 +92,9 @@ async fn the_nodes_of_a_replica_that_stops_count_until_they_return() {
     let Pair { replicas: [first, second], .. } = pair;
     second.running.stop().await;
     until_agents(&first, &[("a", "up_to_date"), ("b", "no_agent"), ("c", "no_agent")]).await;
-    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
-    let found = answer(&mut a).await;
+    let found = ask(&mut a, POD, 60_000, 700).await;
     assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned(), "c".to_owned()]));
-    let status = first.inspect().await.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
-    let fleet = status.fleet.unwrap();
+    let fleet = first.status().await.fleet.unwrap();
     assert_eq!((fleet.nodes, fleet.up_to_date, fleet.no_agent), (3, 1, 2));
     // The replica refreshes the page for each request.
     let address = first.running.metrics_addr.unwrap();
@@ -128,21 +112,11 @@ async fn every_replica_shows_that_two_agents_of_one_replica_replace_each_other()
         streams.push(Client::open(endpoint.connect().await.unwrap(), "a", None).await.unwrap());
     }
     for replica in &pair.replicas {
-        let mut inspect = replica.inspect().await;
-        let (mut status, mut degraded) = (v1::GetStatusResponse::default(), Vec::new());
+        let degraded = async || replica.agents().await.into_iter().flat_map(|agent| agent.degraded).collect::<Vec<_>>();
         // The other replica may not have heard of the agents yet.
-        for _ in 0..600 {
-            status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
-            let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
-            degraded.clear();
-            while let Some(agent) = agents.message().await.unwrap() {
-                degraded.extend(agent.degraded);
-            }
-            if !status.problems.is_empty() && !degraded.is_empty() {
-                break;
-            }
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+        let is_shown = async || !replica.status().await.problems.is_empty() && !degraded().await.is_empty();
+        eventually("the replica shows the problem", is_shown).await;
+        let (status, degraded) = (replica.status().await, degraded().await);
         let [problem] = &status.problems[..] else { panic!("{status:?}") };
         assert_eq!(problem.object, "Node a", "{problem:?}");
         assert_eq!(degraded, [problem.message.as_str()]);
@@ -156,13 +130,10 @@ async fn a_node_that_is_deleted_and_created_again_is_remembered() {
     drop(b);
     until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "no_agent"), ("c", "up_to_date")]).await;
     for change in [NodeChange::Remove("b".into()), apply("b")] {
-        for replica in &pair.replicas {
-            replica.store.commit(Transaction { nodes: vec![change.clone()], ..Transaction::default() });
-        }
+        pair.put_nodes(&[change]);
     }
     until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "no_agent"), ("c", "up_to_date")]).await;
-    a.send(Body::Barrier(request(POD, 60_000, 700))).await;
-    let found = answer(&mut a).await;
+    let found = ask(&mut a, POD, 60_000, 700).await;
     assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned()]));
 }
 
@@ -178,20 +149,16 @@ async fn a_replica_that_has_not_listed_does_not_answer_for_a_pod_and_delays_nobo
     let own =
         Settings { replica_name: "replica-3".into(), peers: Some(PeerSettings { names, tls: None }), ..settings() };
     let third = Replica::start_at(at.into(), own, Security::Plaintext, Limits::default()).await;
-    let mut client = pair.replicas[0].inspect().await;
     let is_joined = |replica: &v1::ReplicaInfo| replica.replica == "replica-3" && replica.state == "joined";
-    while !client.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner().replicas.iter().any(is_joined)
-    {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    let has_joined = async || pair.replicas[0].status().await.replicas.iter().any(is_joined);
+    eventually("the third replica has joined", has_joined).await;
     // The bounds are longer than the guard of `answer`: the answer does not wait for the replica.
-    a.send(Body::Barrier(request(POD, 3_600_000, 3_600_000))).await;
-    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+    assert_eq!(ask(&mut a, POD, 3_600_000, 3_600_000).await.result(), Outcome::Drained);
     // It waits until it knows the pod. Before, it refused the request, so the pod ended at once.
     let mut d = third.open("a").await;
     d.send(Body::Barrier(request(POD, 60_000, 300))).await;
     assert_waits(&mut d).await;
-    third.store.commit(Transaction { nodes: ["a", "b", "c"].map(apply).into(), ..Transaction::default() });
+    third.put_nodes(["a", "b", "c"].map(apply));
     third.store.synced();
     let found = answer(&mut d).await;
     assert_ne!(found.result(), Outcome::Refused, "{found:?}");
@@ -221,11 +188,8 @@ async fn an_endpoint_that_may_return_is_not_drained() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     pair.change_both([endpoint(POD, "a", Conditions { ready: false, serving: false, terminating: false })]);
-    for (client, replica) in [(&mut a, 0), (&mut b, 1), (&mut c, 1)] {
-        program(&pair.replicas[replica], client).await;
-    }
-    a.send(Body::Barrier(request(POD, 900, 900))).await;
-    let found = answer(&mut a).await;
+    program_all(&pair, [(0, &mut a), (1, &mut b), (1, &mut c)]).await;
+    let found = ask(&mut a, POD, 900, 900).await;
     assert_eq!(found.result(), Outcome::Incomplete);
     assert!(found.reason.contains("it may become ready again"), "{found:?}");
 }
@@ -234,10 +198,7 @@ async fn an_endpoint_that_may_return_is_not_drained() {
 async fn removed_endpoints_of_an_older_pod_do_not_answer_for_a_new_pod_of_the_same_name() {
     let mut pair = Pair::start(Duration::ZERO).await;
     let _agents = all_programmed(&mut pair).await;
-    for replica in &pair.replicas {
-        let pods = vec![PodChange { service: key(1), address: POD.into(), pod: None }];
-        replica.store.commit(Transaction { pods, ..Transaction::default() });
-    }
+    pair.put_pod(1, None);
     let ask = |uid: &str| {
         let (uid, timeout_ms) = (uid.to_owned(), 700);
         let (namespace, name) = ("default".to_owned(), "pod".to_owned());
@@ -271,22 +232,19 @@ async fn nobody_waits_for_a_node_that_never_acknowledges_after_three_questions()
     let mut asked = 0;
     let mut is_stalled = false;
     while !is_stalled && asked < 100 {
-        a.send(Body::Barrier(request(POD, 60_000, 3_500))).await;
-        let found = answer(&mut a).await;
+        let found = ask(&mut a, POD, 60_000, 3_500).await;
         assert_eq!(found.unconfirmed, ["b"]);
         is_stalled = found.reason.contains("acknowledge nothing");
         asked += 1;
     }
     assert!(asked >= 3, "{asked}");
     // Now the answer comes long before the end of the wait.
-    a.send(Body::Barrier(request(POD, 3_000_000, 3_000_000))).await;
-    let found = answer(&mut a).await;
+    let found = ask(&mut a, POD, 3_000_000, 3_000_000).await;
     assert_eq!((found.result(), &found.unconfirmed[..]), (Outcome::Incomplete, &["b".to_owned()][..]));
     assert!(found.reason.contains("nobody waits for them"), "{found:?}");
     b.ack().await;
     until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "up_to_date")]).await;
-    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
-    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+    assert_eq!(ask(&mut a, POD, 60_000, 60_000).await.result(), Outcome::Drained);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -294,12 +252,10 @@ async fn replicas_with_different_nodes_do_not_ask_each_other_without_a_pause() {
     let mut pair = Pair::start(NEVER).await;
     let [mut a, _b, _c] = all_programmed(&mut pair).await;
     // The first replica knows a Node that the second one does not have, and that has no agent.
-    let nodes = vec![apply("only-here")];
-    pair.replicas[0].store.commit(Transaction { nodes, ..Transaction::default() });
+    pair.replicas[0].put_nodes([apply("only-here")]);
     let messages = || pair.replicas[1].metric("headgate_peer_questions_total");
     let before = messages();
-    a.send(Body::Barrier(request(POD, 60_000, 1_000))).await;
-    assert_eq!(answer(&mut a).await.unconfirmed, ["only-here"]);
+    assert_eq!(ask(&mut a, POD, 60_000, 1_000).await.unconfirmed, ["only-here"]);
     let asked = messages() - before;
     assert!((1..20).contains(&asked), "{asked} questions");
 }
@@ -309,12 +265,8 @@ async fn nodes_that_the_selector_excludes_are_not_missed() {
     let mut pair = Pair::start(NEVER).await;
     let [mut a, _b, _c] = all_programmed(&mut pair).await;
     let NodeChange::Apply(windows) = apply("windows") else { panic!("not a Node") };
-    for replica in &pair.replicas {
-        let nodes = vec![NodeChange::ApplyExcluded(windows.clone())];
-        replica.store.commit(Transaction { nodes, ..Transaction::default() });
-    }
-    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
-    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
+    pair.put_nodes(&[NodeChange::ApplyExcluded(windows)]);
+    assert_eq!(ask(&mut a, POD, 60_000, 60_000).await.result(), Outcome::Drained);
     until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "up_to_date")]).await;
 }
 
@@ -346,8 +298,7 @@ async fn a_request_about_an_unknown_pod_does_not_hurry_the_fleet() {
     let mut pair = Pair::start(Duration::ZERO).await;
     let [mut a, _b, _c] = all_programmed(&mut pair).await;
     until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "up_to_date")]).await;
-    a.send(Body::Barrier(request(Ipv4Addr::new(10, 9, 9, 9), 60_000, 500))).await;
-    assert_eq!(answer(&mut a).await.result(), Outcome::Refused);
+    assert_eq!(ask(&mut a, Ipv4Addr::new(10, 9, 9, 9), 60_000, 500).await.result(), Outcome::Refused);
     a.urgent.clear();
     pair.change(0, endpoint(OTHER, "b", TERMINATING));
     program(&pair.replicas[0], &mut a).await;
@@ -364,11 +315,7 @@ async fn an_endpoint_that_ceases_to_be_the_last_one_during_the_round_is_asked_ab
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     // The pod is the last endpoint of Service 2, and not of Service 1.
     pair.change_both([service(2, 81), of(2, POD, "a", TERMINATING), of(1, POD, "a", TERMINATING)]);
-    for replica in &pair.replicas {
-        let pod = Some((PodId::new("pod", "pod"), Some("a".into())));
-        let pods = vec![PodChange { service: key(2), address: POD.into(), pod }];
-        replica.store.commit(Transaction { pods, ..Transaction::default() });
-    }
+    pair.put_pod(2, Some(PodId::new("pod", "pod")));
     program(&pair.replicas[0], &mut a).await;
     program(&pair.replicas[1], &mut c).await;
     let version = pair.replicas[1].store.version();
@@ -380,9 +327,7 @@ async fn an_endpoint_that_ceases_to_be_the_last_one_during_the_round_is_asked_ab
     pair.change_both([witness]);
     b.ack().await;
     assert_waits(&mut a).await;
-    for (client, replica) in [(&mut a, 0), (&mut b, 1), (&mut c, 1)] {
-        program(&pair.replicas[replica], client).await;
-    }
+    program_all(&pair, [(0, &mut a), (1, &mut b), (1, &mut c)]).await;
     assert_ne!(answer(&mut a).await.result(), Outcome::Incomplete);
 }
 

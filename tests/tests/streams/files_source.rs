@@ -42,7 +42,7 @@ impl Reading {
     async fn of_folder(folder: TempDir) -> Self {
         let root = folder.path().to_owned();
         let reading = Self::started(folder, &root);
-        reading.sink.until("the folder is read", |c| c.synced == 1).await;
+        reading.until("the folder is read", |c| c.synced == 1).await;
         reading
     }
 
@@ -57,6 +57,15 @@ impl Reading {
             shutdown.clone(),
         ));
         Self { folder, sink, shutdown, task }
+    }
+
+    async fn until(&self, what: &str, condition: impl FnMut(&sink::Collected) -> bool) {
+        self.sink.until(what, condition).await;
+    }
+
+    /// Waits until a problem contains this text.
+    async fn until_problem(&self, text: &str) {
+        self.until(text, |c| c.problem_texts().iter().any(|problem| problem.contains(text))).await;
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -103,22 +112,6 @@ fn slice(name: &str, service: &str, addresses: &[&str]) -> String {
 }
 
 #[tokio::test]
-async fn the_source_is_cut_off_while_the_folder_cannot_be_read() {
-    let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
-    let (folder, away) = (reading.folder.path().to_owned(), reading.folder.path().with_extension("away"));
-    fs::rename(&folder, &away).unwrap();
-    reading.sink.until("the source is cut off", |c| c.cut_off.is_some()).await;
-    let heard = reading.sink.look(|c| {
-        assert!(c.cut_off.as_ref().unwrap().contains("cannot be read"), "{:?}", c.cut_off);
-        assert!(c.serves("default", "web"), "the Services that were read last were removed");
-        c.heard.clone()
-    });
-    fs::rename(&away, &folder).unwrap();
-    reading.sink.until("the folder is read again", |c| c.cut_off.is_none()).await;
-    assert!(reading.sink.look(|c| c.heard != heard));
-}
-
-#[tokio::test]
 async fn a_folder_is_served_and_followed() {
     let node = "apiVersion: v1\nkind: Node\nmetadata: {name: n1}\n";
     let reading = Reading::of(&[
@@ -139,12 +132,12 @@ async fn a_folder_is_served_and_followed() {
         assert_eq!(c.commits, 1);
     });
     reading.put("web.yaml", &(service("web") + &slice("web-1", "web", &["10.1.0.1", "10.1.0.3"])));
-    reading.sink.until("the endpoint is replaced", |c| c.endpoints("default", "web") == ["10.1.0.1", "10.1.0.3"]).await;
+    reading.until("the endpoint is replaced", |c| c.endpoints("default", "web") == ["10.1.0.1", "10.1.0.3"]).await;
     reading.sink.look(|c| assert_eq!((c.commit_sizes.last(), c.commits, c.went_back), (Some(&2), 2, 0)));
     reading.put("new/api.yaml", &service_at("api", "10.0.0.2"));
-    reading.sink.until("a new folder is read", |c| c.serves("default", "api")).await;
+    reading.until("a new folder is read", |c| c.serves("default", "api")).await;
     fs::remove_dir_all(reading.path("new")).unwrap();
-    reading.sink.until("the Services of a removed folder are removed", |c| !c.serves("default", "api")).await;
+    reading.until("the Services of a removed folder are removed", |c| !c.serves("default", "api")).await;
     fs::rename(reading.path("web.yaml"), reading.path("web2.yaml")).unwrap();
     reading.settle("later").await;
     reading.sink.look(|c| assert!(!c.removed.contains(&"Service default/web".to_owned()), "{:?}", c.removed));
@@ -156,14 +149,9 @@ async fn a_malformed_file_is_reported_and_removes_nothing() {
     let reading = Reading::of(&[("web.yaml", &good), ("other.yaml", &service_at("other", "10.0.0.3"))]).await;
     for bad in ["kind: [", "}{", "\u{0}", "just text\n", "a: b\n a: c\n", "apiVersion: v1\nkind: Service\n"] {
         reading.put("web.yaml", bad);
-        reading
-            .sink
-            .until("the fault is reported", |c| {
-                c.problem_texts().iter().any(|p| p.starts_with("web.yaml, document 1 |"))
-            })
-            .await;
+        reading.until_problem("web.yaml, document 1 |").await;
         reading.put("web.yaml", &good);
-        reading.sink.until("the fault is fixed", |c| c.problems.is_empty()).await;
+        reading.until("the fault is fixed", |c| c.problems.is_empty()).await;
     }
     // One of three documents is broken. Changes in the other documents are read, and the objects of
     // the broken document stay.
@@ -171,10 +159,7 @@ async fn a_malformed_file_is_reported_and_removes_nothing() {
         format!("{}{middle}---\n{}", service_at("web", "10.0.0.7"), slice("web-1", "web", &["10.1.0.9"]))
     };
     reading.put("web.yaml", &three("kind: {\n"));
-    reading
-        .sink
-        .until("changes in the other documents are read", |c| c.endpoints("default", "web") == ["10.1.0.9"])
-        .await;
+    reading.until("changes in the other documents are read", |c| c.endpoints("default", "web") == ["10.1.0.9"]).await;
     reading.sink.look(|c| {
         assert!(c.problem_texts().iter().any(|p| p.contains("web.yaml, document 2")), "{:?}", c.problem_texts());
         assert!(c.errors[&(SourceKind::Files, "malformed_file")] >= 7);
@@ -186,7 +171,7 @@ async fn a_malformed_file_is_reported_and_removes_nothing() {
     let is_reported = |p: &String| {
         p.starts_with("other.yaml, document 1 | Service default/other | spec.ports[0].port") && p.contains("line 1")
     };
-    reading.sink.until("the field is reported", |c| c.problem_texts().iter().any(is_reported)).await;
+    reading.until("the field is reported", |c| c.problem_texts().iter().any(is_reported)).await;
     reading.sink.look(|c| assert!(c.serves("default", "other")));
 }
 
@@ -204,10 +189,7 @@ async fn bad_values_are_reported_with_their_place_and_the_rest_is_served() {
     });
     reading
         .put("web.yaml", &(service("web").replace("port: 80", "port: 70000") + &slice("web-1", "web", &["10.1.0.1"])));
-    reading
-        .sink
-        .until("the port is reported", |c| c.problem_texts().iter().any(|p| p.contains("spec.ports[0].port")))
-        .await;
+    reading.until_problem("spec.ports[0].port").await;
     reading.sink.look(|c| assert!(c.serves("default", "web") && c.removed.is_empty()));
 }
 
@@ -226,15 +208,11 @@ async fn a_write_that_truncates_the_file_first_removes_nothing() {
     // An editor renames the old file and writes a new file.
     fs::rename(reading.path("web.yaml"), reading.path("web.yaml~")).unwrap();
     fs::write(reading.path("web.yaml"), text.replace("10.1.0.2", "10.1.0.3")).unwrap();
-    reading
-        .sink
-        .until("the new version is served", |c| c.endpoints("default", "web") == ["10.1.0.1", "10.1.0.3"])
-        .await;
+    reading.until("the new version is served", |c| c.endpoints("default", "web") == ["10.1.0.1", "10.1.0.3"]).await;
     reading.sink.look(|c| assert_eq!(c.removed, ["Endpoint default/web 10.1.0.2"]));
     // The file is emptied and closed.
     fs::write(reading.path("web.yaml"), "").unwrap();
     reading
-        .sink
         .until("the Services of the emptied file are removed", |c| {
             !c.serves("default", "web") && !c.serves("default", "api")
         })
@@ -250,7 +228,7 @@ async fn the_first_of_two_definitions_of_an_object_is_used() {
         let entry = c.state.entry(&headgate_core::ServiceKey::new("default", "web"));
         entry.and_then(|entry| entry.service()).map(|service| service.cluster_ips[0].to_string())
     };
-    reading.sink.until("the first definition is used", |c| address(c).as_deref() == Some("10.0.0.1")).await;
+    reading.until("the first definition is used", |c| address(c).as_deref() == Some("10.0.0.1")).await;
     reading.sink.look(|c| {
         assert!(
             c.problem_texts()[0].starts_with("b.yaml, document 1 | Service default/web |"),
@@ -261,17 +239,11 @@ async fn the_first_of_two_definitions_of_an_object_is_used() {
     });
     fs::remove_file(reading.path("a.yaml")).unwrap();
     reading
-        .sink
         .until("the second definition is used", |c| address(c).as_deref() == Some("10.0.0.2") && c.problems.is_empty())
         .await;
     reading.sink.look(|c| assert_eq!(c.removed, [""; 0]));
     reading.put("c.yaml", &(service_at("twice", "10.0.0.4") + &service_at("twice", "10.0.0.5")));
-    reading
-        .sink
-        .until("a second definition in one file is reported", |c| {
-            c.problem_texts().iter().any(|p| p.starts_with("c.yaml, document 2"))
-        })
-        .await;
+    reading.until_problem("c.yaml, document 2").await;
 }
 
 #[tokio::test]
@@ -286,34 +258,27 @@ async fn a_mounted_config_map_is_followed() {
     symlink("..2024_2", reading.path("..data_tmp")).unwrap();
     fs::rename(reading.path("..data_tmp"), reading.path("..data")).unwrap();
     fs::remove_dir_all(reading.path("..2024_1")).unwrap();
-    reading.sink.until("the new version is served", |c| c.serves("default", "api")).await;
+    reading.until("the new version is served", |c| c.serves("default", "api")).await;
     reading.sink.look(|c| assert_eq!((c.removed.len(), c.problems.len()), (0, 0)));
 }
 
 #[tokio::test]
-async fn services_of_a_folder_that_disappears_stay() {
+async fn services_of_a_folder_that_disappears_stay_and_the_source_is_cut_off() {
     let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
-    let aside = reading.folder.path().with_extension("aside");
-    fs::rename(reading.folder.path(), &aside).unwrap();
-    let is_reported =
-        |c: &sink::Collected| c.problem_texts().iter().any(|p| p.contains("cannot be read (No such file"));
-    reading.sink.until("the missing folder is reported", is_reported).await;
-    fs::rename(&aside, reading.folder.path()).unwrap();
-    reading.sink.until("the folder is read again", |c| c.problems.is_empty()).await;
-    reading.sink.look(|c| assert!(c.serves("default", "web") && c.removed.is_empty()));
-}
-
-#[tokio::test]
-async fn the_problem_of_a_folder_that_disappears_has_its_path_and_the_remedy() {
-    let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
-    let root = reading.folder.path().to_owned();
-    let aside = root.with_extension("aside");
-    fs::rename(&root, &aside).unwrap();
-    reading.sink.until("the missing folder is reported", |c| !c.problems.is_empty()).await;
-    let problem = reading.sink.look(|c| c.problems[0].clone());
-    fs::rename(&aside, &root).unwrap();
-    assert_eq!(Path::new(&problem.object), root.as_path(), "{problem:?}");
-    assert!(problem.message.contains("create it") && !problem.message.contains("permissions"), "{problem:?}");
+    let (folder, away) = (reading.folder.path().to_owned(), reading.folder.path().with_extension("away"));
+    fs::rename(&folder, &away).unwrap();
+    reading.until("the source is cut off", |c| c.cut_off.is_some() && !c.problems.is_empty()).await;
+    reading.until_problem("cannot be read (No such file").await;
+    let heard = reading.sink.look(|c| {
+        assert!(c.cut_off.as_ref().unwrap().contains("cannot be read"), "{:?}", c.cut_off);
+        let problem = &c.problems[0];
+        assert_eq!(Path::new(&problem.object), folder.as_path(), "{problem:?}");
+        assert!(problem.message.contains("create it") && !problem.message.contains("permissions"), "{problem:?}");
+        c.heard.clone()
+    });
+    fs::rename(&away, &folder).unwrap();
+    reading.until("the folder is read again", |c| c.cut_off.is_none() && c.problems.is_empty()).await;
+    reading.sink.look(|c| assert!(c.heard != heard && c.serves("default", "web") && c.removed.is_empty()));
 }
 
 #[tokio::test]
@@ -323,25 +288,25 @@ async fn a_replica_that_starts_on_a_missing_or_empty_folder_waits_and_empties_no
     let reading = Reading::started(above, &root);
     let waits_for =
         |text: &'static str| move |c: &sink::Collected| c.cut_off.as_ref().is_some_and(|reason| reason.contains(text));
-    reading.sink.until("the missing folder is reported", waits_for("create it")).await;
+    reading.until("the missing folder is reported", waits_for("create it")).await;
     fs::create_dir_all(&root).unwrap();
-    reading.sink.until("the empty folder is reported", waits_for("contains no manifest")).await;
+    reading.until("the empty folder is reported", waits_for("contains no manifest")).await;
     reading.put("clone/1/web.yaml", &service("web"));
     reading.sink.look(|c| assert_eq!((c.synced, c.commits, c.heard.len(), c.problems.len()), (0, 0, 0, 1)));
     fs::remove_dir(&root).unwrap();
     symlink("1", &root).unwrap();
-    reading.sink.until("the folder is read", |c| c.synced == 1 && c.serves("default", "web")).await;
+    reading.until("the folder is read", |c| c.synced == 1 && c.serves("default", "web")).await;
     reading.sink.look(|c| assert_eq!((c.cut_off.clone(), c.problems.len()), (None, 0)));
     // git-sync switches the symlink.
     reading.put("clone/2/web.yaml", &(service("web") + &service_at("api", "10.0.0.2")));
     symlink("2", reading.path("clone/next")).unwrap();
     fs::rename(reading.path("clone/next"), &root).unwrap();
-    reading.sink.until("the new clone is read", |c| c.serves("default", "api")).await;
+    reading.until("the new clone is read", |c| c.serves("default", "api")).await;
     reading.put("clone/2/web.yaml", &service_at("more", "10.0.0.3"));
-    reading.sink.until("edits of the new clone are read", |c| c.serves("default", "more")).await;
+    reading.until("edits of the new clone are read", |c| c.serves("default", "more")).await;
     // The last object is removed.
     fs::write(reading.path("clone/2/web.yaml"), "").unwrap();
-    reading.sink.until("nothing is served", |c| c.state.service_count() == 0).await;
+    reading.until("nothing is served", |c| c.state.service_count() == 0).await;
     reading.sink.look(|c| assert_eq!((c.cut_off.clone(), c.problems.len()), (None, 0)));
 }
 
@@ -360,13 +325,12 @@ async fn a_replica_that_cannot_know_what_to_serve_waits() {
         let root = folder.path().to_owned();
         let reading = Reading::started(folder, &root);
         reading
-            .sink
             .until("the replica says why it waits", |c| c.cut_off.as_ref().is_some_and(|why| why.contains(expected)))
             .await;
         reading.sink.look(|c| assert_eq!((c.synced, c.commits, c.heard.len()), (0, 0, 0), "{bad}"));
         assert!(reading.sink.look(|c| !c.problems.is_empty()));
         reading.put("web.yaml", &service("web"));
-        reading.sink.until("the folder is read", |c| c.synced == 1).await;
+        reading.until("the folder is read", |c| c.synced == 1).await;
         reading.sink.look(|c| assert!(c.serves("default", "web") && c.cut_off.is_none() && c.commits == 1));
     }
 }
@@ -397,10 +361,7 @@ async fn manifests_are_read_as_the_api_server_reads_them() {
         assert_eq!(c.problem_texts(), [""; 0]);
     });
     reading.put("wrong.yaml", &json("wrong", "\"80\""));
-    reading
-        .sink
-        .until("a port in quotes is refused", |c| c.problem_texts().iter().any(|p| p.contains("spec.ports[0].port")))
-        .await;
+    reading.until_problem("spec.ports[0].port").await;
     reading.sink.look(|c| assert!(!c.serves("default", "wrong")));
 }
 
@@ -417,7 +378,7 @@ async fn problems_of_files_say_what_is_wrong_with_them() {
     ] {
         reading.put("new.yaml", text);
         let is_reported = |p: &String| p.starts_with("new.yaml, document 1") && p.contains(expected);
-        reading.sink.until("the problem is reported", |c| c.problem_texts().iter().any(is_reported)).await;
+        reading.until("the problem is reported", |c| c.problem_texts().iter().any(is_reported)).await;
         reading.sink.look(|c| {
             let texts = c.problem_texts().concat();
             assert!(!texts.contains("before") && !texts.contains("stay in use"), "the file defined nothing: {texts}");
@@ -449,9 +410,9 @@ async fn a_file_that_is_written_in_place_again_and_again_is_read_whole() {
             pause(2).await;
         }
     });
-    reading.sink.until("the removed Service is not served", |c| !c.serves("default", "web")).await;
+    reading.until("the removed Service is not served", |c| !c.serves("default", "web")).await;
     let commits = reading.sink.look(|c| c.commits);
-    reading.sink.until("later versions of the file are read", |c| c.commits >= commits + 2).await;
+    reading.until("later versions of the file are read", |c| c.commits >= commits + 2).await;
     reading.sink.look(|c| {
         assert_eq!(c.removed, ["Service default/web"], "a half was served");
         assert_eq!(c.endpoints("default", "other"), ["10.1.0.1", "10.1.0.2"]);

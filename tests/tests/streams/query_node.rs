@@ -1,5 +1,6 @@
 //! Tests of `Inspect.QueryNode` and `headgatectl node`: simulated agents answer as the test says.
 
+use futures::TryStreamExt as _;
 use headgate_proto::v1::{self, agent_message::Body, inspect_client::InspectClient, node_answer, node_query};
 use tokio::{task::JoinHandle, time::timeout};
 use tonic::{Code, Status};
@@ -18,12 +19,7 @@ fn ask(replica: &Replica, node: &str, kind: node_query::Kind) -> JoinHandle<Resu
         let mut inspect = InspectClient::new(channel(address).await);
         let request =
             v1::QueryNodeRequest { node, query: Some(v1::NodeQuery { kind: Some(kind) }), ..Default::default() };
-        let mut answer = inspect.query_node(request).await?.into_inner();
-        let mut parts = Vec::new();
-        while let Some(part) = answer.message().await? {
-            parts.push(part);
-        }
-        Ok(parts)
+        inspect.query_node(request).await?.into_inner().try_collect().await
     })
 }
 

@@ -24,7 +24,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::{task::spawn_blocking, time::sleep};
 
-use crate::client::{Client, GUARD, channel};
+use crate::client::{Client, channel, eventually};
 
 const GATE: &str = "headgate.io/programmed";
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
@@ -99,15 +99,6 @@ async fn sum(replicas: &[Replica; 2], sample: &str) -> u64 {
     replicas[0].metric(&sample).await + replicas[1].metric(&sample).await
 }
 
-/// Waits until a condition holds. The limit is a guard against hanging.
-async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
-    let limit = tokio::time::Instant::now() + GUARD;
-    while !is_so().await {
-        assert!(tokio::time::Instant::now() < limit, "gave up waiting until {what}");
-        sleep(Duration::from_millis(10)).await;
-    }
-}
-
 /// The pod `shop/NAME` with the gate, whose containers are ready.
 fn waiting_pod(name: &str) -> PodBuilder {
     let built = pod("shop", name, &format!("uid-{name}")).gate(GATE).condition("ContainersReady", "True", "");
@@ -165,7 +156,7 @@ async fn replicas(api: &ApiServer, options: &[&str]) -> [Replica; 2] {
     };
     let replicas = [start(0).await, start(1).await];
     for replica in &replicas {
-        until("a replica is synced", async || replica.store.is_synced()).await;
+        eventually("a replica is synced", async || replica.store.is_synced()).await;
     }
     replicas
 }
@@ -180,7 +171,7 @@ async fn agent(replica: &Replica, node: &str) -> Client {
 
 /// Programs the version in which the pod is ready.
 async fn program(replica: &Replica, client: &mut Client) {
-    until("the endpoint is ready", async || replica.is_ready()).await;
+    eventually("the endpoint is ready", async || replica.is_ready()).await;
     let version = replica.store.version();
     client.until(|client| client.held.version >= version).await;
     client.ack().await;
@@ -188,7 +179,7 @@ async fn program(replica: &Replica, client: &mut Client) {
 
 async fn until_set(api: &ApiServer, name: &str, reason: &str) -> Value {
     let is_set = async || condition(api, name).is_some();
-    until(&format!("the condition of {name} is set"), is_set).await;
+    eventually(&format!("the condition of {name} is set"), is_set).await;
     let condition = condition(api, name).unwrap();
     assert_eq!((&condition["status"], &condition["reason"]), (&json!("True"), &json!(reason)), "{condition}");
     condition
@@ -209,9 +200,10 @@ async fn the_condition_is_set_once_the_last_node_of_all_replicas_has_programmed_
     program(second, &mut c).await;
     let set = until_set(&api, "web-1", "Programmed").await;
     assert!(set["lastTransitionTime"].as_str().unwrap().ends_with('Z'), "{set}");
-    until("one condition is counted", async || sum(&replicas, "s_set_total{reason=\"programmed\"}").await == 1).await;
+    eventually("one condition is counted", async || sum(&replicas, "s_set_total{reason=\"programmed\"}").await == 1)
+        .await;
     for replica in &replicas {
-        until("no pod waits", async || replica.metric("headgate_readiness_gates_waiting").await == 0).await;
+        eventually("no pod waits", async || replica.metric("headgate_readiness_gates_waiting").await == 0).await;
     }
     // The kubelet and the EndpointSlice controller follow. Agents notice nothing of it.
     let versions = [0, 1].map(|index| replicas[index].store.version());
@@ -220,19 +212,19 @@ async fn the_condition_is_set_once_the_last_node_of_all_replicas_has_programmed_
     for replica in &replicas {
         let version = api.version();
         let position = || replica.store.positions().values().max().copied();
-        until("the replica follows", async || position() >= Some(version)).await;
+        eventually("the replica follows", async || position() >= Some(version)).await;
     }
     api.apply(slice(true)).unwrap();
     // A later change has the next version.
     api.apply(service("shop", "other").cluster_ip("10.0.0.11").port("", "TCP", 80, 80).build()).unwrap();
     for (replica, version) in replicas.iter().zip(versions) {
-        until("the next change arrives", async || replica.store.version() == version + 1).await;
+        eventually("the next change arrives", async || replica.store.version() == version + 1).await;
         assert!(replica.is_ready());
     }
     // From now on, only the EndpointSlice counts.
     api.apply(slice(false)).unwrap();
     for replica in &replicas {
-        until("the endpoint is unready", async || !replica.is_ready()).await;
+        eventually("the endpoint is unready", async || !replica.is_ready()).await;
     }
     assert_eq!(patches(&api), [("/api/v1/namespaces/shop/pods/web-1/status".to_owned(), Some(200))]);
 }
@@ -278,9 +270,9 @@ async fn a_replica_that_has_not_seen_the_pod_confirms_none_of_its_nodes() {
     let gate = Gate::start(api.address(), Mode::Open).await.unwrap();
     let through = api.kubeconfig().replace(&api.url(), &format!("http://{}", gate.address));
     let leader = Replica::start(0, &api.kubeconfig(), &[]).await;
-    until("the first replica is synced", async || leader.store.is_synced()).await;
+    eventually("the first replica is synced", async || leader.store.is_synced()).await;
     let cut_off = Replica::start(1, &through, &[]).await;
-    until("the other replica is synced", async || cut_off.store.is_synced()).await;
+    eventually("the other replica is synced", async || cut_off.store.is_synced()).await;
     let (mut a, mut b) = (agent(&leader, "a").await, agent(&cut_off, "b").await);
     let mut c = agent(&leader, "c").await;
     gate.set(Mode::Silent).await;
@@ -309,7 +301,7 @@ async fn another_replica_sets_the_condition_if_the_first_one_stops_or_cannot_wri
         std::mem::swap(&mut through, &mut there);
     }
     for replica in [&first, &other] {
-        until("a replica is synced", async || replica.store.is_synced()).await;
+        eventually("a replica is synced", async || replica.store.is_synced()).await;
     }
     let mut clients = Vec::new();
     for name in ["a", "b", "c"] {
@@ -317,7 +309,7 @@ async fn another_replica_sets_the_condition_if_the_first_one_stops_or_cannot_wri
     }
     // The first replica sees the pod, and has no agents. Its writes do not arrive.
     api.apply(waiting_pod("web-1").build()).unwrap();
-    until("the first replica sees the pod", async || first.is_ready()).await;
+    eventually("the first replica sees the pod", async || first.is_ready()).await;
     through.set(Mode::Silent).await;
     for client in &mut clients {
         program(&other, client).await;
@@ -329,7 +321,7 @@ async fn another_replica_sets_the_condition_if_the_first_one_stops_or_cannot_wri
     api.apply(slice).unwrap();
     api.apply(pod.build()).unwrap();
     let key = ServiceKey::new("shop", "web");
-    until("the endpoint is ready", async || other.store.ready_since(&key, ADDRESS_2.into()).is_some()).await;
+    eventually("the endpoint is ready", async || other.store.ready_since(&key, ADDRESS_2.into()).is_some()).await;
     let version = other.store.version();
     for client in &mut clients {
         client.until(|client| client.held.version >= version).await;
@@ -350,18 +342,18 @@ async fn a_pod_of_the_same_name_does_not_get_the_condition_of_an_older_pod() {
     for client in &mut clients[..2] {
         program(&replicas[0], client).await;
     }
-    until("the endpoint is ready", async || replicas[1].is_ready()).await;
+    eventually("the endpoint is ready", async || replicas[1].is_ready()).await;
     // The replicas do not see that another pod gets the name.
     api.block(Kind::Pod);
     api.delete(Kind::Pod, "shop", "web-1").unwrap();
     api.apply(pod("shop", "web-1", "uid-2").gate(GATE).condition("ContainersReady", "False", "").build()).unwrap();
     program(&replicas[0], &mut clients[2]).await;
-    until("the patch is refused", async || patches(&api).iter().any(|(_, code)| *code == Some(422))).await;
+    eventually("the patch is refused", async || patches(&api).iter().any(|(_, code)| *code == Some(422))).await;
     assert_eq!(condition(&api, "web-1"), None);
     api.release(Kind::Pod);
     for replica in &replicas {
-        until("no pod waits", async || replica.metric("headgate_readiness_gates_waiting").await == 0).await;
-        until("the endpoint is unready", async || !replica.is_ready()).await;
+        eventually("no pod waits", async || replica.metric("headgate_readiness_gates_waiting").await == 0).await;
+        eventually("the endpoint is unready", async || !replica.is_ready()).await;
     }
 }
 
@@ -381,14 +373,14 @@ async fn without_the_roles_services_are_served_and_conditions_stay_unset() {
     api.set_options(|options| options.rights = Some(rights(&["base/rbac.yaml"])));
     let replicas = replicas(&api, &["--ready-everywhere-timeout-seconds=1"]).await;
     let forbidden = "headgate_source_errors_total{kind=\"pods\",reason=\"forbidden\"}";
-    until("the refusal is counted", async || replicas[0].metric(forbidden).await > 0).await;
+    eventually("the refusal is counted", async || replicas[0].metric(forbidden).await > 0).await;
     assert_eq!((replicas[0].store.source_problem(), replicas[0].is_ready()), (None, false));
     let all = rights(&["base/rbac.yaml", "ready-everywhere/rbac.yaml"]);
     api.set_options(|options| options.rights = Some(all.without("patch pods/status.")));
     for replica in &replicas {
-        until("the endpoint is ready", async || replica.is_ready()).await;
+        eventually("the endpoint is ready", async || replica.is_ready()).await;
     }
-    until("the patch is refused", async || patches(&api).iter().any(|(_, code)| *code == Some(403))).await;
+    eventually("the patch is refused", async || patches(&api).iter().any(|(_, code)| *code == Some(403))).await;
     assert_eq!(condition(&api, "web-1"), None);
     api.set_options(|options| options.rights = Some(all));
     until_set(&api, "web-1", "TimedOut").await;

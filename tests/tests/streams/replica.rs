@@ -7,14 +7,15 @@ use std::{
     time::Duration,
 };
 
+use futures::TryStreamExt as _;
 use headgate_control_plane::{
     metrics::Metrics,
     serve::{self, CancellationToken, Listen, Running, Security, Settings},
     store::{Limits, Store},
-    transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
+    transaction::{NodeChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
-use headgate_core::{Change, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort};
-use headgate_proto::v1::inspect_client::InspectClient;
+use headgate_core::{Change, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceKey, ServicePort};
+use headgate_proto::v1::{self, inspect_client::InspectClient};
 use headgate_tests::testbed::{page, process::program};
 use serde_json::Value;
 use tokio::{process::Command, time::timeout};
@@ -106,6 +107,20 @@ impl Replica {
         self.store.commit(Transaction { changes, positions, ..Transaction::default() });
     }
 
+    pub(crate) fn put_nodes(&self, nodes: impl IntoIterator<Item = NodeChange>) {
+        self.store.commit(Transaction { nodes: nodes.into_iter().collect(), ..Transaction::default() });
+    }
+
+    /// The agents that the replica lists.
+    pub(crate) async fn agents(&self) -> Vec<v1::AgentInfo> {
+        let agents = self.inspect().await.list_agents(v1::ListAgentsRequest::default()).await.unwrap();
+        agents.into_inner().try_collect().await.unwrap()
+    }
+
+    pub(crate) async fn status(&self) -> v1::GetStatusResponse {
+        self.inspect().await.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner()
+    }
+
     /// The value of a sample in the metrics, or 0 if the sample is missing.
     pub(crate) fn metric(&self, sample: &str) -> u64 {
         page::sample(&self.metrics.render(), sample)
@@ -136,6 +151,12 @@ pub(crate) fn headgatectl(replicas: &[&Replica], arguments: &str) -> impl Future
         let text = |bytes| String::from_utf8(bytes).unwrap();
         Printed { code: output.status.code().unwrap(), out: text(output.stdout), err: text(output.stderr) }
     }
+}
+
+/// A Node without addresses.
+pub(crate) fn node(name: &str, zone: Option<&str>) -> Node {
+    let (name, zone) = (name.into(), zone.map(Into::into));
+    Node { name, zone, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false }
 }
 
 pub(crate) fn key(number: u16) -> ServiceKey {

@@ -36,7 +36,7 @@ use tonic_reflection::pb::v1::{
     server_reflection_request::MessageRequest,
 };
 
-use crate::client::{Client, GUARD, channel, hello, message};
+use crate::client::{Client, GUARD, channel, eventually, hello, message};
 use crate::replica::{self, Replica, cluster, service};
 
 /// A stream on a connection of the `h2` crate.
@@ -401,12 +401,7 @@ async fn a_violation_of_http2_ends_its_connection_and_affects_no_other() {
             }
         };
         assert_eq!(found, *code, "{what}");
-        let counted = async {
-            while replica.metric(sample) <= number as u64 {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        };
-        timeout(GUARD, counted).await.unwrap_or_else(|_| panic!("{what} is not counted"));
+        eventually(&format!("{what} is counted"), async || replica.metric(sample) > number as u64).await;
     }
     replica.put([service(1, 80)]);
     good.reach(1).await;

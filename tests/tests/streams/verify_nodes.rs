@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use futures::TryStreamExt as _;
 use headgate_control_plane::transaction::{NodeChange, Sink as _, SourceKind, Transaction, TriggeredChange};
 use headgate_core::{
     Change, Dirty, Family, Node, NodeFacts, ServiceKey,
@@ -19,7 +20,7 @@ use tokio::{task::JoinHandle, time::timeout};
 use tonic::{Code, Status};
 
 use crate::client::{Client, GUARD};
-use crate::replica::{Printed, Replica, cluster, endpoint, headgatectl, key, remove_endpoint, service};
+use crate::replica::{Printed, Replica, cluster, endpoint, headgatectl, key, node, remove_endpoint, service};
 
 fn view(node: &str) -> NodeView {
     let settings = NodeSettings {
@@ -108,6 +109,13 @@ impl Drop for Agent {
     }
 }
 
+/// An agent whose answers are changed in this way.
+fn changing(
+    change: impl Fn(&mut v1::Verification) + Send + 'static,
+) -> impl FnMut(usize, &mut Client, Option<&mut v1::Verification>) + Send + 'static {
+    move |_, _, answer| answer.into_iter().for_each(&change)
+}
+
 /// The answer of an agent that cannot read its kernel.
 fn unreadable(_: usize, _: &mut Client, answer: Option<&mut v1::Verification>) {
     if let Some(answer) = answer {
@@ -124,17 +132,8 @@ fn set_drift(answer: &mut v1::Verification, service: &str, count: u64) {
 
 async fn verify(replica: &Replica, node: &str) -> Result<Vec<v1::VerifyNodesResponse>, Status> {
     let mut inspect = replica.inspect().await;
-    let asked = async {
-        let mut answer = inspect
-            .verify_nodes(v1::VerifyNodesRequest { node: node.into(), ..Default::default() })
-            .await?
-            .into_inner();
-        let mut messages = Vec::new();
-        while let Some(message) = answer.message().await? {
-            messages.push(message);
-        }
-        Ok(messages)
-    };
+    let request = v1::VerifyNodesRequest { node: node.into(), ..Default::default() };
+    let asked = async { inspect.verify_nodes(request).await?.into_inner().try_collect().await };
     timeout(GUARD, asked).await.expect("the verification does not end")
 }
 
@@ -232,14 +231,7 @@ async fn the_agents_own_differences_are_shown_and_a_second_verification_confirms
 }
 
 async fn agent_info(replica: &Replica, node: &str) -> v1::AgentInfo {
-    let mut inspect = replica.inspect().await;
-    let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
-    loop {
-        let agent = agents.message().await.unwrap().expect("the node is not listed");
-        if agent.node == node {
-            return agent;
-        }
-    }
+    replica.agents().await.into_iter().find(|agent| agent.node == node).expect("the node is not listed")
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -272,11 +264,7 @@ async fn a_verification_that_proves_nothing_does_not_hide_an_earlier_difference(
 async fn a_difference_stays_named_if_the_agent_then_stops() {
     let replica = Replica::start().await;
     replica.put(cluster(3));
-    let report = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
-        if let Some(answer) = answer {
-            set_drift(answer, "default/service-1", 1);
-        }
-    };
+    let report = changing(|answer| set_drift(answer, "default/service-1", 1));
     let client = replica.agent("a").await;
     let _agent = Agent::answer(client, "a", 1, report);
     let found = verify_one(&replica, "a").await;
@@ -340,19 +328,16 @@ async fn an_agent_that_lies_about_the_number_of_differences_is_not_verified() {
 async fn a_wrong_zone_in_each_attempt_and_a_view_without_families_are_not_verified() {
     let replica = Replica::start().await;
     replica.put(cluster(3));
-    let zone = Some("zone-1".into());
-    let node = Node { name: "a".into(), zone, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false };
-    replica.store.commit(Transaction { nodes: vec![NodeChange::Apply(node)], ..Transaction::default() });
+    replica.put_nodes([NodeChange::Apply(node("a", Some("zone-1")))]);
     // The agent of the tests never has a zone.
     let _agent = Agent::honest(&replica, "a").await;
     let found = verify_one(&replica, "a").await;
     assert_eq!(found.result, "drift");
     assert!(drift(&found)[0].1.starts_with("the agent uses no zone as its zone, and the Node has zone-1"), "{found:?}");
-    let empty = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
-        let Some(answer) = answer else { return };
+    let empty = changing(|answer| {
         answer.view.as_mut().unwrap().families.clear();
         answer.table = Some(digests_to_wire(&Digests::default()));
-    };
+    });
     let _other = Agent::start(&replica, "b", empty).await;
     let found = verify_one(&replica, "b").await;
     assert_eq!(found.result, "unverified");
@@ -364,11 +349,9 @@ async fn stale_addresses_or_pod_ranges_are_a_difference_and_a_node_on_its_way_is
     let replica = Replica::start().await;
     replica.put(cluster(3));
     let node = |name: &str, last: u8| Node {
-        name: name.into(),
-        zone: None,
         pod_cidrs: vec![format!("10.1.{last}.0/24").parse().unwrap()],
         addresses: vec![[192, 0, 2, last].into()],
-        going_away: false,
+        ..node(name, None)
     };
     let put = |node: Node, position: u64| Transaction {
         nodes: vec![NodeChange::Apply(node)],
@@ -381,11 +364,7 @@ async fn stale_addresses_or_pod_ranges_are_a_difference_and_a_node_on_its_way_is
     fn held(answer: &mut v1::Verification) -> &mut v1::OwnNode {
         answer.view.as_mut().unwrap().own_node.as_mut().unwrap()
     }
-    let lie = |change: fn(&mut v1::OwnNode)| {
-        move |_: usize, _: &mut Client, answer: Option<&mut v1::Verification>| {
-            answer.into_iter().for_each(|answer| change(held(answer)));
-        }
-    };
+    let lie = |change: fn(&mut v1::OwnNode)| changing(move |answer| change(held(answer)));
     let addresses = |own: &mut v1::OwnNode| own.node.as_mut().unwrap().addresses = vec![vec![192, 0, 2, 9].into()];
     let _a = Agent::start(&replica, "a", lie(addresses)).await;
     let _b = Agent::start(&replica, "b", lie(|own| own.node.as_mut().unwrap().pod_cidrs.clear())).await;
@@ -468,12 +447,10 @@ async fn what_an_agent_cannot_verify_is_named() {
     let found = verify_one(&replica, "a").await;
     assert_eq!(found.result, "unverified");
     assert_eq!(found.unverified, ["the kernel cannot be read; verify again: no permission"]);
-    let garbage = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
-        if let Some(answer) = answer {
-            answer.view = Some(v1::NodeView { mode: "magic".into(), ..v1::NodeView::default() });
-            answer.resources = Some(v1::BucketDigests::default());
-        }
-    };
+    let garbage = changing(|answer| {
+        answer.view = Some(v1::NodeView { mode: "magic".into(), ..v1::NodeView::default() });
+        answer.resources = Some(v1::BucketDigests::default());
+    });
     let _other = Agent::start(&replica, "b", garbage).await;
     let found = verify_one(&replica, "b").await;
     assert_eq!(found.result, "unverified");
@@ -499,8 +476,7 @@ async fn headgatectl_verifies_all_nodes_and_names_those_without_an_agent() {
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!((code, &json[0]["node"], &json[0]["result"]), (0, &"b".into(), &"verified".into()));
 
-    let node = Node { name: "c".into(), zone: None, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false };
-    replica.store.commit(Transaction { nodes: vec![NodeChange::Apply(node)], ..Transaction::default() });
+    replica.put_nodes([NodeChange::Apply(node("c", None))]);
     let Printed { code, out, err } = headgatectl(&[&replica], "verify").await;
     assert_eq!(code, 4);
     assert!(out.ends_with("2 of 3 nodes verified, 1 without an agent\n"), "{out}");
@@ -515,11 +491,7 @@ async fn headgatectl_verifies_all_nodes_and_names_those_without_an_agent() {
     let Printed { code, err, .. } = headgatectl(&[&replica], "verify c").await;
     assert!(code == 1 && err.contains("no stream"), "{err}");
 
-    let broken = |_, _: &mut Client, answer: Option<&mut v1::Verification>| {
-        if let Some(answer) = answer {
-            set_drift(answer, "default/web", 1);
-        }
-    };
+    let broken = changing(|answer| set_drift(answer, "default/web", 1));
     let _broken = Agent::start(&replica, "c", broken).await;
     let Printed { code, out, err } = headgatectl(&[&replica], "verify").await;
     assert_eq!(code, 1);

@@ -34,6 +34,15 @@ fn of_pod(address: &str, uid: &str, is_ready: bool) -> Value {
         "conditions": {"ready": is_ready, "serving": is_ready, "terminating": false}})
 }
 
+/// A model whose endpoint is ready because its pod waits.
+fn waiting_bench() -> Bench {
+    let mut bench = bench();
+    put_slice(&mut bench, "u1", false);
+    put(&mut bench, "u1", WAITING);
+    assert!(is_ready(&mut bench, "s"));
+    bench
+}
+
 fn put_slice(bench: &mut Bench, uid: &str, is_ready: bool) {
     bench.apply(&slice("s-1", "s", json!([of_pod("10.1.0.1", uid, is_ready)]), http(80)));
 }
@@ -83,10 +92,7 @@ fn a_pod_that_waits_is_ready_and_the_steps_that_follow_change_nothing() {
 
 #[test]
 fn a_slice_may_be_faster_than_the_pod() {
-    let mut bench = bench();
-    put_slice(&mut bench, "u1", false);
-    put(&mut bench, "u1", WAITING);
-    assert!(is_ready(&mut bench, "s"));
+    let mut bench = waiting_bench();
     put_slice(&mut bench, "u1", true);
     assert_eq!(bench.flush(), []);
     put(&mut bench, "u1", READY);
@@ -100,10 +106,7 @@ fn a_slice_may_be_faster_than_the_pod() {
 #[test]
 fn a_pod_that_fails_or_goes_or_another_pod_is_not_ready() {
     for step in ["fails", "goes", "another", "lost"] {
-        let mut bench = bench();
-        put_slice(&mut bench, "u1", false);
-        put(&mut bench, "u1", WAITING);
-        assert!(is_ready(&mut bench, "s"));
+        let mut bench = waiting_bench();
         match step {
             "fails" => put(&mut bench, "u1", FAILED),
             "goes" => bench.delete(ObjectKind::Pod, "x", "web-1"),
@@ -116,11 +119,20 @@ fn a_pod_that_fails_or_goes_or_another_pod_is_not_ready() {
 }
 
 #[test]
-fn an_address_that_gets_another_pod_is_not_ready() {
+fn a_slice_that_moves_to_another_service_keeps_its_endpoints_held() {
     let mut bench = bench();
     put_slice(&mut bench, "u1", false);
     put(&mut bench, "u1", WAITING);
+    put(&mut bench, "u1", PROGRAMMED);
     assert!(is_ready(&mut bench, "s"));
+    bench.apply(&slice("s-1", "t", json!([of_pod("10.1.0.1", "u1", false)]), http(80)));
+    assert!(is_ready(&mut bench, "t"));
+    assert!(bench.endpoints("s").is_empty());
+}
+
+#[test]
+fn an_address_that_gets_another_pod_is_not_ready() {
+    let mut bench = waiting_bench();
     put_slice(&mut bench, "u2", false);
     assert!(!is_ready(&mut bench, "s"));
     put_slice(&mut bench, "u1", false);
@@ -174,9 +186,10 @@ fn all_services_and_ports_of_a_pod_change_together_and_nothing_else_is_visited()
     bench.apply(&slice("s-2", "s", json!([of_pod("10.1.0.1", "u1", false)]), json!([{"name": "more", "port": 90}])));
     bench.apply(&slice("t-1", "t", json!([of_pod("10.1.0.1", "u1", false)]), http(80)));
     bench.flush();
+    // Each of the three endpoints is looked up before and after, those of s in two slices.
     let before = bench.model.endpoints.visits();
     put(&mut bench, "u1", WAITING);
-    assert_eq!(bench.model.endpoints.visits() - before, 3);
+    assert_eq!(bench.model.endpoints.visits() - before, 10);
     assert!(is_ready(&mut bench, "s") && is_ready(&mut bench, "t"));
     let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
     let endpoint = entry.endpoints().get(&"10.1.0.1".parse().unwrap()).unwrap();

@@ -162,10 +162,7 @@ mod tests {
         let now = SystemTime::now();
         let bundle = certificate + &other;
         let signer = Authority::parse(&bundle, &key, &bundle, now).unwrap();
-        assert!(
-            Authority::parse(&bundle, &other_key, &bundle, now).is_err(),
-            "the key belongs to the second authority"
-        );
+        assert!(Authority::parse(&bundle, &other_key, &bundle, now).is_err(), "the key of the second authority");
         let own = KeyPair::generate().unwrap();
         let mut wished = CertificateParams::new(vec!["control-plane.example".to_owned()]).unwrap();
         wished.subject_alt_names.push(SanType::URI("headgate://node/other".try_into().unwrap()));

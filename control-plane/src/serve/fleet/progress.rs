@@ -473,11 +473,7 @@ mod tests {
         rig.ack("late", 1);
         rig.commit();
         rig.ack("a", 3);
-        assert_eq!(
-            rig.measured(),
-            2,
-            "the late agent has not programmed the version that was newest when it connected"
-        );
+        assert_eq!(rig.measured(), 2, "the late agent lacks the version that was newest when it connected");
         rig.ack("late", 2);
         rig.commit();
         rig.ack("a", 4);

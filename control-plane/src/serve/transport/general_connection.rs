@@ -2,19 +2,19 @@
 //! hyper's HTTP/2 server in front of tonic's services.
 
 use std::{
-    io::{self, Cursor},
+    io,
     pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll, ready},
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use http::Request;
 use hyper::{body::Incoming, server::conn::http2, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::{
-    io::{AsyncRead, AsyncReadExt as _, ReadBuf, join, split},
-    time::{Instant, Sleep, sleep, timeout},
+    io::{AsyncRead, ReadBuf, join, split},
+    time::{Instant, Sleep, sleep},
 };
 use tokio_util::sync::CancellationToken;
 use tonic::{body::Body, service::Routes};
@@ -70,11 +70,7 @@ impl General {
         let is_replica = peer.may_ask_as_replica(SystemTime::now()).is_ok();
         let max_requests = if is_replica { MAX_REQUESTS_OF_REPLICA } else { MAX_REQUESTS };
         let (reader, writer) = split(io);
-        let mut reader = Budgeted { reader, budget: Budget::new(Instant::now()), pause: None };
-        // hyper would wait for the preface without a limit, and send pings only after it.
-        let mut preface = [0_u8; PREFACE.len()];
-        timeout(context.settings.hello_timeout, reader.read_exact(&mut preface)).await??;
-        let io = join(Cursor::new(preface).chain(reader), writer);
+        let io = join(Budgeted::new(reader, context.settings.hello_timeout), writer);
         let caller = Caller { peer, closed: closed.clone() };
         let service = service_fn(move |request: Request<Incoming>| {
             let (mut routes, context, caller) = (routes.clone(), Arc::clone(&context), caller.clone());
@@ -104,11 +100,21 @@ impl General {
     }
 }
 
-/// Reads a connection as fast as a [`Budget`] allows.
+/// Reads a connection as fast as a [`Budget`] allows. Fails if the preface is late.
 struct Budgeted<R> {
     reader: R,
     budget: Budget,
     pause: Option<Pin<Box<Sleep>>>,
+    /// How many bytes of the preface have not arrived, and how long to wait for them; `None` once
+    /// the preface is complete. hyper waits for it without a limit, and sends pings only after it.
+    preface: Option<(usize, Pin<Box<Sleep>>)>,
+}
+
+impl<R> Budgeted<R> {
+    fn new(reader: R, preface_timeout: Duration) -> Self {
+        let preface = Some((PREFACE.len(), Box::pin(sleep(preface_timeout))));
+        Self { reader, budget: Budget::new(Instant::now()), pause: None, preface }
+    }
 }
 
 impl<R: AsyncRead + Unpin> AsyncRead for Budgeted<R> {
@@ -117,10 +123,88 @@ impl<R: AsyncRead + Unpin> AsyncRead for Budgeted<R> {
             ready!(pause.as_mut().poll(cx));
         }
         let before = buffer.filled().len();
-        ready!(Pin::new(&mut self.reader).poll_read(cx, buffer))?;
-        let now = Instant::now();
-        self.budget.spend(buffer.filled().len() - before, now);
+        let polled = Pin::new(&mut self.reader).poll_read(cx, buffer);
+        if polled.is_pending()
+            && let Some((_, late)) = &mut self.preface
+        {
+            ready!(late.as_mut().poll(cx));
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
+        ready!(polled)?;
+        let (now, bytes) = (Instant::now(), buffer.filled().len() - before);
+        self.preface.take_if(|(missing, _)| {
+            *missing = missing.saturating_sub(bytes);
+            *missing == 0
+        });
+        self.budget.spend(bytes, now);
         self.pause = self.budget.pause(now).map(|pause| Box::pin(sleep(pause)));
         Poll::Ready(Ok(()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _, duplex},
+        net::{TcpListener, TcpStream},
+        task::JoinHandle,
+        time::timeout,
+    };
+    use tokio_util::either::Either;
+
+    use super::*;
+    use crate::{
+        identity::{Identity, Peer},
+        metrics::Metrics,
+        serve::{context::Settings, transport::connection_limits::hold},
+        store::{Limits, Store},
+    };
+
+    /// Serves a client. Returns the client's end and the task of the server.
+    async fn served() -> (TcpStream, JoinHandle<()>) {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (io, address) = listener.accept().await.unwrap();
+        let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
+        let held = hold(&Arc::default(), &peer.identity).unwrap();
+        let metrics = Arc::<Metrics>::default();
+        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+        let settings = Settings { hello_timeout: Duration::from_secs(600), ..Settings::default() };
+        let context = context::Context::new(store, metrics, settings);
+        let (shutdown, stopped) = (CancellationToken::new(), CancellationToken::new());
+        let general = General { routes: Routes::default(), context, shutdown, stopped };
+        (client, tokio::spawn(general.serve(Connection { io: Either::Left(io), peer }, held)))
+    }
+
+    #[tokio::test]
+    async fn settings_come_before_the_preface_of_the_client() {
+        let (mut client, _task) = served().await;
+        let mut header = [0; 9];
+        client.read_exact(&mut header).await.unwrap();
+        assert_eq!((header[3], &header[5..]), (4, &[0; 4][..]), "a SETTINGS frame of the connection");
+    }
+
+    #[tokio::test]
+    async fn a_wrong_preface_ends_the_connection_at_its_first_wrong_byte() {
+        let (mut client, task) = served().await;
+        client.write_all(b"PRI * HTTP/1").await.unwrap();
+        task.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn the_preface_has_a_deadline_and_later_bytes_have_none() {
+        let timeout_of_preface = Duration::from_millis(20);
+        let (mut client, server) = duplex(64);
+        let mut reader = Budgeted::new(server, timeout_of_preface);
+        let mut buffer = [0; PREFACE.len()];
+        client.write_all(&PREFACE[..23]).await.unwrap();
+        reader.read_exact(&mut buffer[..23]).await.unwrap();
+        assert_eq!(reader.read_u8().await.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        let (mut client, server) = duplex(64);
+        let mut reader = Budgeted::new(server, timeout_of_preface);
+        client.write_all(PREFACE).await.unwrap();
+        reader.read_exact(&mut buffer).await.unwrap();
+        assert!(timeout(timeout_of_preface * 2, reader.read_u8()).await.is_err());
     }
 }

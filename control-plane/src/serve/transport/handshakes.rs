@@ -135,6 +135,8 @@ impl Handshakes {
     }
 
     fn publish(&self) {
+        // One thread at a time reads and sets, so the last value set is not an older one.
+        let _lock = self.queues();
         let active = self.limits.running - self.places.available_permits();
         for (state, count) in [("active", active), ("waiting", self.waiting.all())] {
             self.metrics.handshakes_pending.of([state]).set(level(count));

@@ -16,8 +16,11 @@ use std::{
 
 use axum::Router;
 use http::Request;
-use hyper::{body::Incoming, server::conn::http1, service::service_fn};
-use hyper_util::rt::TokioIo;
+use hyper::{body::Incoming, service::service_fn};
+use hyper_util::{
+    rt::{TokioExecutor, TokioIo},
+    server::conn::auto,
+};
 use tokio::{net::TcpListener, time::Instant};
 use tokio_util::sync::CancellationToken;
 use tower::Service as _;
@@ -94,7 +97,9 @@ pub(crate) async fn serve_pages(listener: TcpListener, pages: Router) {
                 open.mark_heard(number, Instant::now());
                 pages.clone().call(request)
             });
-            let connection = http1::Builder::new().serve_connection(TokioIo::new(stream), answer);
+            // Clients of gRPC that have a wrong port get an answer, too, so they use HTTP/2 here.
+            let server = auto::Builder::new(TokioExecutor::new());
+            let connection = server.serve_connection(TokioIo::new(stream), answer);
             if let Some(Err(error)) = closed.run_until_cancelled(connection).await {
                 tracing::debug!(%address, %error, "a connection to the HTTP pages ended with an error");
             }
@@ -135,11 +140,7 @@ mod tests {
         entered.extend((2_000..2_012).map(|number| open.enter(number, network(8), at(number))));
         assert_eq!((open.table().len(), closed(&entered).len()), (MAX_CONNECTIONS, 1));
         entered.push(open.enter(3_000, network(1), at(3_000)));
-        assert_eq!(
-            closed(&entered),
-            [first_of_last + 1, first_of_last + 2],
-            "the network with the most connections loses a connection"
-        );
+        assert_eq!(closed(&entered), [first_of_last + 1, first_of_last + 2], "the network with most connections loses");
         assert_eq!(open.table().len(), MAX_CONNECTIONS);
     }
 }

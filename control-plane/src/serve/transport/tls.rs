@@ -23,8 +23,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
 
-/// How often the files are read. New contents count once two reads have found them, because
-/// programs write certificate, key and authorities one after the other.
+/// How often the files are read. What one read alone finds does not count, because programs write
+/// certificate, key and authorities one after the other.
 const POLL: Duration = Duration::from_secs(1);
 
 /// The number of session tickets that a client receives in a handshake. One ticket is enough,
@@ -100,7 +100,7 @@ impl ServerTls {
         loop {
             sleep(POLL).await;
             let found = self.read().await;
-            if is_same(&found, &last) && !is_same(&found, &in_force) {
+            if counts(&found, &last, &in_force) {
                 in_force = found.clone();
                 match &found {
                     Ok(loaded) => {
@@ -142,6 +142,13 @@ impl ServerTls {
 /// What a read of the files has found: a configuration, or a problem.
 type FoundFiles = Result<Arc<Loaded<Configs>>, String>;
 
+/// Returns whether the result of a read replaces the one in force. It does if the read before has
+/// found the same. Good files also do if the read before has only found something else than is in
+/// force, because a program may write the files more often than they are read.
+fn counts(found: &FoundFiles, before: &FoundFiles, in_force: &FoundFiles) -> bool {
+    !is_same(found, in_force) && (is_same(found, before) || found.is_ok() && !is_same(before, in_force))
+}
+
 /// Returns true if two reads have found the same contents.
 fn is_same(one: &FoundFiles, other: &FoundFiles) -> bool {
     match (one, other) {
@@ -180,21 +187,58 @@ fn configs(material: &Material) -> Result<Configs, rustls::Error> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::fs;
+    use std::{fs, iter, path::Path};
 
     use rcgen::{CertificateParams, KeyPair};
 
     use super::*;
 
+    /// Contents of the three files.
+    fn contents() -> [String; 3] {
+        let key = KeyPair::generate().unwrap();
+        let certificate = CertificateParams::new(vec!["localhost".into()]).unwrap().self_signed(&key).unwrap().pem();
+        [certificate.clone(), key.serialize_pem(), certificate]
+    }
+
+    fn write(folder: &Path, contents: &[String]) {
+        for (name, text) in ["tls.crt", "tls.key", "ca.crt"].iter().zip(contents) {
+            fs::write(folder.join(name), text).unwrap();
+        }
+    }
+
+    /// Each step is one read of the files, with the contents that count after it.
+    #[tokio::test]
+    async fn what_one_read_alone_finds_does_not_count_and_contents_that_never_rest_do() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let sets: Vec<_> = iter::repeat_with(contents).take(5).collect();
+        write(folder.path(), &sets[0]);
+        let tls = ServerTls::load(path("tls.crt"), path("tls.key"), path("ca.crt")).unwrap();
+        let mut in_force: FoundFiles = Ok(tls.current.load_full());
+        let (first, mut before) = (in_force.clone(), in_force.clone());
+        let mut counted = Vec::new();
+        for set in [1, 0, 0, 1, 2, 2, 3, 4, 4] {
+            write(folder.path(), &sets[set]);
+            let found = tls.read().await;
+            if counts(&found, &before, &in_force) {
+                in_force = found.clone();
+                tls.current.store(in_force.clone().unwrap());
+            }
+            counted.push(is_same(&found, &in_force));
+            assert!(set != 0 || is_same(&found, &first), "the ticket keys stay");
+            before = found;
+        }
+        assert_eq!(counted, [false, true, true, false, true, true, false, true, true]);
+        fs::write(path("tls.key"), "garbage").unwrap();
+        let broken = tls.read().await;
+        assert!(!counts(&broken, &before, &in_force) && counts(&broken, &broken, &in_force));
+    }
+
     #[test]
     fn good_files_are_accepted_and_bad_files_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
-        let key = KeyPair::generate().unwrap();
-        let certificate = CertificateParams::new(vec!["localhost".into()]).unwrap().self_signed(&key).unwrap().pem();
-        for (name, text) in [("tls.crt", &certificate), ("tls.key", &key.serialize_pem()), ("ca.crt", &certificate)] {
-            fs::write(path(name), text).unwrap();
-        }
+        write(folder.path(), &contents());
         let load = || ServerTls::load(path("tls.crt"), path("tls.key"), path("ca.crt"));
         let config = load().unwrap().config();
         assert_eq!(config.alpn_protocols, [b"h2".to_vec()]);

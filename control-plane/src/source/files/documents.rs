@@ -323,11 +323,8 @@ mod tests {
         assert_eq!(parsed.definitions[1].document, 3);
         assert_eq!(parsed.faults.len(), 1);
         assert_eq!(parsed.faults[0].0.origin, "a.yaml, document 2");
-        assert!(
-            parsed.faults[0].0.message.contains('7') || parsed.faults[0].0.message.contains('8'),
-            "{:?}",
-            parsed.faults
-        );
+        let message = &parsed.faults[0].0.message;
+        assert!(message.contains('7') || message.contains('8'), "{message}");
     }
 
     #[test]
@@ -433,10 +430,7 @@ mod tests {
             assert_eq!(read("80"), read("8e1"));
             for wrong in ["\"80\"", "80.5", "1e30", "true", "[]", "99999999999999999999"] {
                 let message = read(wrong).unwrap_err();
-                assert!(
-                    message.contains("invalid type") && message.contains("correct the field"),
-                    "{wrong}: {message}"
-                );
+                assert!(message.contains("invalid type") && message.contains("correct the field"), "{wrong} {message}");
             }
         }
         let text = "apiVersion: v1\nkind: Service\nmetadata: {name: a, namespace: b, uid: 5}\n";

@@ -16,7 +16,8 @@
 //! - An empty folder defines nothing only if it had manifests before. Otherwise it may be a mount
 //!   or a clone that is not there yet. A folder that is meant to be empty contains an empty List.
 //!
-//! A replica that starts cannot know what stayed in use elsewhere. [`ManifestFolder::doubt`] says so.
+//! A replica that starts cannot know what stayed in use elsewhere. [`ManifestFolder::doubt`] says
+//! so.
 //!
 //! This module stores only the location and a hash of each definition. The model stores the
 //! content. A definition that has not changed has no effect. When an object loses the definition in

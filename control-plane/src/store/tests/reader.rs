@@ -28,6 +28,13 @@ pub(super) struct Reader {
 }
 
 impl Reader {
+    /// A reader that has read everything, and its cursor.
+    pub(super) fn following(store: &Store) -> (Self, Cursor) {
+        let (mut reader, mut cursor) = (Self::default(), store.cursor(None).1);
+        reader.read_all(store, &mut cursor);
+        (reader, cursor)
+    }
+
     pub(super) fn read(&mut self, frame: &Bytes) {
         assert!(frame.len() - PREFIX_BYTES <= MAX_SERVER_MESSAGE_BYTES, "{} bytes", frame.len());
         match v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body.unwrap() {
@@ -46,10 +53,6 @@ impl Reader {
             Body::SnapshotEnd(end) => self.end(end),
             other => panic!("{other:?}"),
         }
-    }
-
-    fn take_positions(&mut self, positions: &[v1::SourcePosition]) {
-        self.positions.extend(positions.iter().map(|position| (position.kind, position.position)));
     }
 
     fn stage(&mut self, changes: v1::Changes) {
@@ -85,12 +88,10 @@ impl Reader {
         for cidr in self.state.service_cidrs().filter(|cidr| is_named(digest::service_cidr_bucket(&cidr.name))) {
             gone.push(Change::RemoveServiceCidr(cidr.name.clone()));
         }
-        for change in gone {
-            self.state.apply(change, &mut Dirty::default());
-        }
+        gone.into_iter().for_each(|change| _ = self.state.apply(change, &mut Dirty::default()));
         self.apply();
         self.version = end.version;
-        self.take_positions(&end.positions);
+        self.positions.extend(end.positions.iter().map(|position| (position.kind, position.position)));
         self.ends.push(end);
         self.refer();
     }

@@ -90,27 +90,20 @@ mod tests {
     }
 
     #[test]
-    fn each_address_counts_once_and_in_its_own_family() {
+    fn each_address_counts_once_and_in_its_own_family_if_it_is_ready() {
         let ready = Conditions::READY;
+        let of = |ready, serving, terminating| Conditions { ready, serving, terminating };
         let endpoints = vec![
+            endpoint("10.244.2.1", "node-1", of(false, true, true)),
+            endpoint("10.244.2.2", "node-1", of(false, false, false)),
+            endpoint("10.244.2.3", "node-1", of(true, false, false)),
             endpoint("10.244.0.1", "node-1", ready),
             endpoint("10.244.0.2", "node-1", ready),
             endpoint("10.244.1.1", "node-2", ready),
             endpoint("fd00:244::1", "node-1", ready),
         ];
         let found = found(service(), endpoints).unwrap();
-        assert_eq!((found.port, found.local_endpoints), (32000, [Some(2), Some(1)]));
-    }
-
-    #[test]
-    fn only_ready_endpoints_count() {
-        let of = |ready, serving, terminating| Conditions { ready, serving, terminating };
-        let endpoints = vec![
-            endpoint("10.244.0.1", "node-1", of(false, true, true)),
-            endpoint("10.244.0.2", "node-1", of(false, false, false)),
-            endpoint("10.244.0.3", "node-1", of(true, false, false)),
-        ];
-        assert_eq!(found(service(), endpoints).unwrap().local_endpoints[0], Some(1));
+        assert_eq!((found.port, found.local_endpoints), (32000, [Some(3), Some(1)]));
     }
 
     #[test]

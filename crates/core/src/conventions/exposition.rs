@@ -45,10 +45,8 @@ mod tests {
     #[test]
     fn only_clients_that_accept_open_metrics_get_open_metrics() {
         let asked = |accept: &[&str]| page(accept.iter().copied(), "# EOF\n".to_owned());
-        assert_eq!(
-            asked(&["text/html, application/openmetrics-text; version=1.0.0;q=0.5"]),
-            (OPEN_METRICS, "# EOF\n".to_owned())
-        );
+        let both = "text/html, application/openmetrics-text; version=1.0.0;q=0.5";
+        assert_eq!(asked(&[both]), (OPEN_METRICS, "# EOF\n".to_owned()));
         assert_eq!(asked(&["text/html", "application/openmetrics-text"]).0, OPEN_METRICS);
         for accept in [&[][..], &["*/*"], &["text/plain;version=0.0.4"]] {
             assert_eq!(asked(accept), (TEXT, String::new()));

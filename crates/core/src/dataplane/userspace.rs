@@ -2,8 +2,8 @@
 //!
 //! The rules of mode userspace are the rules of mode nftables, or those of mode iptables. While the
 //! proxy accepts connections, rules send the TCP connections (with nftables, also the datagrams)
-//! for a frontend to the proxy, which finds the [`ProxyPool`] of the frontend. The [`Ledger`] records
-//! the pools and plans only the differences. A pool has the endpoints of one [group of mode
+//! for a frontend to the proxy, which finds the [`ProxyPool`] of the frontend. The [`Ledger`]
+//! records the pools and plans only the differences. A pool has the endpoints of one [group of mode
 //! nftables](super::nftables).
 
 use std::{

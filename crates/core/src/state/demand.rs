@@ -99,11 +99,7 @@ mod tests {
             counts(&state)
         };
         assert_eq!(after(service(&[[10, 0, 0, 1]], 30_000, Protocol::Tcp)), [[1, 1, 0], [1, 1, 0]]);
-        assert_eq!(
-            after(service(&[[10, 0, 0, 1]], 30_000, Protocol::Tcp)),
-            [[1, 1, 0], [1, 1, 0]],
-            "an equal Service changes no number"
-        );
+        assert_eq!(after(service(&[[10, 0, 0, 1]], 30_000, Protocol::Tcp)), [[1, 1, 0], [1, 1, 0]], "an equal Service");
         assert_eq!(after(service(&[], 0, Protocol::Sctp)), [[0, 0, 0], [1, 0, 1]]);
         assert_eq!(after(Change::RemoveService(ServiceKey::new("a", "b"))), [[0, 0, 0], [0, 0, 0]]);
         assert_eq!(state.demand(), &Demand::default());

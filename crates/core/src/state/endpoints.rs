@@ -73,22 +73,3 @@ impl Endpoints {
         self.0.binary_search_by(|endpoint| endpoint.address.cmp(address))
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn endpoints_are_in_order_of_address_and_occur_once() {
-        let endpoint = |last: u8| Endpoint::new([10, 0, 0, last].into(), [].into());
-        let mut endpoints = Endpoints::default();
-        for last in [7, 3, 9, 3, 1, 8] {
-            endpoints.insert(endpoint(last));
-        }
-        endpoints.remove(&[10, 0, 0, 9].into());
-        endpoints.remove(&[10, 0, 0, 9].into());
-        assert!(endpoints.values().eq(&[1, 3, 7, 8].map(endpoint)));
-        assert!(endpoints.contains_key(&[10, 0, 0, 7].into()) && endpoints.len() == 4);
-        assert_eq!(endpoints.get(&[10, 0, 0, 2].into()), None);
-    }
-}

@@ -279,8 +279,10 @@ pub(crate) fn any_event(services: u8) -> impl Strategy<Value = Event> {
     ]
 }
 
-/// Returns the last event of each subject.
+/// Returns the events, the last event of each subject, and these in the reverse order.
 #[allow(dead_code)] // not used by every test that includes this module
-pub(crate) fn squash(events: &[Event]) -> Vec<Event> {
-    last_of_each(events, Event::subject)
+pub(crate) fn replays(events: &[Event]) -> [Vec<Event>; 3] {
+    let squashed = last_of_each(events, Event::subject);
+    let reversed = squashed.iter().rev().cloned().collect();
+    [events.to_vec(), squashed, reversed]
 }

@@ -176,32 +176,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn malformed_attributes_end_the_iteration() {
+    fn malformed_attributes_end_the_iteration_and_are_an_error_for_checked_attributes() {
         assert_eq!(attributes(&[0, 0, 1, 0]).count(), 0);
         assert_eq!(attributes(&[9, 0, 1, 0, 1]).count(), 0);
-    }
-
-    #[test]
-    fn a_truncated_attribute_is_an_error_for_checked_attributes() {
         let bytes = [5, 0, 1, 0, 7, 0, 0, 0, 9, 0, 2, 0, 1];
         let found: Vec<_> = checked_attributes(&bytes).collect();
         assert_eq!(found, [Ok((1, &[7][..])), Err(Malformed("a truncated attribute"))]);
         assert_eq!(checked_attributes(&[1]).collect::<Vec<_>>().len(), 1);
         assert_eq!(checked_attributes(&[]).count(), 0);
-    }
-
-    #[test]
-    fn values_are_decoded() {
-        assert_eq!(read_u8(&[3]), Ok(3));
-        assert_eq!(read_be16(&[1, 2]), Ok(0x102));
-        assert_eq!(read_be32(&[1, 2, 3, 4]), Ok(0x0102_0304));
-        assert_eq!(read_u32(&7_u32.to_ne_bytes()), Ok(7));
-        assert_eq!(read_be64(&7_u64.to_be_bytes()), Ok(7));
-        assert_eq!(read_ip(&[10, 0, 0, 1]), Ok("10.0.0.1".parse().unwrap()));
-        assert_eq!(read_ip(&[0; 16]), Ok("::".parse().unwrap()));
-        assert_eq!(read_text(b"rr\0\0"), Ok("rr".into()));
-        assert_eq!(read_text(b"rr"), Ok("rr".into()));
-        assert!(read_text(&[0xff, 0]).is_err() && read_ip(&[1]).is_err() && read_u16(&[1]).is_err());
     }
 
     proptest! {

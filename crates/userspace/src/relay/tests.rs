@@ -49,11 +49,14 @@ struct World {
 
 impl World {
     fn new(chunk: usize, is_short_read_empty: bool) -> Self {
-        let mut sockets = <[Socket; 2]>::default();
-        for socket in &mut sockets {
-            socket.is_writable = true;
-        }
+        let sockets = [(), ()].map(|()| Socket { is_writable: true, ..Socket::default() });
         Self { relay: Relay::default(), sockets, held: Default::default(), chunk, is_short_read_empty, end: None }
+    }
+
+    fn after(steps: Vec<Step>, chunk: usize, is_short_read_empty: bool) -> Self {
+        let mut world = Self::new(chunk, is_short_read_empty);
+        steps.into_iter().for_each(|step| world.step(step));
+        world
     }
 
     fn step(&mut self, step: Step) {
@@ -61,10 +64,8 @@ impl World {
             Step::Send(side, count) => {
                 let socket = &mut self.sockets[side as usize];
                 if !socket.has_fin && !socket.has_rst {
-                    for _ in 0..count {
-                        socket.incoming.push_back(socket.sent);
-                        socket.sent += 1;
-                    }
+                    socket.incoming.extend(socket.sent..socket.sent + u32::from(count));
+                    socket.sent += u32::from(count);
                     socket.is_readable = true;
                 }
             }
@@ -219,10 +220,7 @@ proptest! {
     fn without_failures_every_byte_arrives_once_and_the_connection_closes(
         steps in steps(false), chunk in 1_usize..500, is_short_read_empty: bool,
     ) {
-        let mut world = World::new(chunk, is_short_read_empty);
-        for step in steps {
-            world.step(step);
-        }
+        let mut world = World::after(steps, chunk, is_short_read_empty);
         world.read_all();
         for side in Side::BOTH {
             let (from, to) = (&world.sockets[side as usize], &world.sockets[side.other() as usize]);
@@ -242,10 +240,7 @@ proptest! {
     fn bytes_before_a_reset_arrive_and_both_sides_are_reset(
         steps in steps(false), chunk in 1_usize..500, is_short_read_empty: bool, failing in side(),
     ) {
-        let mut world = World::new(chunk, is_short_read_empty);
-        for step in steps {
-            world.step(step);
-        }
+        let mut world = World::after(steps, chunk, is_short_read_empty);
         let was_finished = world.end.is_some();
         world.step(Step::Rst(failing));
         world.read_all();
@@ -260,10 +255,7 @@ proptest! {
     fn no_order_of_failures_repeats_or_reorders_bytes_or_keeps_a_connection(
         steps in steps(true), chunk in 1_usize..500, is_short_read_empty: bool, last in side(),
     ) {
-        let mut world = World::new(chunk, is_short_read_empty);
-        for step in steps {
-            world.step(step);
-        }
+        let mut world = World::after(steps, chunk, is_short_read_empty);
         world.read_all();
         world.step(Step::Rst(last));
         world.read_all();
@@ -273,23 +265,8 @@ proptest! {
             prop_assert!(to.received.len() <= from.sent as usize);
         }
         prop_assert!(world.end.is_some(), "a failed connection ends");
-        let both_closed = world.sockets.iter().all(|socket| socket.got_fin);
-        if world.end == Some(End::Closed) {
-            prop_assert!(both_closed);
-        }
+        prop_assert!(world.end != Some(End::Closed) || world.sockets.iter().all(|socket| socket.got_fin));
     }
-}
-
-#[test]
-fn an_answer_before_a_reset_arrives() {
-    let mut world = World::new(64, true);
-    world.step(Step::Send(Side::Client, 10));
-    world.run();
-    world.step(Step::Send(Side::Endpoint, 200));
-    world.step(Step::Rst(Side::Endpoint));
-    world.read_all();
-    assert_eq!(world.sockets[Side::Client as usize].received.len(), 200);
-    assert_eq!(world.end, Some(End::Reset));
 }
 
 #[test]

@@ -88,6 +88,12 @@ fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
+/// Sends a byte and receives the answer.
+fn round_trip(stream: &mut TcpStream) {
+    stream.write_all(b"x").unwrap();
+    stream.read_exact(&mut [0]).unwrap();
+}
+
 /// Bytes whose order matters.
 fn pattern(count: usize) -> Vec<u8> {
     (0..count).map(|index| u8::try_from((index * 7 + index / 251) % 256).unwrap()).collect()
@@ -117,14 +123,10 @@ fn carries_both_ways(settings: &TcpSettings) {
 }
 
 #[test]
-fn bytes_arrive_in_order_both_ways() {
+fn bytes_arrive_in_order_both_ways_with_and_without_pipes() {
     carries_both_ways(&TcpSettings::default());
-    carries_both_ways(&TcpSettings { threads: 3, ..TcpSettings::default() });
-}
-
-#[test]
-fn without_pipes_bytes_arrive_in_order_both_ways() {
     carries_both_ways(&TcpSettings { pipes_per_thread: 0, ..TcpSettings::default() });
+    carries_both_ways(&TcpSettings { threads: 3, ..TcpSettings::default() });
 }
 
 #[test]
@@ -238,9 +240,7 @@ fn a_refused_connection_goes_to_the_next_endpoint_and_the_bad_endpoint_rests() {
     let service = ServiceSettings { algorithm: crate::Algorithm::RoundRobin, ..ServiceSettings::default() };
     let bed = Bed::new(&TcpSettings::default(), service, &[good, bad]);
     for _ in 0..20 {
-        let mut stream = bed.connect();
-        stream.write_all(b"x").unwrap();
-        assert_eq!(stream.read(&mut [0; 10]).unwrap(), 1);
+        round_trip(&mut bed.connect());
     }
     let stats = bed.stats();
     assert_eq!((stats.connected, stats.failed, stats.resting_endpoints), (20, 0, 1));
@@ -268,9 +268,7 @@ fn an_endpoint_that_does_not_answer_costs_one_connect_timeout() {
     let bed = Bed::new(&settings, service, &[address, echo()]);
     for _ in 0..2 {
         let began = Instant::now();
-        let mut stream = bed.connect();
-        stream.write_all(b"x").unwrap();
-        assert_eq!(stream.read(&mut [0; 10]).unwrap(), 1);
+        round_trip(&mut bed.connect());
         assert!(began.elapsed() < Duration::from_millis(900));
     }
     assert!((1..=2).contains(&bed.stats().retries));
@@ -334,8 +332,7 @@ fn an_idle_connection_is_reset_and_a_busy_connection_is_not() {
     let bed = Bed::new(&settings, ServiceSettings::default(), &[echo()]);
     let (mut idle, mut busy) = (bed.connect(), bed.connect());
     for _ in 0..12 {
-        busy.write_all(b"x").unwrap();
-        busy.read_exact(&mut [0]).unwrap();
+        round_trip(&mut busy);
         thread::sleep(Duration::from_millis(100));
     }
     assert_eq!(idle.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
@@ -349,16 +346,12 @@ fn a_drain_serves_the_backlog_and_waits_for_open_connections() {
     let address = bed.address;
     let draining = thread::spawn(move || bed.proxy.drain(Duration::from_secs(10)));
     eventually("the listener closes", || TcpStream::connect(address).is_err());
-    for mut stream in streams {
-        stream.write_all(b"x").unwrap();
-        stream.read_exact(&mut [0]).unwrap();
-    }
+    streams.into_iter().for_each(|mut stream| round_trip(&mut stream));
     assert_eq!(draining.join().unwrap(), 0);
 
     let bed = Bed::new(&TcpSettings::default(), ServiceSettings::default(), &[echo()]);
     let mut stream = bed.connect();
-    stream.write_all(b"x").unwrap();
-    stream.read_exact(&mut [0]).unwrap();
+    round_trip(&mut stream);
     assert_eq!(bed.proxy.drain(Duration::from_millis(50)), 1);
     drop(bed.proxy);
     assert_eq!(stream.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);

@@ -277,10 +277,7 @@ fn a_closed_listener_serves_nobody_and_does_not_keep_the_thread_alive() {
     assert_eq!(client.recv(&mut [0; 9]).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     thread::sleep(Duration::from_millis(300));
     assert_eq!(bed.proxy.since_last_turn(), Duration::ZERO, "nothing has to turn");
-}
-
-#[test]
-fn a_thread_without_a_listener_and_without_a_session_does_not_seem_to_hang() {
+    // The same without any session.
     let bed = Bed::simple(&[]);
     thread::sleep(Duration::from_millis(150));
     bed.proxy.stop_listening(bed.listener);

@@ -24,9 +24,7 @@ struct World {
 impl World {
     fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> Cleanup {
         let mut dirty = Dirty::default();
-        for change in changes {
-            self.state.apply(change, &mut dirty);
-        }
+        changes.into_iter().for_each(|change| _ = self.state.apply(change, &mut dirty));
         let plan = self.tracker.plan(&self.state, &dirty.services);
         self.tracker.commit(plan)
     }
@@ -109,9 +107,7 @@ fn the_step_after_a_full_sync_searches_all_flows_of_its_services() {
     let (mut state, node) = (State::default(), NodeFacts::named("node-1"));
     let mut step = |changes: Vec<Change>, full: bool| {
         let mut dirty = Dirty::default();
-        for change in changes {
-            state.apply(change, &mut dirty);
-        }
+        changes.into_iter().for_each(|change| _ = state.apply(change, &mut dirty));
         cleaner.plan(&state, &node, if full { Scope::All } else { Scope::Services(&dirty.services) });
         cleaner.applied();
     };

@@ -159,10 +159,8 @@ mod tests {
     #[cfg(target_endian = "little")]
     #[test]
     fn list_requests_have_the_encoding_of_the_kernel() {
-        assert_eq!(
-            hex(list(Family::V4).payload()),
-            "02000000 10000180 0c000280 05000100 11000000 0c001980 08000100 08000000 "
-        );
+        let expected = "02000000 10000180 0c000280 05000100 11000000 0c001980 08000100 08000000 ";
+        assert_eq!(hex(list(Family::V4).payload()), expected);
     }
 
     fn entry(zone: bool, protocol: u8) -> Vec<u8> {

@@ -71,11 +71,9 @@ mod tests {
         assert_eq!(targets_of(service("http")), None, "an unknown kind of check is ignored");
         let mut local = service("tcp");
         (local.internal_traffic_policy, local.health_check_interval_ms) = (TrafficPolicy::Local, 700);
-        assert_eq!(
-            targets_of(local),
-            Some(ServiceTargets { interval_ms: Some(700), addresses: texts(&["10.244.1.1:8080"]) }),
-            "endpoints on other nodes are not checked under policy Local"
-        );
+        // Endpoints on other nodes are not checked under policy Local.
+        let expected = ServiceTargets { interval_ms: Some(700), addresses: texts(&["10.244.1.1:8080"]) };
+        assert_eq!(targets_of(local), Some(expected));
         assert_eq!(targets(&State::default(), &Arc::new(ServiceKey::new("ns", "none")), &node), None);
     }
 

@@ -43,9 +43,7 @@ impl World {
 
     fn plan(&mut self, changes: impl IntoIterator<Item = Change>) {
         let mut dirty = Dirty::default();
-        for change in changes {
-            self.state.apply(change, &mut dirty);
-        }
+        changes.into_iter().for_each(|change| _ = self.state.apply(change, &mut dirty));
         let node = NodeFacts::named("node-1");
         self.ports.plan(&self.state, &node, Scope::Services(&dirty.services));
     }

@@ -4,7 +4,7 @@ mod document;
 use std::time::Duration;
 
 use super::*;
-use headgate_settings::{DetectLocal, NodePortSelector};
+use headgate_settings::DetectLocal;
 
 fn parse(arguments: &[&str]) -> Result<Options, String> {
     let head = ["headgate-node-agent"];
@@ -16,26 +16,25 @@ fn settings(arguments: &[&str]) -> Settings {
 }
 
 fn configured(arguments: &[&str]) -> Configured {
-    let mut all = vec!["--cleanup"];
-    all.extend(arguments);
-    parse(&all).unwrap().configured().unwrap()
+    read(arguments).unwrap()
 }
 
 fn refused(arguments: &[&str]) -> String {
-    let mut all = vec!["--cleanup"];
-    all.extend(arguments);
-    parse(&all).and_then(|options| options.configured().map_err(|error| error.to_string())).map(drop).unwrap_err()
+    read(arguments).map(drop).unwrap_err()
+}
+
+fn read(arguments: &[&str]) -> Result<Configured, String> {
+    let all = [&["--cleanup"], arguments].concat();
+    parse(&all).and_then(|options| options.configured().map_err(|error| error.to_string()))
 }
 
 #[test]
 fn unsupported_modes_are_refused_by_name() {
     let error = refused(&["--proxy-mode=ebpf"]);
     assert!(error.contains("ebpf") && error.contains("auto, iptables, ipvs, nftables, userspace"), "{error}");
-    assert_eq!(settings(&["--proxy-mode=userspace"]).mode, ProxyMode::Userspace);
-    assert_eq!(settings(&["--proxy-mode=nftables"]).mode, ProxyMode::Nftables);
-    assert_eq!(settings(&["--proxy-mode=ipvs"]).mode, ProxyMode::Ipvs);
-    assert_eq!(settings(&["--proxy-mode=iptables"]).mode, ProxyMode::Iptables);
-    assert_eq!(settings(&["--proxy-mode=auto"]).mode, ProxyMode::Auto);
+    let modes = [ProxyMode::Userspace, ProxyMode::Nftables, ProxyMode::Ipvs, ProxyMode::Iptables, ProxyMode::Auto];
+    let names = ["userspace", "nftables", "ipvs", "iptables", "auto"];
+    assert_eq!(names.map(|name| settings(&[&format!("--proxy-mode={name}")]).mode), modes);
     assert_eq!([&[][..], &["--proxy-mode="]].map(|given| settings(given).mode), [ProxyMode::Auto; 2]);
 }
 
@@ -102,30 +101,11 @@ fn old_names_of_the_sync_periods_are_accepted() {
 }
 
 #[test]
-fn booleans_have_the_syntax_of_go() {
-    assert!(settings(&["--masquerade-all"]).masquerade_all);
-    assert!(!settings(&["--masquerade-all=false"]).masquerade_all);
-    assert!(!settings(&["--iptables-localhost-nodeports=false"]).localhost_node_ports);
-    assert!(settings(&[]).localhost_node_ports);
-}
-
-#[test]
 fn the_last_value_of_a_repeated_flag_is_used_and_lists_are_joined() {
-    let twice = [
-        "--node-name=a",
-        "--hostname-override=b",
-        "-v=2",
-        "--v=4",
-        "--masquerade-all",
-        "--masquerade-all=false",
-        "--iptables-masquerade-bit=3",
-        "--iptables-masquerade-bit=5",
-        "--nodeport-addresses=10.0.0.0/8",
-        "--nodeport-addresses=127.0.0.0/8",
-        "--feature-gates=A=true",
-        "--feature-gates=AllowServiceExternalIPs=false",
-    ];
-    let configured = configured(&twice);
+    let twice = "--node-name=a --hostname-override=b -v=2 --v=4 --masquerade-all --masquerade-all=false \
+                 --iptables-masquerade-bit=3 --iptables-masquerade-bit=5 --nodeport-addresses=10.0.0.0/8 \
+                 --nodeport-addresses=127.0.0.0/8 --feature-gates=A=true --feature-gates=AllowServiceExternalIPs=false";
+    let configured = configured(&twice.split(' ').collect::<Vec<_>>());
     let settings = &configured.settings;
     assert_eq!((settings.masquerade_all, settings.masquerade_bit, settings.allow_external_ips), (false, 5, false));
     assert_eq!(settings.node_ports.cidrs.len(), 2);
@@ -147,42 +127,22 @@ fn flags_may_be_written_with_underscores_as_in_kube_proxy() {
 
 #[test]
 fn all_flags_are_listed_with_their_values() {
-    let options = parse(&[
-        "--cleanup",
-        "--nodeport-addresses=10.0.0.0/8",
-        "--nodeport_addresses=primary",
-        "-v=3",
-        "--cluster-cidr=",
-    ]);
+    let arguments = "--cleanup --nodeport-addresses=10.0.0.0/8 --nodeport_addresses=primary -v=3 --cluster-cidr=";
+    let options = parse(&arguments.split(' ').collect::<Vec<_>>());
     let flags = options.unwrap().flags;
     let value = |flag: &str| flags.get(flag).map(String::as_str);
     assert_eq!(value("nodeport-addresses"), Some("10.0.0.0/8,primary"));
     assert_eq!((value("v"), value("cleanup"), value("init-only")), (Some("3"), Some("true"), Some("false")));
     assert_eq!((value("insecure-loopback"), value("cluster-cidr")), (Some("false"), Some("")));
-    assert_eq!(
-        (value("oom-score-adj"), value("machine-id-file")),
-        (Some("-999"), Some("/etc/machine-id,/var/lib/dbus/machine-id"))
-    );
+    assert_eq!(value("oom-score-adj"), Some("-999"));
+    assert_eq!(value("machine-id-file"), Some("/etc/machine-id,/var/lib/dbus/machine-id"));
     assert_eq!((value("help"), value("version"), value("tls-key")), (None, None, Some("")));
 }
 
 #[test]
-fn the_masquerade_bit_is_at_most_31() {
-    assert!(parse(&["--cleanup", "--iptables-masquerade-bit=32"]).is_err());
-    assert_eq!(settings(&[]).masquerade_bit, 14);
-}
-
-#[test]
 fn flags_without_effect_are_accepted_and_named_in_one_warning() {
-    let arguments = [
-        "--kubeconfig=/k",
-        "--master=x",
-        "--kube-api-qps=5.5",
-        "-v=4",
-        "--ipvs-scheduler=rr",
-        "--feature-gates=A=true",
-    ];
-    let configured = configured(&arguments);
+    let arguments = "--kubeconfig=/k --master=x --kube-api-qps=5.5 -v=4 --ipvs-scheduler=rr --feature-gates=A=true";
+    let configured = configured(&arguments.split(' ').collect::<Vec<_>>());
     let warning = configured.warning.unwrap();
     for part in
         ["--kubeconfig (the agent holds no API credentials", "--master (", "--v (", "--feature-gates A (Headgate does"]
@@ -210,16 +170,6 @@ fn http_servers_can_be_switched_off_and_bound_to_other_addresses() {
     assert_eq!(ports.metrics_bind_address, Some("192.0.2.1:9".parse().unwrap()));
     assert_eq!(settings(&["--metrics-port=9"]).metrics_bind_address, Some("127.0.0.1:10249".parse().unwrap()));
     assert!(refused(&["--healthz-bind-address=x:y"]).contains("--healthz-bind-address: \"x:y\" is not an address"));
-}
-
-#[test]
-fn node_port_addresses_are_words_and_ranges() {
-    let selector = |list: &str| settings(&[&format!("--nodeport-addresses={list}")]).node_ports;
-    assert_eq!(settings(&[]).node_ports, NodePortSelector::default());
-    assert_eq!(selector("primary"), NodePortSelector { primary: true, ..NodePortSelector::default() });
-    let mixed = selector("primary,localhost,10.0.0.0/8");
-    assert!(mixed.primary && mixed.cidrs.len() == 3, "{mixed:?}");
-    assert!(refused(&["--nodeport-addresses=10.0.0.1"]).contains("is not a CIDR"));
 }
 
 #[test]

@@ -108,20 +108,27 @@ fn ledger_loop(
     failures_left: u32,
     timing: Timing,
 ) -> Loop {
+    let during: During = Arc::new(Mutex::new(|_| ()));
+    let dataplane = ledger_dataplane(kernel, corruption, failures_left, &during, &Findings::default());
+    Loop::of(dataplane, in_memory::dataplane().1, AgentState::new("node-1"), timing)
+}
+
+fn ledger_dataplane(
+    kernel: &Arc<Mutex<FakeKernel>>,
+    corruption: &Arc<Mutex<Option<State>>>,
+    failures_left: u32,
+    during: &During,
+    findings: &Findings,
+) -> Box<dyn NodeDataplane> {
     let make = |family| LedgerFamily {
         ledger: Ledger::new(ruleset(RenderConfig::new(family))),
         failures_left,
-        during: Arc::new(Mutex::new(|_| ())),
-        findings: Findings::default(),
+        during: Arc::clone(during),
+        findings: Arc::clone(findings),
         corruption: Arc::clone(corruption),
     };
     let handle = LedgerKernel(Arc::clone(kernel));
-    let dataplane = DualStack::assemble("ledger", handle, Vec::new(), vec![Family::V4], make);
-    let (shared, metrics) = (Arc::new(AgentState::new("node-1")), SyncMetrics::default());
-    let (reconciler, progress) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing);
-    let thread = Some(std::thread::spawn(|| reconciler.run()));
-    let (_, control) = in_memory::dataplane();
-    Loop { shared, control, metrics, progress, thread }
+    Box::new(DualStack::assemble("ledger", handle, Vec::new(), vec![Family::V4], make))
 }
 
 /// Requests a verification, and returns the differences.
@@ -166,10 +173,8 @@ fn a_verification_finds_a_wrong_ledger_and_a_changed_kernel_and_repairs_both() {
     let rule = save.lines().find(|line| line.contains("DNAT --to-destination")).unwrap();
     kernel.lock().unwrap().restore(&format!("*nat\n-D {}\nCOMMIT\n", rule.trim_start_matches("-A "))).unwrap();
     let differences = verified(&run);
-    assert!(
-        !differences.is_empty() && differences.iter().all(|one| one.starts_with("Service prod/")),
-        "{differences:?}"
-    );
+    let are_of_services = differences.iter().all(|one| one.starts_with("Service prod/"));
+    assert!(!differences.is_empty() && are_of_services, "{differences:?}");
     run.batch(4, vec![endpoint("db", 7, 5432)]);
     run.wait_programmed(4);
     assert_eq!(verified(&run), Vec::<String>::new());
@@ -245,17 +250,9 @@ impl Stepped {
         let (seen, state) = (Arc::clone(&kernel), Arc::clone(&shared));
         let during: During = Arc::new(Mutex::new(move |parts| during(&state, &seen, parts)));
         let findings: Findings = Arc::new(Mutex::new(findings.into_iter().collect()));
-        let make = |family| LedgerFamily {
-            ledger: Ledger::new(ruleset(RenderConfig::new(family))),
-            failures_left: 0,
-            during: Arc::clone(&during),
-            findings: Arc::clone(&findings),
-            corruption: Arc::default(),
-        };
-        let handle = LedgerKernel(Arc::clone(&kernel));
-        let dataplane = DualStack::assemble("ledger", handle, Vec::new(), vec![Family::V4], make);
+        let dataplane = ledger_dataplane(&kernel, &Arc::default(), 0, &during, &findings);
         let metrics = SyncMetrics::default();
-        let (mut reconciler, _) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing());
+        let (mut reconciler, _) = Reconciler::new(dataplane, Arc::clone(&shared), metrics.clone(), timing());
         let add = |number| {
             let name = format!("svc{number:03}");
             [service(&name, 80), endpoint(&name, if number == 3 { 33 } else { 1 }, 8080)]

@@ -38,10 +38,7 @@ fn a_problem_of_the_proxy_is_published_at_once() {
     let (dataplane, control) = in_memory::dataplane();
     let reporter = Arc::new(Reporter::default());
     let dataplane = dataplane.with_proxy(Arc::clone(&reporter) as Arc<dyn ConnectionProxy>);
-    let (shared, metrics) = (Arc::new(AgentState::new("node-1")), SyncMetrics::default());
-    let (reconciler, progress) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing());
-    let thread = Some(std::thread::spawn(|| reconciler.run()));
-    let run = Loop { shared, control, metrics, progress, thread };
+    let run = Loop::of(Box::new(dataplane), control, AgentState::new("node-1"), timing());
     let until = Instant::now() + GUARD;
     let wake = loop {
         if let Some(wake) = reporter.0.lock().unwrap().take() {

@@ -35,11 +35,7 @@ fn an_agent_with_the_replicas_state_stays_while_all_replicas_are_cut_off() {
         assert_eq!(chosen(trouble, Some(5), &others), None, "{trouble:?}");
     }
     let ahead = [standing(CUT_OFF, 9)];
-    assert_eq!(
-        chosen(Trouble::CutOff, Some(5), &ahead),
-        None,
-        "an agent never moves from one cut-off replica to another"
-    );
+    assert_eq!(chosen(Trouble::CutOff, Some(5), &ahead), None, "both replicas are cut off, so the agent stays");
     assert_eq!(chosen(Trouble::Unlisted, Some(5), &ahead), Some(0), "the other replica has newer changes");
     // Another replica may send the resources that the agent's state lacks.
     let lacking = HeldState { positions: at(5), may_lack: true };
@@ -198,9 +194,6 @@ fn a_balance_request_is_followed_once_and_not_before_its_time() {
     assert_eq!((failover.due(at), failover.due_at()), (Some(Trouble::Crowded), None));
     assert_eq!(failover.due(at), None);
     let others = [standing(CUT_OFF, 9), standing(UNLISTED, 0)];
-    assert_eq!(
-        chosen(Trouble::Crowded, Some(5), &others),
-        None,
-        "an agent does not move for balance to a replica that does not follow its source"
-    );
+    // For balance, an agent does not move to a replica that does not follow its source.
+    assert_eq!(chosen(Trouble::Crowded, Some(5), &others), None);
 }

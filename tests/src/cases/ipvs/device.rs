@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::super::case::{SourceAddress, ask};
 use super::super::run::run;
-use super::{difference, kernel, restart, tool, without_marker};
+use super::{difference, kernel, restart, without_marker};
 use crate::testbed::client::HeldConnection;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::{Service, Via};
@@ -22,12 +22,10 @@ use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     let node = bed.machines().machine("node-a")?;
     let is_down = |when: &str| -> Result<()> {
-        let shown = tool(node, "ip", &["link", "show", "kube-ipvs0"])?;
+        let shown = node.tool("ip", &["link", "show", "kube-ipvs0"])?;
         ensure!(!shown.contains("UP"), "{when}, the device is up: {shown}");
         Ok(())
     };
@@ -61,9 +59,7 @@ pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn rules_of_others_for_host_ports_do_not_get_service_traffic(bed: &Testbed) -> Result<()> {
     bed.write(|manifests| manifests.add(Service { external_local: true, ..Service::new("local", &["a1"]) }))?;
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
     let host_port = plan::address("a2").context("the plan has no address for a2")?;
     for family in Family::BOTH {

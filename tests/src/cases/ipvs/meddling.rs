@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use super::super::case::{SourceAddress, ask};
 use super::super::changes::within;
 use super::super::run::run;
-use super::{CHANGED_BY_HAND, difference, kernel, returns_to, set_endpoints, tool, without_marker};
+use super::{CHANGED_BY_HAND, difference, kernel, returns_to, without_marker};
 use crate::testbed::manifests::{Service, Via};
 use crate::testbed::{AgentSetup, Family, Namespace, Testbed};
 
@@ -21,17 +21,13 @@ type Step<'a> = &'a dyn Fn() -> Result<()>;
 ///
 /// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn a_change_restores_objects_that_were_removed(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1h"]))?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1h"]))?;
     let node = bed.machines().machine("node-a")?;
-    let change_and_undo = || set_endpoints(bed, &["a1", "b2"]).and_then(|()| set_endpoints(bed, &["a1", "b1"]));
+    let change_and_undo =
+        || bed.set_endpoints("steady", &["a1", "b2"]).and_then(|()| bed.set_endpoints("steady", &["a1", "b1"]));
     let affinity = || -> Result<()> {
         for timeout in [Some(600), None] {
-            bed.update(|manifests| {
-                manifests.service_mut("steady")?.affinity_timeout_seconds = timeout;
-                Ok(())
-            })?;
+            bed.update_service("steady", |service| service.affinity_timeout_seconds = timeout)?;
         }
         Ok(())
     };
@@ -39,13 +35,13 @@ pub fn a_change_restores_objects_that_were_removed(bed: &Testbed) -> Result<()> 
         bed.update(|manifests| manifests.add(Service::new("new", &["a2"])))?;
         bed.update(|manifests| manifests.remove("new").map(drop))
     };
-    let flush_servers = || tool(node, "ipvsadm", &["-C"]).map(drop);
+    let flush_servers = || node.tool("ipvsadm", &["-C"]).map(drop);
     let steps: [(&str, Step<'_>, Step<'_>); 5] = [
         ("virtual servers were flushed, and endpoints change", &flush_servers, &change_and_undo),
         ("virtual servers were flushed, and settings change", &flush_servers, &affinity),
         ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n"), &change_and_undo),
         ("the device was brought up", &|| node.ip_batch("link set kube-ipvs0 up\n"), &change_and_undo),
-        ("a set was destroyed", &|| tool(node, "ipset", &["destroy", "KUBE-NODE-PORT-SERVERS"]).map(drop), &node_port),
+        ("a set was destroyed", &|| node.tool("ipset", &["destroy", "KUBE-NODE-PORT-SERVERS"]).map(drop), &node_port),
     ];
     let before = without_marker(kernel(bed, "node-a")?);
     for (what, step, change) in steps {
@@ -73,9 +69,7 @@ pub fn changes_of_other_programs_are_reverted(bed: &Testbed) -> Result<()> {
         ranged.source_ranges = vec!["10.244.0.0/16".to_owned(), "fd00:10:244::/48".to_owned()];
         manifests.add(ranged)
     })?;
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
     let node = bed.machines().machine("node-a")?;
     let before = kernel(bed, "node-a")?;
     let server = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
@@ -89,21 +83,21 @@ pub fn changes_of_other_programs_are_reverted(bed: &Testbed) -> Result<()> {
     ))?;
     // An entry that admits a range becomes an entry that excludes it.
     let set = "KUBE-LOAD-BALANCER-SOURCE-CIDR";
-    let saved = tool(node, "ipset", &["save", set])?;
+    let saved = node.tool("ipset", &["save", set])?;
     let range = saved.lines().find(|line| line.starts_with("add ")).context("the set has no entry")?;
     let range = range.split(' ').nth(2).context("the entry of the set has no range")?;
-    tool(node, "ipset", &["-exist", "add", set, range, "nomatch"])?;
+    node.tool("ipset", &["-exist", "add", set, range, "nomatch"])?;
     // Change the settings of a virtual server and its destinations, and add a destination.
     let server = server.to_string();
-    tool(node, "ipvsadm", &["-E", "-t", &server, "-s", "wlc", "-p", "77"])?;
-    let saved = tool(node, "ipvsadm", &["-Sn"])?;
+    node.tool("ipvsadm", &["-E", "-t", &server, "-s", "wlc", "-p", "77"])?;
+    let saved = node.tool("ipvsadm", &["-Sn"])?;
     let added: Vec<&str> = saved.lines().filter(|line| line.starts_with(&format!("-a -t {server} "))).collect();
     ensure!(added.len() == 2, "{server} has the destinations {added:?}");
     for (line, change) in added.into_iter().zip([["-w", "0"], ["-x", "5"]]) {
         let destination = line.split(' ').nth(4).context("a destination without an address")?;
-        tool(node, "ipvsadm", &[&["-e", "-t", &server, "-r", destination, "-m"][..], &change].concat())?;
+        node.tool("ipvsadm", &[&["-e", "-t", &server, "-r", destination, "-m"][..], &change].concat())?;
     }
-    tool(node, "ipvsadm", &["-a", "-t", &server, "-r", "198.18.77.1:80", "-g", "-w", "9"])?;
+    node.tool("ipvsadm", &["-a", "-t", &server, "-r", "198.18.77.1:80", "-g", "-w", "9"])?;
 
     returns_to(bed, "node-a", &before)?;
     run(
@@ -129,9 +123,7 @@ pub fn ipv6_is_turned_on_for_the_device(bed: &Testbed) -> Result<()> {
     };
     let answers = || run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)]);
     switch_off(node, "default")?;
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
     answers()?;
     let before = kernel(bed, "node-a")?;
     switch_off(node, "kube-ipvs0")?;

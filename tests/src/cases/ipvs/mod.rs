@@ -20,7 +20,6 @@ pub use refused::a_rejected_destination_affects_no_other;
 pub use takeover::kube_proxys_state_is_taken_over;
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
-use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -31,8 +30,8 @@ use super::changes::{eventually, within};
 use super::run::run;
 use crate::testbed::client::HeldConnection;
 use crate::testbed::iptables::{self, Variant};
-use crate::testbed::manifests::{MARKER_ADDRESS, Service, Via, ready};
-use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Namespace, Outcome, Request, Testbed, Transport};
+use crate::testbed::manifests::{MARKER_ADDRESS, Service, Via};
+use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Namespace, Outcome, Request, Testbed, Transport, page};
 
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, NodePort};
@@ -40,19 +39,12 @@ use Via::{ClusterIp, ExternalIp, NodePort};
 /// A pause that is longer than the agent's interval between two checks of draining destinations.
 const DRAIN_LOOK: Duration = Duration::from_secs(7);
 
-/// Runs a program on a machine, and returns its output.
-pub(super) fn tool(machine: &Namespace, program: &str, arguments: &[&str]) -> Result<String> {
-    let mut command = Command::new(program);
-    command.args(arguments);
-    machine.output(command)
-}
-
 /// The state of mode ipvs in a node's kernel, as the kernel's tools print it: virtual servers,
 /// sets, the device and rules.
 fn kernel(bed: &Testbed, node: &str) -> Result<Vec<String>> {
     let machine = bed.machines().machine(node)?;
     let mut lines: Vec<String> =
-        tool(machine, "ipvsadm", &["-Sn"])?.lines().map(|line| format!("server {line}")).collect();
+        machine.tool("ipvsadm", &["-Sn"])?.lines().map(|line| format!("server {line}")).collect();
     // The kernel chooses the number of buckets, so the comparison ignores this number.
     let without_buckets = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
@@ -62,8 +54,8 @@ fn kernel(bed: &Testbed, node: &str) -> Result<Vec<String>> {
             None => line.to_owned(),
         }
     };
-    lines.extend(tool(machine, "ipset", &["save"])?.lines().map(without_buckets));
-    let addresses = tool(machine, "ip", &["-brief", "address", "show"])?;
+    lines.extend(machine.tool("ipset", &["save"])?.lines().map(without_buckets));
+    let addresses = machine.tool("ip", &["-brief", "address", "show"])?;
     let device = addresses.lines().filter(|line| line.starts_with("kube-ipvs0"));
     let is_own = |word: &&str| !word.starts_with("fe80:");
     lines.extend(device.flat_map(str::split_whitespace).filter(is_own).map(|word| format!("device {word}")));
@@ -132,23 +124,14 @@ fn replace(bed: &Testbed, setup: &AgentSetup, end: fn(&Testbed, &str) -> Result<
     agent(bed, "node-a")
 }
 
-fn set_endpoints(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
-    bed.update(|manifests| {
-        manifests.service_mut("steady")?.endpoints = ready(endpoints);
-        Ok(())
-    })
-}
-
 /// A change writes only the objects that it changes. When the change is undone, the kernel's state
 /// is as before. A warm restart writes nothing.
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn a_change_writes_only_changed_objects(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     let before = kernel(bed, "node-a")?;
-    set_endpoints(bed, &["a1", "b2"])?;
+    bed.set_endpoints("steady", &["a1", "b2"])?;
     let after = kernel(bed, "node-a")?;
     let (changed, written) = (difference(&before, &after), agent(bed, "node-a")?.objects_written);
     ensure!(!changed.is_empty() && written > 0, "nothing was written");
@@ -160,7 +143,7 @@ pub fn a_change_writes_only_changed_objects(bed: &Testbed) -> Result<()> {
     );
     // The case uses UDP, because a TCP connection would keep its destination for two minutes.
     run(bed, &[ask("a3", "steady", ClusterIp).ports(&["udp"]).answered(&["a1", "b2"], Kept)])?;
-    set_endpoints(bed, &["a1", "b1"])?;
+    bed.set_endpoints("steady", &["a1", "b1"])?;
     eventually(|| {
         let different = difference(&without_marker(before.clone()), &without_marker(kernel(bed, "node-a")?));
         ensure!(different.is_empty(), "different after the change was undone:\n{}", different.join("\n"));
@@ -177,9 +160,7 @@ pub fn a_change_writes_only_changed_objects(bed: &Testbed) -> Result<()> {
 ///
 /// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn flushed_state_is_restored(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
     let before = kernel(bed, "node-a")?;
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
     let flush = |arguments: &[&str]| {
@@ -187,16 +168,16 @@ pub fn flushed_state_is_restored(bed: &Testbed) -> Result<()> {
     };
     let one_destination = || -> Result<()> {
         let server = bed.address("steady", ClusterIp, Family::V4, "tcp")?.to_string();
-        let listed = tool(node, "ipvsadm", &["-Sn"])?;
+        let listed = node.tool("ipvsadm", &["-Sn"])?;
         let added =
             listed.lines().find(|line| line.starts_with(&format!("-a -t {server} "))).context("no destination")?;
         let destination = added.split(' ').nth(4).context("a destination without an address")?;
-        tool(node, "ipvsadm", &["-d", "-t", &server, "-r", destination]).map(drop)
+        node.tool("ipvsadm", &["-d", "-t", &server, "-r", destination]).map(drop)
     };
     let steps: [(&str, &dyn Fn() -> Result<()>); 8] = [
-        ("virtual servers were flushed", &|| tool(node, "ipvsadm", &["-C"]).map(drop)),
+        ("virtual servers were flushed", &|| node.tool("ipvsadm", &["-C"]).map(drop)),
         ("one destination was removed", &one_destination),
-        ("sets were flushed", &|| tool(node, "ipset", &["flush"]).map(drop)),
+        ("sets were flushed", &|| node.tool("ipset", &["flush"]).map(drop)),
         ("addresses were flushed", &|| node.ip_batch("addr flush dev kube-ipvs0\n")),
         ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n")),
         ("the device was brought up", &|| node.ip_batch("link set kube-ipvs0 up\n")),
@@ -230,10 +211,10 @@ pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
         "-A -f 77 -s rr".to_owned(),
     ];
     for server in &servers {
-        tool(node, "ipvsadm", &server.split(' ').collect::<Vec<_>>())?;
+        node.tool("ipvsadm", &server.split(' ').collect::<Vec<_>>())?;
     }
-    tool(node, "ipset", &["create", "FOREIGN", "hash:ip"])?;
-    tool(node, "ipset", &["add", "FOREIGN", "198.18.5.1"])?;
+    node.tool("ipset", &["create", "FOREIGN", "hash:ip"])?;
+    node.tool("ipset", &["add", "FOREIGN", "198.18.5.1"])?;
     let rule = "-A FORWARD -m set --match-set FOREIGN src -j ACCEPT";
     iptables::run(node, Variant::Legacy, Family::V4, &lock, &rule.split(' ').collect::<Vec<_>>())?;
     let before = kernel(bed, "node-a")?;
@@ -246,17 +227,16 @@ pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
 
     bed.start_control_plane()?;
     let exclude = AgentSetup::with(&["--ipvs-exclude-cidrs", "198.18.7.0/24"]);
-    bed.start_agent_with("node-a", &exclude)?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-a", &exclude)?;
     expect_foreign("after the start")?;
     // Virtual servers on the agent's device belong to the agent, except in excluded networks.
     node.ip_batch("addr add 198.18.7.1/32 dev kube-ipvs0\naddr add 198.18.8.1/32 dev kube-ipvs0\n")?;
     for address in ["198.18.7.1:80", "198.18.8.1:80"] {
-        tool(node, "ipvsadm", &["-A", "-t", address, "-s", "rr"])?;
+        node.tool("ipvsadm", &["-A", "-t", address, "-s", "rr"])?;
     }
     restart(bed, &exclude)?;
-    set_endpoints(bed, &["a2"])?;
-    let listed = tool(node, "ipvsadm", &["-Sn"])?;
+    bed.set_endpoints("steady", &["a2"])?;
+    let listed = node.tool("ipvsadm", &["-Sn"])?;
     ensure!(listed.contains("198.18.7.1:80"), "an excluded virtual server is gone:\n{listed}");
     ensure!(!listed.contains("198.18.8.1:80"), "a stale virtual server still exists:\n{listed}");
     expect_foreign("after a restart")?;
@@ -284,8 +264,7 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     let by_iptables = AgentSetup { backend: Some(Backend::IptablesLegacy), ..AgentSetup::default() };
     let answers = || run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)]);
-    bed.start_agent_with("node-a", &by_iptables)?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-a", &by_iptables)?;
     let of_iptables = kernel(bed, "node-a")?;
     ensure!(of_iptables.iter().any(|line| line.contains("KUBE-SEP-")), "no rules of iptables: {of_iptables:#?}");
     answers()?;
@@ -301,7 +280,7 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
     let foreign = |what: &str| -> Result<String> {
         let rule = "-m set --match-set KUBE-CLUSTER-IP dst,dst -j ACCEPT";
         let arguments: Vec<&str> = [what, "INPUT"].into_iter().chain(rule.split(' ')).collect();
-        tool(node, "iptables-legacy", &arguments)
+        node.tool("iptables-legacy", &arguments)
     };
     foreign("-A")?;
     // The kernel finds an open connection in IPVS's own table, so its virtual server stays.
@@ -311,18 +290,18 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
         held.push((to, HeldConnection::open(bed.machines().machine("a3")?, to)?));
     }
     restart(bed, &AgentSetup { arguments: vec!["--takeover-limit=30s".to_owned()], ..by_iptables.clone() })?;
-    let servers = tool(node, "ipvsadm", &["-Sn"])?;
+    let servers = node.tool("ipvsadm", &["-Sn"])?;
     for (to, held) in &mut held {
         held.check()?;
         ensure!(servers.contains(&format!("-t {to} ")), "the virtual server of an open connection is gone:\n{servers}");
     }
     ensure!(!servers.contains("-a -u"), "a virtual server of UDP still exists:\n{servers}");
     ensure!(!servers.contains("-w 1"), "a virtual server accepts new connections:\n{servers}");
-    let status = tool(node, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/status"])?;
+    let status = page::of_agent(node, "/status")?;
     ensure!(status.contains("objects of mode ipvs with"), "the page /status says {status}");
     answers()?;
     eventually(|| {
-        let sets = tool(node, "ipset", &["list", "-n"])?;
+        let sets = node.tool("ipset", &["list", "-n"])?;
         ensure!(sets.trim() == "KUBE-CLUSTER-IP", "expected only the set KUBE-CLUSTER-IP, found {sets}");
         Ok(())
     })?;
@@ -344,14 +323,14 @@ pub fn destinations_drain(bed: &Testbed) -> Result<()> {
     let server = crate::testbed::plan::address(&held.answer.server).context("the server has no address")?.v4;
     let destination = |transport: &str| -> Result<Option<String>> {
         let start = format!("-a -{transport} {}:", to.ip());
-        let listed = tool(node, "ipvsadm", &["-Sn"])?;
+        let listed = node.tool("ipvsadm", &["-Sn"])?;
         let is_it = |line: &&str| line.starts_with(&start) && line.contains(&format!("-r {server}:"));
         let found = listed.lines().filter(is_it).find(|line| transport == "u" || line.contains(&format!(" {to} ")));
         Ok(found.map(str::to_owned))
     };
     let rest: Vec<&str> = ["a1", "b1"].into_iter().filter(|pod| *pod != held.answer.server).collect();
     ensure!(destination("u")?.is_some(), "the UDP virtual server has no destination on {server}");
-    set_endpoints(bed, &rest)?;
+    bed.set_endpoints("steady", &rest)?;
     ensure!(destination("u")?.is_none(), "the UDP destination still exists");
     let drains = || -> Result<()> {
         let line = destination("t")?.context("the destination is gone although it has a connection")?;
@@ -375,9 +354,9 @@ pub fn destinations_drain(bed: &Testbed) -> Result<()> {
     held.check().context("after the service was deleted")?;
     held.reset()?;
     let is_gone = || -> Result<()> {
-        let listed = tool(node, "ipvsadm", &["-Sn"])?;
+        let listed = node.tool("ipvsadm", &["-Sn"])?;
         ensure!(!listed.contains(&to.to_string()), "the virtual server still exists:\n{listed}");
-        let addresses = tool(node, "ip", &["-brief", "address", "show", "dev", "kube-ipvs0"])?;
+        let addresses = node.tool("ip", &["-brief", "address", "show", "dev", "kube-ipvs0"])?;
         ensure!(!addresses.contains(&format!("{}/", to.ip())), "the address still exists: {addresses}");
         Ok(())
     };
@@ -399,10 +378,8 @@ pub fn addresses(bed: &Testbed) -> Result<()> {
         let rest = if address.is_ipv4() { "32 dev lo scope host" } else { "128 dev lo preferred_lft 0" };
         node.ip_batch(&format!("addr add {address}/{rest}\n"))?;
     }
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-strict-arp", "--ipvs-tcp-timeout", "17m"]))?;
-    bed.wait_programmed()?;
-    let bound = tool(node, "ip", &["-brief", "address", "show", "dev", "kube-ipvs0"])?;
+    bed.start_programs("node-a", &AgentSetup::with(&["--ipvs-strict-arp", "--ipvs-tcp-timeout", "17m"]))?;
+    let bound = node.tool("ip", &["-brief", "address", "show", "dev", "kube-ipvs0"])?;
     for family in Family::BOTH {
         let cluster = bed.address("web", ClusterIp, family, "tcp")?;
         let external = bed.address("web", ExternalIp, family, "tcp")?;
@@ -432,7 +409,7 @@ pub fn addresses(bed: &Testbed) -> Result<()> {
         Ok(all.map(|path| read(path).map(|value| value.trim().to_owned()).unwrap_or_default()))
     })?;
     ensure!(parameters == ["1", "2", "1", "1"], "kernel parameters are {parameters:?}");
-    let timeouts = tool(node, "ipvsadm", &["-L", "--timeout"])?;
+    let timeouts = node.tool("ipvsadm", &["-L", "--timeout"])?;
     ensure!(timeouts.contains("1020"), "the time-outs are {timeouts}");
     Ok(())
 }

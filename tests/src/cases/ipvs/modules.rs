@@ -9,11 +9,11 @@ use super::super::case::{SourceAddress, ask};
 use super::super::changes::{eventually, within};
 use super::super::live::{targets, while_asking};
 use super::super::run::run;
-use super::{CHANGED_BY_HAND, agent, tool};
+use super::{CHANGED_BY_HAND, agent};
 use crate::testbed::manifests::{Service, Via};
 use crate::testbed::plan::{self, CONTROL, INSPECT_PORT};
 use crate::testbed::process::program;
-use crate::testbed::{AgentSetup, Backend, Family, Outcome, Request, Testbed, Transport};
+use crate::testbed::{AgentSetup, Backend, Family, Outcome, Request, Testbed, Transport, page};
 use crate::uml::modules::WithoutModules;
 
 use SourceAddress::Kept;
@@ -43,9 +43,7 @@ pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
         Command::new("modprobe").arg("-a").args(needed).status().context("running modprobe (Debian package kmod)")?;
     ensure!(status.success(), "modprobe -a {needed:?}: {status}");
     let _modules = WithoutModules::new(&["ip_vs_wrr", "dummy"])?;
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-scheduler", "wrr"]))?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::with(&["--ipvs-scheduler", "wrr"]))?;
     let info = agent(bed, "node-a")?;
     ensure!(info.backend == "iptables-legacy", "the backend is {}", info.backend);
     let reasons = info.degraded.join("\n");
@@ -67,9 +65,7 @@ pub fn kernel_parameters_can_be_set_by_init_only(bed: &Testbed) -> Result<()> {
     let arguments = AgentSetup::with(&["--ipvs-strict-arp"]);
     let restricted = AgentSetup { read_only_parameters: true, ..arguments.clone() };
     let answers = || run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)]);
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &restricted)?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &restricted)?;
     let info = agent(bed, "node-a")?;
     let reasons = info.degraded.join("\n");
     ensure!(info.backend == "iptables-legacy", "the backend is {}: {reasons}", info.backend);
@@ -97,8 +93,7 @@ pub fn kernel_parameters_can_be_set_by_init_only(bed: &Testbed) -> Result<()> {
 
 /// Checks that a page of node-a's metrics port contains `expected`.
 fn expect_page(bed: &Testbed, page: &str, expected: &str) -> Result<()> {
-    let url = format!("http://127.0.0.1:10249{page}");
-    let body = tool(bed.machines().machine("node-a")?, "curl", &["-sS", "--max-time", "10", &url])?;
+    let body = page::of_agent(bed.machines().machine("node-a")?, page)?;
     ensure!(body.contains(expected), "{expected:?} is not in {page}:\n{body}");
     Ok(())
 }
@@ -110,7 +105,7 @@ fn asking_for(scheduler: &str) -> Value {
 /// The scheduler of a service in the kernel of node-a, and its number of destinations.
 fn scheduler(bed: &Testbed, service: &str) -> Result<(String, usize)> {
     let server = bed.address(service, ClusterIp, Family::V4, "tcp")?;
-    let listed = tool(bed.machines().machine("node-a")?, "ipvsadm", &["-Sn"])?;
+    let listed = bed.machines().machine("node-a")?.tool("ipvsadm", &["-Sn"])?;
     let made = listed.lines().find_map(|line| line.strip_prefix(&format!("-A -t {server} -s ")));
     let made = made.with_context(|| format!("no virtual server {server}:\n{listed}"))?;
     let destinations = listed.lines().filter(|line| line.starts_with(&format!("-a -t {server} "))).count();
@@ -132,10 +127,7 @@ pub fn a_missing_scheduler_is_replaced_until_its_module_loads(bed: &Testbed) -> 
             ],
         )
     };
-    bed.update(|manifests| {
-        manifests.service_mut("steady")?.patch = Some(|_| asking_for("wrr"));
-        Ok(())
-    })?;
+    bed.update_service("steady", |service| service.patch = Some(|_| asking_for("wrr")))?;
     ensure!(scheduler(bed, "steady")? == ("wrr".to_owned(), 2), "steady has {:?}", scheduler(bed, "steady")?);
 
     let modules = WithoutModules::new(&["ip_vs_mh"])?;
@@ -169,7 +161,7 @@ pub fn a_missing_scheduler_is_replaced_until_its_module_loads(bed: &Testbed) -> 
     );
     let headgatectl = program("headgatectl")?;
     let headgatectl = headgatectl.to_str().context("the program's path is not UTF-8")?;
-    let shown = tool(bed.machines().machine(CONTROL)?, headgatectl, &["--server", &replica, "agents"])?;
+    let shown = bed.machines().machine(CONTROL)?.tool(headgatectl, &["--server", &replica, "agents"])?;
     ensure!(shown.contains("modprobe ip_vs_mh"), "headgatectl does not show the missing module:\n{shown}");
 
     drop(modules);
@@ -220,9 +212,7 @@ pub fn rules_for_sctp_are_left_out_if_iptables_cannot_match_sctp(bed: &Testbed) 
     ];
 
     let modules = WithoutModules::new(&["xt_sctp"])?;
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     expect_degraded(&["modprobe xt_sctp", "externalTrafficPolicy Local"])?;
     run(bed, &others)?;
     // Virtual servers do not need iptables to match SCTP.

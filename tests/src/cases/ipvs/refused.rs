@@ -6,9 +6,9 @@ use anyhow::{Context, Result, ensure};
 use super::super::case::{SourceAddress, ask};
 use super::super::changes::within;
 use super::super::run::run;
-use super::{CHANGED_BY_HAND, agent, set_endpoints, tool};
-use crate::testbed::manifests::{Service, Via, ready};
-use crate::testbed::{Family, Testbed, plan};
+use super::{CHANGED_BY_HAND, agent};
+use crate::testbed::manifests::{Service, Via};
+use crate::testbed::{Family, Testbed, page, plan};
 
 use SourceAddress::Kept;
 use Via::ClusterIp;
@@ -27,7 +27,7 @@ pub fn a_rejected_destination_affects_no_other(bed: &Testbed) -> Result<()> {
         node.ip_batch(&format!("route {change} broadcast {address} dev eth0 table local\n"))
     };
     let full_syncs = || -> Result<String> {
-        let page = tool(node, "curl", &["-sS", "--max-time", "10", "http://127.0.0.1:10249/metrics"])?;
+        let page = page::of_agent(node, "/metrics")?;
         let is_full = |line: &&str| line.starts_with("headgate_agent_apply_duration_seconds_count{kind=\"full\"}");
         Ok(page.lines().find(is_full).context("the page has no count of full syncs")?.to_owned())
     };
@@ -61,7 +61,7 @@ pub fn a_rejected_destination_affects_no_other(bed: &Testbed) -> Result<()> {
             all().over(&[Family::V6]).answered(&["a1", "a2"], Kept),
         ],
     )?;
-    set_endpoints(bed, &["a1"])?;
+    bed.set_endpoints("steady", &["a1"])?;
     run(bed, &[ask("a3", "steady", ClusterIp).answered(&["a1"], Kept)])?;
 
     // The agent also tries the destination again without a change of its service.
@@ -73,12 +73,7 @@ pub fn a_rejected_destination_affects_no_other(bed: &Testbed) -> Result<()> {
     // destinations of the service still work. The agent tries the destination again with the next
     // change of the service. The test uses new destinations, because the kernel does not check the
     // address of a destination again if the destination had connections.
-    let set_endpoints_of_bad = |endpoints: &[&str]| {
-        bed.update(|manifests| {
-            manifests.service_mut("bad")?.endpoints = ready(endpoints);
-            Ok(())
-        })
-    };
+    let set_endpoints_of_bad = |endpoints: &[&str]| bed.set_endpoints("bad", endpoints);
     refuse("add", "b2")?;
     set_endpoints_of_bad(&["a1", "a2", "b2"])?;
     expect_reported(Some("b2"))?;

@@ -8,10 +8,10 @@ use anyhow::{Context, Result, ensure};
 use super::super::case::{SourceAddress, ask};
 use super::super::changes::within;
 use super::super::run::run;
-use super::{CHANGED_BY_HAND, agent, kernel, returns_to, tool};
+use super::{CHANGED_BY_HAND, agent, kernel, returns_to};
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::{Service, Via};
-use crate::testbed::{Family, Namespace, Testbed, plan};
+use crate::testbed::{AgentSetup, Family, Namespace, Testbed, plan};
 
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, NodePort};
@@ -86,9 +86,7 @@ pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
             ],
         )
     };
-    bed.start_control_plane()?;
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programs("node-a", &AgentSetup::default())?;
     let wanted = kernel(bed, "node-a")?;
     bed.stop_agent("node-a")?;
     bed.clean_up("node-a")?;
@@ -108,10 +106,9 @@ pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
         format!("-a -t {steady} -r {first}:8080 -m -w 1"),
         format!("-a -t {steady} -r {second}:8080 -m -w 1"),
     ] {
-        tool(node, "ipvsadm", &server.split(' ').collect::<Vec<_>>())?;
+        node.tool("ipvsadm", &server.split(' ').collect::<Vec<_>>())?;
     }
-    bed.start_agent("node-a")?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-a", &AgentSetup::default())?;
     answers()?;
     returns_to(bed, "node-a", &wanted).context("taking over kube-proxy's state")?;
 
@@ -141,15 +138,15 @@ pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
 /// A set that is full grows when a Service needs another element.
 fn full_sets_grow(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
-    let saved = tool(node, "ipset", &["save", "KUBE-CLUSTER-IP"])?;
+    let saved = node.tool("ipset", &["save", "KUBE-CLUSTER-IP"])?;
     let elements: Vec<&str> = saved.lines().filter(|line| line.starts_with("add ")).collect();
     let mut full = format!("create full hash:ip,port family inet hashsize 64 maxelem {}\n", elements.len());
     elements.iter().for_each(|line| full += &(line.replace("KUBE-CLUSTER-IP", "full") + "\n"));
     restore_sets(node, &full)?;
-    tool(node, "ipset", &["swap", "full", "KUBE-CLUSTER-IP"])?;
-    tool(node, "ipset", &["destroy", "full"])?;
+    node.tool("ipset", &["swap", "full", "KUBE-CLUSTER-IP"])?;
+    node.tool("ipset", &["destroy", "full"])?;
     bed.update(|manifests| manifests.add(Service::new("further", &["a1", "b1"])))?;
-    let saved = tool(node, "ipset", &["save", "KUBE-CLUSTER-IP"])?;
+    let saved = node.tool("ipset", &["save", "KUBE-CLUSTER-IP"])?;
     let further = bed.address("further", ClusterIp, Family::V4, "tcp")?;
     for expected in [" maxelem 65536 ".to_owned(), format!(" {},tcp:{}", further.ip(), further.port())] {
         ensure!(saved.replace('\n', " ").contains(&expected), "KUBE-CLUSTER-IP has no {expected:?}:\n{saved}");

@@ -5,17 +5,14 @@ use std::{collections::BTreeSet, io::Write as _, process::Stdio};
 
 use anyhow::Result;
 use headgate_tests::testbed::{
-    Namespace, netns,
+    Namespace,
     process::{output, sorted_lines},
 };
 use ipset_netlink::{Change, Element, Entry, Family, IpSets, Protocol, SetType, Specification};
 
 /// Runs `work` in a new network namespace.
 fn in_namespace(name: &str, work: impl FnOnce() -> Result<()> + Send) {
-    netns::check_prerequisites().unwrap();
-    netns::sweep_stale().unwrap();
-    let namespace = Namespace::create(format!("hg{}-set-{name}", std::process::id())).unwrap();
-    namespace.run(work).unwrap();
+    Namespace::for_test(&format!("set-{name}")).unwrap().run(work).unwrap();
 }
 
 fn execute_all(sets: &mut IpSets, changes: &[Change]) {

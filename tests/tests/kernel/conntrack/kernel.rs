@@ -16,7 +16,7 @@ use headgate_node_agent::{
     node_inputs::NodeInputs,
     observers::conntrack::{NodeAddresses, Swept, sweep, wire},
 };
-use headgate_tests::testbed::{Namespace, netns};
+use headgate_tests::testbed::Namespace;
 
 use super::table::{Flow, entries, insert};
 
@@ -24,9 +24,7 @@ const UDP: u8 = 17;
 
 /// Runs `work` in a new network namespace.
 fn in_namespace<T: Send>(name: &str, work: impl FnOnce(&Namespace) -> Result<T> + Send) -> T {
-    netns::check_prerequisites().unwrap();
-    netns::sweep_stale().unwrap();
-    let namespace = Namespace::create(format!("hg{}-ct-{name}", std::process::id())).unwrap();
+    let namespace = Namespace::for_test(&format!("ct-{name}")).unwrap();
     namespace.ip_batch("link set lo up\n").unwrap();
     namespace.run(|| work(&namespace)).unwrap()
 }

@@ -14,7 +14,7 @@ use headgate_tests::{
         client::HeldConnection,
         flow::{Flow, open_all},
         iptables::Variant,
-        manifests::{Endpoint, Service, Via, ready},
+        manifests::{Endpoint, Port, Service, Via},
         page,
         plan::{self, Family, LINE_PORT, SECOND_LINE_PORT},
     },
@@ -50,11 +50,8 @@ fn one_service(endpoints: &[&str]) -> Manifests {
     manifests
 }
 
-fn set_endpoints(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
-    bed.update(|manifests| {
-        manifests.service_mut("dns")?.endpoints = ready(endpoints);
-        Ok(())
-    })
+fn udp_port(service: &mut Service) -> &mut Port {
+    service.ports.iter_mut().find(|port| port.name == "udp").unwrap()
 }
 
 fn all_answered_by(flows: &[Flow], server: &str) -> Result<()> {
@@ -66,32 +63,22 @@ fn all_answered_by(flows: &[Flow], server: &str) -> Result<()> {
 fn follows_its_service(bed: &Testbed) -> Result<()> {
     let flows = open_all(bed, "dns", &WAYS)?;
     all_answered_by(&flows, "b1")?;
-    set_endpoints(bed, &["c1"])?;
+    bed.set_endpoints("dns", &["c1"])?;
     all_answered_by(&flows, "c1").context("after the endpoint was replaced")?;
-    set_endpoints(bed, &[])?;
+    bed.set_endpoints("dns", &[])?;
     for flow in &flows {
         flow.until("refused", |outcome| *outcome == Outcome::Refused).context("after scaling to zero")?;
     }
-    set_endpoints(bed, &["a1"])?;
+    bed.set_endpoints("dns", &["a1"])?;
     all_answered_by(&flows, "a1").context("after scaling up again")?;
-    bed.update(|manifests| {
-        let ports = &mut manifests.service_mut("dns")?.ports;
-        let port = ports.iter_mut().find(|port| port.name == "udp").context("the Service has no port named udp")?;
-        port.target_port = SECOND_LINE_PORT;
-        Ok(())
-    })?;
+    bed.update_service("dns", |dns| udp_port(dns).target_port = SECOND_LINE_PORT)?;
     for flow in &flows {
         let on_second =
             |outcome: &Outcome| matches!(outcome, Outcome::Answered(answer) if answer.port == SECOND_LINE_PORT);
         flow.until("answered at the second port", on_second).context("after targetPort changed")?;
     }
     // The port of the Service changes. Clients of the old port get no more answers.
-    bed.update(|manifests| {
-        let ports = &mut manifests.service_mut("dns")?.ports;
-        let port = ports.iter_mut().find(|port| port.name == "udp").context("the Service has no port named udp")?;
-        port.port = 81;
-        Ok(())
-    })?;
+    bed.update_service("dns", |dns| udp_port(dns).port = 81)?;
     for flow in open_all(bed, "dns", &WAYS)? {
         flow.until_answered_by("a1").context("at the new port")?;
     }
@@ -147,7 +134,7 @@ fn forgets_what_was_removed_meanwhile(bed: &Testbed) -> Result<()> {
 
 /// The metrics of the agent on node-a.
 fn metrics(bed: &Testbed) -> Result<String> {
-    bed.machines().machine("node-a")?.run(|| Ok(page::get("127.0.0.1:10249", "/metrics")?))
+    page::of_agent(bed.machines().machine("node-a")?, "/metrics")
 }
 
 /// Only endpoints on the client's node serve the Service. The test replaces these endpoints.
@@ -155,7 +142,7 @@ fn follows_local_endpoints(bed: &Testbed) -> Result<()> {
     let ways = [("a3", Via::ClusterIp), ("outside-1", Via::NodePort("node-a"))];
     let flows = open_all(bed, "dns", &ways)?;
     all_answered_by(&flows, "a1")?;
-    set_endpoints(bed, &["a2", "b1"])?;
+    bed.set_endpoints("dns", &["a2", "b1"])?;
     all_answered_by(&flows, "a2")
 }
 
@@ -177,12 +164,9 @@ fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
     for flow in &flows {
         flow.until("refused", |outcome| *outcome == Outcome::Refused).context("without endpoints")?;
     }
-    bed.update(|manifests| {
-        manifests.service_mut("dns")?.endpoints = vec![Endpoint::not_ready("b1")];
-        Ok(())
-    })?;
+    bed.update_service("dns", |service| service.endpoints = vec![Endpoint::not_ready("b1")])?;
     flows.iter().for_each(|flow| drop(flow.ask()));
-    set_endpoints(bed, &["b1"])?;
+    bed.set_endpoints("dns", &["b1"])?;
     all_answered_by(&flows, "b1")
 }
 
@@ -205,11 +189,8 @@ fn keeps_other_flows(bed: &Testbed) -> Result<()> {
     let tracked = foreign_entries(node, &foreign)?;
     ensure!(tracked == foreign.len(), "{tracked} of {} foreign flows are in the table", foreign.len());
 
-    bed.update(|manifests| {
-        let endpoints = &mut manifests.service_mut("dns")?.endpoints;
-        *endpoints = vec![Endpoint::ready("a1"), Endpoint::terminating("b1"), Endpoint::published("b2")];
-        Ok(())
-    })?;
+    let left = vec![Endpoint::ready("a1"), Endpoint::terminating("b1"), Endpoint::published("b2")];
+    bed.update_service("dns", |dns| dns.endpoints = left)?;
     for (flow, before) in flows.iter().zip(&before) {
         if before == "c1" {
             flow.until(
@@ -261,15 +242,11 @@ fn deletes_flows_after_the_rules_are_written(bed: &Testbed) -> Result<()> {
     let slow = SlowTools::create(bed.machines().folder(), bed.backend())?;
     bed.kill_agent("node-a")?;
     let setup = headgate_tests::testbed::AgentSetup { tools: Some(slow.folder.clone()), ..Default::default() };
-    bed.start_agent_with("node-a", &setup)?;
-    bed.wait_programmed()?;
+    bed.start_programmed("node-a", &setup)?;
     let flows = open_all(bed, "dns", &[("a3", Via::ClusterIp), ("outside-1", Via::NodePort("node-a"))])?;
     all_answered_by(&flows, "b1")?;
     slow.hold()?;
-    bed.write(|manifests| {
-        manifests.service_mut("dns")?.endpoints = ready(&["c1"]);
-        Ok(())
-    })?;
+    bed.write_endpoints("dns", &["c1"])?;
     slow.wait_until_held()?;
     for _ in 0..100 {
         for flow in &flows {

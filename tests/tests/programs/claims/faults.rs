@@ -109,11 +109,7 @@ impl World {
             Fault::CutSource => self.relays.set(|link| link == Link::Source(place), mode),
             Fault::FailLists => {
                 let api = &self.shared.api;
-                api.fail_next(
-                    4,
-                    RequestFilter::verb(Verb::List),
-                    RequestFault::Status { code: 503, retry_after_seconds: None },
-                );
+                api.fail_next(4, RequestFilter::verb(Verb::List), RequestFault::status(503));
                 api.fail_next(4, RequestFilter::verb(Verb::Watch), RequestFault::Cut(Cut::Reset));
                 api.order(Some(Kind::EndpointSlice), &Order::CutNow(Cut::Close));
                 // The other watches and pages of lists expire, so their kinds are listed again.

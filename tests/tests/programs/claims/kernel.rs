@@ -3,7 +3,6 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::Ipv4Addr,
-    process::Command,
 };
 
 use anyhow::{Context as _, Result, bail};
@@ -42,26 +41,15 @@ impl Backend {
     pub(super) fn forget(self, node: &Namespace, address: Ipv4Addr) -> Result<()> {
         match self {
             Self::Nftables => {
-                let mut command = Command::new("nft");
-                command.args([
-                    "delete",
-                    "element",
-                    "ip",
-                    "headgate",
-                    "services",
-                    &format!("{{ {address} . tcp . 80 }}"),
-                ]);
-                node.output(command).map(drop)
+                let element = format!("{{ {address} . tcp . 80 }}");
+                node.tool("nft", &["delete", "element", "ip", "headgate", "services", &element]).map(drop)
             }
             Self::Iptables(variant) => {
-                let mut save = Command::new(format!("iptables-{variant}-save"));
-                save.args(["-t", "nat"]);
-                let rules = node.output(save)?;
+                let rules = node.tool(&format!("iptables-{variant}-save"), &["-t", "nat"])?;
                 let destination = format!(" -d {address}/32 ");
                 for rule in rules.lines().filter(|rule| rule.starts_with("-A") && rule.contains(&destination)) {
-                    let mut command = Command::new("sh");
-                    command.args(["-c", &format!("iptables-{variant} -w 5 -t nat {}", rule.replacen("-A", "-D", 1))]);
-                    node.output(command)?;
+                    let delete = format!("iptables-{variant} -w 5 -t nat {}", rule.replacen("-A", "-D", 1));
+                    node.tool("sh", &["-c", &delete])?;
                 }
                 Ok(())
             }
@@ -71,19 +59,13 @@ impl Backend {
     /// Reads the kernel.
     pub(super) fn read(self, node: &Namespace) -> Result<Forwarding> {
         match self {
-            Self::Nftables => {
-                let mut command = Command::new("nft");
-                command.args(["-j", "list", "table", "ip", "headgate"]);
-                match node.output(command) {
-                    Ok(text) => of_nftables(&serde_json::from_str(&text).context("the output of nft")?),
-                    Err(error) if format!("{error:#}").contains("No such file") => Ok(Forwarding::new()),
-                    Err(error) => Err(error),
-                }
-            }
+            Self::Nftables => match node.tool("nft", &["-j", "list", "table", "ip", "headgate"]) {
+                Ok(text) => of_nftables(&serde_json::from_str(&text).context("the output of nft")?),
+                Err(error) if format!("{error:#}").contains("No such file") => Ok(Forwarding::new()),
+                Err(error) => Err(error),
+            },
             Self::Iptables(variant) => {
-                let mut command = Command::new(format!("iptables-{variant}-save"));
-                command.args(["-t", "nat"]);
-                Ok(of_iptables(&node.output(command)?))
+                Ok(of_iptables(&node.tool(&format!("iptables-{variant}-save"), &["-t", "nat"])?))
             }
         }
     }

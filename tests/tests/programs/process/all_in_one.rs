@@ -22,7 +22,7 @@ fn rig() -> Rig {
 #[test]
 fn one_program_forwards_connections_by_a_folder_of_manifests_and_serves_all_pages() {
     let rig = rig();
-    let headgate = rig.all_in_one(&["--proxy-mode=nftables"]);
+    let headgate = rig.all_in_one(&[&rig.manifests(), "--proxy-mode=nftables"]);
     eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
 
     // headgatectl needs no option, because the address is its default.
@@ -45,7 +45,7 @@ fn one_program_forwards_connections_by_a_folder_of_manifests_and_serves_all_page
     open.write_all(b"x").unwrap();
     open.read_exact(&mut [0]).unwrap();
     exchange(&rig, CLUSTER_IP, 1).unwrap();
-    let (status, log) = rig.all_in_one(&["--cleanup"]).ended();
+    let (status, log) = rig.all_in_one(&[&rig.manifests(), "--cleanup"]).ended();
     assert!(status.success() && rig.node_port_addresses().is_err(), "{status}: {log}");
 }
 
@@ -58,7 +58,7 @@ fn one_program_follows_an_api_server_and_forwards_while_the_server_is_down() {
         apply(&text);
     }
     let kubeconfig = format!("--kubeconfig={}", rig.write("kubeconfig", &api.kubeconfig()).display());
-    let _headgate = rig.all_in_one_of("kubernetes", &[&kubeconfig, "--proxy-mode=nftables"]);
+    let _headgate = rig.all_in_one(&["--source=kubernetes", &kubeconfig, "--proxy-mode=nftables"]);
     eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
     api.stop();
     exchange(&rig, CLUSTER_IP, 1).unwrap();
@@ -71,10 +71,10 @@ fn one_program_follows_an_api_server_and_forwards_while_the_server_is_down() {
 #[test]
 fn open_connections_of_mode_userspace_may_end_before_the_program_ends() {
     let rig = rig();
-    let headgate = rig.all_in_one(&["--proxy-mode=userspace"]);
+    let headgate = rig.all_in_one(&[&rig.manifests(), "--proxy-mode=userspace"]);
     let mut open = eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
     headgate.signal(nix::sys::signal::Signal::SIGTERM);
-    eventually("the program drains", || if headgate.log().contains("stopping") { Ok(()) } else { Err(headgate.log()) });
+    headgate.until_logged("stopping");
     // The control plane still serves.
     assert_eq!(rig.replica_page("/readyz").unwrap().0, 200);
     open.write_all(b"x").unwrap();
@@ -92,10 +92,10 @@ fn a_part_that_cannot_start_ends_the_program() {
         ("--inspect-listen=10.0.0.1:7444", "is neither a loopback address nor in a range reserved for tests"),
         ("--config=/missing.yaml", "/missing.yaml"),
     ] {
-        let (status, log) = rig.all_in_one(&[argument]).ended();
+        let (status, log) = rig.all_in_one(&[&rig.manifests(), argument]).ended();
         assert!(status.code() == Some(1) && log.contains(reason), "{argument}: {status}: {log}");
     }
-    let (status, log) = rig.all_in_one_of("kubernetes", &["--kubeconfig=/missing"]).ended();
+    let (status, log) = rig.all_in_one(&["--source=kubernetes", "--kubeconfig=/missing"]).ended();
     let times = log.matches("the kubeconfig /missing cannot be used").count();
     assert!(status.code() == Some(1) && times == 1, "{status}: {log}");
 }

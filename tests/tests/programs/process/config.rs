@@ -1,15 +1,11 @@
-use super::rig::{Rig, eventually, node, service, slice};
+use super::rig::{Rig, eventually, node};
 
 const HEAD: &str = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
 
 // rows: 110
 #[test]
 fn row_110_unknown_fields_are_only_warnings_and_the_file_overrides_flags() {
-    let rig = Rig::serving(&[
-        ("node", node("")),
-        ("web", service("web", 10, "")),
-        ("web-1", slice("web", &[("node-a", 10)], "")),
-    ]);
+    let rig = Rig::web(10);
     let body = "hostnameOverride: other\niptables: {masqueradeAll: true, masqueradeBit: 5, foo: 1}\nipvs: {scheduler: rr}\nmode: ''\nmode: iptables\n\
                 clientConnection: {kubeconfig: /var/lib/kube-proxy/kubeconfig.conf}\n";
     let file = rig.write("config.yaml", &format!("{HEAD}{body}"));
@@ -93,11 +89,7 @@ fn row_110_the_defaults_can_be_written_and_used() {
 // rows: 111
 #[test]
 fn row_111_the_process_ends_when_its_configuration_is_edited_and_the_rules_stay() {
-    let rig = Rig::serving(&[
-        ("node", node("")),
-        ("web", service("web", 10, "")),
-        ("web-1", slice("web", &[("node-a", 10)], "")),
-    ]);
+    let rig = Rig::web(10);
     let file = rig.write("config.yaml", &format!("{HEAD}mode: iptables\n"));
     let agent = rig.agent(&[&format!("--config={}", file.display())]);
     rig.until_programmed();
@@ -113,11 +105,7 @@ fn row_111_the_process_ends_when_its_configuration_is_edited_and_the_rules_stay(
 // rows: 111
 #[test]
 fn row_111_changed_pod_ranges_are_applied_without_a_restart() {
-    let rig = Rig::serving(&[
-        ("node", node("podCIDRs: [10.244.1.0/24, \"fd00:244:1::/64\"]")),
-        ("web", service("web", 10, "")),
-        ("web-1", slice("web", &[("node-a", 10)], "")),
-    ]);
+    let rig = Rig::web_with(10, node("podCIDRs: [10.244.1.0/24, \"fd00:244:1::/64\"]"), "");
     let mut agent = rig.agent(&["--detect-local-mode=NodeCIDR"]);
     let detects =
         |range: &'static str| move |rules: &[String]| rules.iter().any(|rule| rule.contains(&format!("! -s {range}")));
@@ -146,10 +134,7 @@ fn row_110_an_address_in_use_ends_the_process_only_with_bind_address_hard_fail()
     assert_eq!(status.code(), Some(1));
     assert!(log.contains("cannot serve /healthz and /livez on 0.0.0.0:10256"), "{log}");
     let mut second = rig.agent(&[]);
-    eventually("the agent logs the error and continues", || {
-        let log = second.log();
-        if log.contains("cannot serve /healthz and /livez; trying again") { Ok(()) } else { Err(log) }
-    });
+    second.until_logged("cannot serve /healthz and /livez; trying again");
     assert!(second.is_running());
     assert!(second.terminate().0.success());
 }

@@ -48,10 +48,7 @@ fn a_cluster_without_ipv6_is_not_degraded_until_there_is_an_ipv6_service() {
             found.len() == 1 && (found[0].contains("no IPv6 range"))
         });
         assert_eq!(rig.metric("headgate_agent_degraded_modes"), 1.0);
-        eventually("headgatectl agents shows the missing range", || {
-            let said = rig.headgatectl(&["agents"])?;
-            if said.contains("node-a: degraded: ") && said.contains("no IPv6 range") { Ok(()) } else { Err(said) }
-        });
+        rig.until_said(&["agents"], &["node-a: degraded: ", "no IPv6 range"]);
         rig.remove("more");
         until_up_to_date(&rig);
         assert!(agent.terminate().0.success());

@@ -53,14 +53,12 @@ impl Bed {
         rig.put("slice", &slice([READY, READY]));
         rig.put("node-a", &node("node-a"));
         let peers = "--peers=127.0.0.1:7444,127.0.0.2:7444";
-        let first = rig.control_plane(
-            &["--listen=127.0.0.1:7443", "--insecure-loopback", "--metrics-listen=127.0.0.1:7480", peers],
-            &[],
-        );
-        let second = rig.control_plane(
-            &["--listen=127.0.0.2:7443", "--insecure-loopback", "--metrics-listen=127.0.0.2:7480", peers],
-            &[],
-        );
+        let start = |host: u8| {
+            let [listen, metrics] = [7443, 7480].map(|port| format!("=127.0.0.{host}:{port}"));
+            let listen = [format!("--listen{listen}"), format!("--metrics-listen{metrics}")];
+            rig.control_plane(&[&rig.manifests(), "--insecure-loopback", peers], &listen)
+        };
+        let (first, second) = (start(1), start(2));
         let agent = rig.agent(&["--drain-address=127.0.0.1:10261"]);
         rig.until_programmed();
         Self { rig, first: Some(first), second: Some(second), _agent: agent }

@@ -4,7 +4,7 @@ use std::{path::Path, process::Command};
 
 use headgate_tests::testbed::process::program;
 
-use super::rig::{Program, Rig, eventually, node, service, slice};
+use super::rig::{Program, REPLICA_OPTIONS, Rig, eventually, service, slice};
 
 /// The ports of the control plane with TLS: for agents, and for headgatectl.
 const WITH_TLS: [&str; 2] = ["127.0.0.1:7453", "127.0.0.1:7454"];
@@ -19,20 +19,14 @@ fn tls(certs: &Path, files: [&str; 3], authorities: &str) -> Vec<String> {
 /// and 7444, and serves metrics on port 7480. The control plane with TLS listens on [`WITH_TLS`].
 /// The certificates are in the folder `certs`.
 fn with_and_without_tls() -> (Rig, Program) {
-    let rig = Rig::serving(&[
-        ("node", node("")),
-        ("web", service("web", 10, "")),
-        ("web-1", slice("web", &[("node-a", 10)], "")),
-    ]);
+    let rig = Rig::web(10);
     let certs = rig.path("certs");
     let out = format!("--out={}", certs.display());
     rig.headgatectl(&["certs", &out, "--server-ip=127.0.0.1", "--node=node-a", "--reader=me"]).unwrap();
     let files = tls(&certs, ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt"], "--tls-client-ca");
-    let with_tls = rig.control_plane(&[&format!("--listen={}", WITH_TLS[0]), "--metrics-listen=127.0.0.1:0"], &files);
-    eventually("the control plane with TLS listens", || {
-        let log = with_tls.log();
-        if log.contains("control plane runs") { Ok(()) } else { Err(log) }
-    });
+    let listen = format!("--listen={}", WITH_TLS[0]);
+    let with_tls = rig.control_plane(&[&rig.manifests(), &listen, "--metrics-listen=127.0.0.1:0"], &files);
+    with_tls.until_logged("control plane runs");
     (rig, with_tls)
 }
 
@@ -81,11 +75,7 @@ fn the_agent_reports_a_wrong_scheme_or_port_of_its_control_plane() {
         let url = format!("--control-plane={url}");
         let mut arguments = vec![url.as_str()];
         arguments.extend(tls.iter().map(String::as_str));
-        let agent = rig.agent(&arguments);
-        eventually(expected, || {
-            let log = agent.log();
-            if log.contains(expected) { Ok(()) } else { Err(log) }
-        });
+        rig.agent(&arguments).until_logged(expected);
     };
     let with_tls_url = |scheme: &str, port: usize| format!("{scheme}://{}", WITH_TLS[port]);
     says(&with_tls_url("http", 0), "the control plane speaks TLS, and its URL begins with http://; write https:// in");
@@ -103,8 +93,8 @@ fn an_unreachable_api_server_is_logged_once_for_each_watch() {
     let kubeconfig = "apiVersion: v1\nkind: Config\ncurrent-context: x\nclusters: [{name: c, cluster: {server: \"http://127.0.0.1:9\"}}]\n\
                       users: [{name: u, user: {}}]\ncontexts: [{name: x, context: {cluster: c, user: u}}]\n";
     let kubeconfig = format!("--kubeconfig={}", rig.write("kubeconfig", kubeconfig).display());
-    let options = ["--listen=127.0.0.1:7443", "--metrics-listen=127.0.0.1:0", "--insecure-loopback"];
-    let program = rig.control_plane_of("kubernetes", &options, std::slice::from_ref(&kubeconfig));
+    let options = [&["--source=kubernetes", &kubeconfig], &REPLICA_OPTIONS[..]].concat();
+    let program = rig.control_plane(&options, &[]);
     let log = eventually("all four watches log the error", || {
         let log = program.log();
         let kinds = ["Service", "EndpointSlice", "Node", "ServiceCIDR"].map(|kind| format!("kind=\"{kind}\""));
@@ -117,7 +107,7 @@ fn an_unreachable_api_server_is_logged_once_for_each_watch() {
     drop(program);
     // `--log` turns on the messages of the library.
     let options = [&options[..], &["--log=info,kube_client=error"]].concat();
-    let program = rig.control_plane_of("kubernetes", &options, &[kubeconfig]);
+    let program = rig.control_plane(&options, &[]);
     eventually("the library logs the error", || {
         let log = program.log();
         if log.contains("ERROR") && log.contains("kube_client") { Ok(()) } else { Err(log) }
@@ -152,15 +142,13 @@ fn a_pipe_in_place_of_a_file_is_reported_and_blocks_no_program() {
     let mut arguments = vec!["--control-plane=https://127.0.0.1:7444"];
     arguments.extend(files.iter().map(String::as_str));
     let agent = rig.agent(&arguments);
-    eventually("the agent names the file", || {
-        let log = agent.log();
-        let is_logged = log.contains(&format!("--tls-cert {pipe}: cannot read the file: it is not a regular file"));
-        if is_logged { Ok(()) } else { Err(log) }
-    });
+    agent.until_logged(&format!("--tls-cert {pipe}: cannot read the file: it is not a regular file"));
     assert!(agent.terminate().0.success());
 
     let files: Vec<String> = ["cert", "key", "client-ca"].iter().map(|file| format!("--tls-{file}={pipe}")).collect();
-    let (status, log) = rig.control_plane(&["--listen=127.0.0.1:7444", "--metrics-listen=127.0.0.1:0"], &files).ended();
+    let source = rig.manifests();
+    let options = [source.as_str(), "--listen=127.0.0.1:7444", "--metrics-listen=127.0.0.1:0"];
+    let (status, log) = rig.control_plane(&options, &files).ended();
     assert!(!status.success() && log.contains("it is not a regular file"), "{log}");
 }
 

@@ -1,11 +1,7 @@
 use super::rig::{Rig, eventually, node, service, slice};
 
 fn web() -> Rig {
-    Rig::serving(&[
-        ("node", node("podCIDRs: [10.244.1.0/24]")),
-        ("web", service("web", 10, "")),
-        ("web-1", slice("web", &[("node-a", 10)], "")),
-    ])
+    Rig::web_with(10, node("podCIDRs: [10.244.1.0/24]"), "")
 }
 
 /// The conditions of the rules in KUBE-SERVICES that jump to KUBE-NODEPORTS.

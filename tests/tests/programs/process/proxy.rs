@@ -10,7 +10,7 @@ use std::{
 
 use nix::sys::signal::Signal;
 
-use super::rig::{Program, Rig, eventually, node, service, slice};
+use super::rig::{Program, Rig, eventually, service, slice};
 
 /// The addresses of the endpoint.
 const ENDPOINTS: [&str; 2] = ["10.244.1.1:8080", "[fd00:244::1]:8080"];
@@ -19,17 +19,17 @@ const CLUSTER_IPS: [&str; 2] = ["10.96.0.1:80", "[fd00:96::1]:80"];
 
 /// A node with the Service ns/web and its endpoint, whose addresses belong to the node.
 pub(super) fn rig() -> Rig {
-    let v6 = slice("web", &[], "").replace("name: web-1", "name: web-2").replace("IPv4", "IPv6")
-        + "- {addresses: [\"fd00:244::1\"], nodeName: node-a}\n";
-    let rig = Rig::serving(&[
-        ("node", node("")),
-        ("web", service("web", 1, "")),
-        ("web-1", slice("web", &[("node-a", 1)], "")),
-        ("web-2", v6),
-    ]);
+    let rig = Rig::web(1);
+    rig.put("web-2", &slice_v6());
     rig.ip("addr add 10.244.1.1/32 dev lo\naddr add fd00:244::1/128 dev lo nodad\n\
             route add 10.96.0.0/16 dev uplink\nroute add fd00:96::/64 dev uplink\n");
     rig
+}
+
+/// The slice with the endpoint's IPv6 address.
+fn slice_v6() -> String {
+    let slice = slice("web", &[], "").replace("name: web-1", "name: web-2").replace("IPv4", "IPv6");
+    slice + "- {addresses: [\"fd00:244::1\"], nodeName: node-a}\n"
 }
 
 /// Serves the endpoint: sends back what it reads.
@@ -114,10 +114,8 @@ fn headgatectl_metrics_and_the_access_log_show_the_connections_of_the_proxy() {
     // The counters stay when the Service loses its endpoints, and end with the Service.
     rig.remove("web-1");
     rig.remove("web-2");
-    eventually("the Service has no endpoint", || {
-        let services = rig.headgatectl(&["services"])?;
-        if services.contains("0/0") { Ok(()) } else { Err(services) }
-    });
+    // The Service has no endpoint.
+    rig.until_said(&["services"], &["0/0"]);
     rig.until_programmed();
     assert_eq!(rig.metric(&of_service("connections_accepted_total")), accepted);
     rig.remove("web");
@@ -153,11 +151,7 @@ fn headgatectl_and_metrics_show_the_sessions_and_the_dropped_datagrams_of_the_pr
     let udp = |text: String| text.replace("TCP", "UDP").replace("name: http", "name: dns");
     rig.put("web", &udp(service("web", 1, "")));
     rig.put("web-1", &udp(slice("web", &[("node-a", 1)], "")));
-    rig.put(
-        "web-2",
-        &udp(slice("web", &[], "").replace("name: web-1", "name: web-2").replace("IPv4", "IPv6")
-            + "- {addresses: [\"fd00:244::1\"], nodeName: node-a}\n"),
-    );
+    rig.put("web-2", &udp(slice_v6()));
     for address in ENDPOINTS {
         let socket = rig.run(|| UdpSocket::bind(address).unwrap());
         thread::spawn(move || {
@@ -372,14 +366,6 @@ fn connections_beyond_the_limit_of_a_service_are_reset() {
     assert!(rig.metric("headgate_userspace_connections_over_limit_total") >= 1.0);
 }
 
-/// Waits until the node is degraded for a reason that contains this text.
-fn until_degraded(rig: &Rig, text: &str) {
-    eventually(text, || {
-        let agents = rig.headgatectl(&["agents"])?;
-        if agents.contains(text) { Ok(()) } else { Err(agents) }
-    });
-}
-
 #[test]
 fn nodes_name_services_that_their_mode_cannot_serve_as_asked() {
     let rig = rig();
@@ -393,20 +379,18 @@ fn nodes_name_services_that_their_mode_cannot_serve_as_asked() {
             .replace("30001", "30002"),
     );
     let agent = rig.agent(&["--proxy-mode=nftables"]);
-    until_degraded(
-        &rig,
+    let unserved = [
         "mode nftables has no proxy, so 1 Services with the annotation headgate.io/proxy-protocol send",
-    );
-    until_degraded(&rig, "1 Services with the annotation headgate.io/max-connections have no limit");
+        "1 Services with the annotation headgate.io/max-connections have no limit",
+    ];
+    rig.until_said(&["agents"], &unserved);
     let services = rig.headgatectl(&["services"]).unwrap();
     assert!(services.contains("PROXY-PROTOCOL") && services.contains("MAX-CONNECTIONS"), "{services}");
     drop(agent);
     rig.put("limited", &service("limited", 2, "").replace("TCP", "SCTP"));
     let _agent = rig.agent(&["--proxy-mode=userspace"]);
-    until_degraded(
-        &rig,
-        "mode userspace refuses connections of SCTP, and 1 Services have a port of SCTP: use mode nftables",
-    );
+    let unserved = "mode userspace refuses connections of SCTP, and 1 Services have a port of SCTP: use mode nftables";
+    rig.until_said(&["agents"], &[unserved]);
     let agents = rig.headgatectl(&["agents"]).unwrap();
     assert!(!agents.contains("has no proxy"), "{agents}");
 }

@@ -6,17 +6,8 @@ use super::rig::{Program, Rig, eventually, node, service, slice};
 const EXTENSION: &str = "libxt_recent.so";
 const AFFINITY: &str = "  sessionAffinity: ClientIP\n";
 
-/// The variant of iptables under test, and its save program.
-struct Variant {
-    name: &'static str,
-    save: &'static str,
-}
-
-const LEGACY: Variant = Variant { name: "legacy", save: "iptables-legacy-save" };
-const NFT: Variant = Variant { name: "nft", save: "iptables-nft-save" };
-
-fn start(rig: &Rig, variant: &Variant) -> Program {
-    rig.agent_without_extension(EXTENSION, &[&format!("--iptables-variant={}", variant.name)])
+fn start(rig: &Rig, variant: &str) -> Program {
+    rig.agent_without_extension(EXTENSION, &[&format!("--iptables-variant={variant}")])
 }
 
 fn translations(rules: &[String], service: &str) -> Vec<String> {
@@ -24,14 +15,19 @@ fn translations(rules: &[String], service: &str) -> Vec<String> {
     rules.filter_map(|rule| Some(rule.rsplit_once("--to-destination ")?.1.to_owned())).collect()
 }
 
-fn until_translated(rig: &Rig, variant: &Variant, service: &str, to: &[&str]) {
+fn until_translated(rig: &Rig, variant: &str, service: &str, to: &[&str]) {
     let mut to: Vec<&str> = to.to_vec();
     to.sort_unstable();
-    rig.until_rules_of(variant.save, &format!("{service} is translated to {to:?}"), "nat", |rules| {
-        let mut found = translations(rules, service);
-        found.sort_unstable();
-        found == to
-    });
+    rig.until_rules_of(
+        &format!("iptables-{variant}-save"),
+        &format!("{service} is translated to {to:?}"),
+        "nat",
+        |rules| {
+            let mut found = translations(rules, service);
+            found.sort_unstable();
+            found == to
+        },
+    );
 }
 
 /// Waits until `headgatectl agents` lists the refused Service. If `listed` is false, waits until
@@ -45,15 +41,14 @@ fn until_listed(rig: &Rig, listed: bool) {
     });
 }
 
-fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
-    let manifests = [
+fn check_that_a_refused_service_delays_no_other(variant: &str) {
+    let rig = Rig::serving(&[
         ("node", node("")),
         ("sticky", service("sticky", 1, "")),
         ("sticky-1", slice("sticky", &[("node-a", 1)], "")),
         ("plain", service("plain", 2, "")),
         ("plain-1", slice("plain", &[("node-a", 2)], "")),
-    ];
-    let rig = Rig::serving(&manifests);
+    ]);
     let agent = start(&rig, variant);
     rig.until_programmed();
     until_translated(&rig, variant, "sticky", &["10.244.1.1:8080"]);
@@ -85,11 +80,11 @@ fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
     rig.give_extension(EXTENSION);
     rig.put("sticky-1", &slice("sticky", &[("node-a", 7)], ""));
     until_translated(&rig, variant, "sticky", &["10.244.1.7:8080"]);
-    let rules = rig.rules(variant.save, "nat");
+    let save = format!("iptables-{variant}-save");
+    let rules = rig.rules(&save, "nat");
     assert!(rules.iter().any(|rule| rule.contains("-m recent")), "{rules:#?}");
-    let canaries = |table: &str| {
-        rig.rules(variant.save, table).iter().filter(|rule| rule.starts_with("-A KUBE-PROXY-CANARY")).count()
-    };
+    let canaries =
+        |table: &str| rig.rules(&save, table).iter().filter(|rule| rule.starts_with("-A KUBE-PROXY-CANARY")).count();
     // The agent tries the rules of a Service separately, and the agent's next step removes these
     // trial rules. An agent that is up to date has removed the trial rules.
     until_listed(&rig, false);
@@ -99,10 +94,10 @@ fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
 
 #[test]
 fn a_service_that_iptables_legacy_refuses_delays_no_other() {
-    check_that_a_refused_service_delays_no_other(&LEGACY);
+    check_that_a_refused_service_delays_no_other("legacy");
 }
 
 #[test]
 fn a_service_that_iptables_nft_refuses_delays_no_other() {
-    check_that_a_refused_service_delays_no_other(&NFT);
+    check_that_a_refused_service_delays_no_other("nft");
 }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use headgate_tests::apiserver::ApiServer;
-use headgate_tests::testbed::{Namespace, netns, page, process::program, spawn::refuse_ipv6_sockets};
+use headgate_tests::testbed::{Namespace, page, process::program, spawn::refuse_ipv6_sockets};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -25,6 +25,9 @@ const GUARD: Duration = Duration::from_secs(60);
 const HEALTH: u16 = 10256;
 const METRICS: u16 = 10249;
 const REPLICA: u16 = 7480;
+/// The addresses of a control plane without TLS.
+pub(super) const REPLICA_OPTIONS: [&str; 3] =
+    ["--listen=127.0.0.1:7443", "--insecure-loopback", "--metrics-listen=127.0.0.1:7480"];
 
 /// Calls `attempt` until it succeeds. After [`GUARD`], panics with `what` and the last error.
 pub(super) fn eventually<T>(what: &str, mut attempt: impl FnMut() -> Result<T, String>) -> T {
@@ -76,6 +79,11 @@ impl Program {
         fs::read_to_string(&self.log).unwrap()
     }
 
+    /// Waits until the output contains a text.
+    pub(super) fn until_logged(&self, text: &str) {
+        eventually(text, || if self.log().contains(text) { Ok(()) } else { Err(self.log()) });
+    }
+
     pub(super) fn is_running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
@@ -105,9 +113,8 @@ impl Rig {
     /// Creates a node with the addresses 192.0.2.11 and 2001:db8::11. No program runs on the node.
     pub(super) fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
-        netns::check_prerequisites().unwrap();
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let namespace = Namespace::create(format!("hg{}-process-{number}", std::process::id())).unwrap();
+        let namespace = Namespace::for_test(&format!("process-{number}")).unwrap();
         let links = "link set lo up\nlink add uplink type veth peer name far\nlink set uplink up\nlink set far up\n\
                      addr add 192.0.2.11/24 dev uplink\naddr add 2001:db8::11/64 dev uplink nodad\n";
         namespace.ip_batch(links).unwrap();
@@ -124,12 +131,33 @@ impl Rig {
     pub(super) fn serving(manifests: &[(&str, String)]) -> Self {
         let mut rig = Self::new();
         manifests.iter().for_each(|(name, text)| rig.put(name, text));
-        let mut command = Command::new(program("headgate-control-plane").unwrap());
-        let manifests = format!("files:{}", rig.path("manifests").display());
-        command.args(["--source", &manifests, "--listen=127.0.0.1:7443", "--insecure-loopback"]);
-        command.arg("--metrics-listen=127.0.0.1:7480");
-        rig.control_plane = Some(Program::start(&rig.namespace, command, rig.path("control-plane.log")));
+        let source = rig.manifests();
+        let options = [&[source.as_str()], &REPLICA_OPTIONS[..]].concat();
+        rig.control_plane = Some(rig.start("headgate-control-plane", &options, &[], "control-plane.log"));
         rig
+    }
+
+    /// Creates a node that serves [`node`], and the Service `web` with this number and an endpoint.
+    pub(super) fn web(number: u8) -> Self {
+        Self::web_with(number, node(""), "")
+    }
+
+    /// Serves the same as [`Self::web`], with this Node and further YAML for the Service's spec.
+    pub(super) fn web_with(number: u8, node: String, spec: &str) -> Self {
+        let endpoints = slice("web", &[("node-a", number)], "");
+        Self::serving(&[("node", node), ("web", service("web", number, spec)), ("web-1", endpoints)])
+    }
+
+    /// The option for a source with the manifests of this rig.
+    pub(super) fn manifests(&self) -> String {
+        format!("--source=files:{}", self.path("manifests").display())
+    }
+
+    /// Starts a program with these arguments. Its output is appended to the file `log`.
+    fn start(&self, name: &str, arguments: &[&str], more: &[String], log: &str) -> Program {
+        let mut command = Command::new(program(name).unwrap());
+        command.args(arguments).args(more).env("NO_COLOR", "1");
+        Program::start(&self.namespace, command, self.path(log))
     }
 
     /// Listens on a port of all addresses of the node, as another program would.
@@ -142,29 +170,19 @@ impl Rig {
         self.control_plane = None;
     }
 
-    /// Starts another control plane with the same manifests and with these options.
+    /// Starts another control plane with these options.
     pub(super) fn control_plane(&self, options: &[&str], more: &[String]) -> Program {
-        self.control_plane_of(&format!("files:{}", self.path("manifests").display()), options, more)
-    }
-
-    /// Starts another control plane with this source and these options.
-    pub(super) fn control_plane_of(&self, source: &str, options: &[&str], more: &[String]) -> Program {
-        let mut command = Command::new(program("headgate-control-plane").unwrap());
-        command.args(["--source", source]).args(options).args(more);
-        command.env("NO_COLOR", "1");
-        Program::start(&self.namespace, command, self.path("another-control-plane.log"))
+        self.start("headgate-control-plane", options, more, "another-control-plane.log")
     }
 
     /// Creates a node, and starts an API server and a control plane that watches the API server.
     /// `Self::replica_page` reads the control plane's pages.
     pub(super) fn watching(api: fn() -> ApiServer, options: &[&str]) -> (Self, ApiServer) {
         let mut rig = Self::new();
-        let api = rig.namespace.run(|| Ok(api())).unwrap();
-        let mut command = Command::new(program("headgate-control-plane").unwrap());
-        command.arg("--source=kubernetes").arg("--kubeconfig").arg(rig.write("kubeconfig", &api.kubeconfig()));
-        command.args(["--listen=127.0.0.1:7443", "--insecure-loopback", "--metrics-listen=127.0.0.1:7480"]);
-        command.args(options);
-        rig.control_plane = Some(Program::start(&rig.namespace, command, rig.path("control-plane.log")));
+        let api = rig.run(api);
+        let source = format!("--kubeconfig={}", rig.write("kubeconfig", &api.kubeconfig()).display());
+        let options = [&["--source=kubernetes", &source], &REPLICA_OPTIONS[..], options].concat();
+        rig.control_plane = Some(rig.start("headgate-control-plane", &options, &[], "control-plane.log"));
         (rig, api)
     }
 
@@ -218,24 +236,12 @@ impl Rig {
     /// Starts the agent like [`Self::agent`], on a kernel that refuses IPv6 sockets, as after
     /// booting with `ipv6.disable=1`.
     pub(super) fn agent_without_ipv6_sockets(&self, arguments: &[&str]) -> Program {
-        let mut all = vec!["--node-name=node-a", "--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
-        all.extend(["--state-dir=", "--iptables-variant=nft"]);
-        all.extend(arguments);
-        let mut command = self.agent_command(&all);
-        refuse_ipv6_sockets(&mut command);
-        Program::start(&self.namespace, command, self.path("agent.log"))
+        self.changed_agent(arguments, refuse_ipv6_sockets)
     }
 
-    /// Starts `headgate` for node-a with the manifests of this rig.
+    /// Starts `headgate` for node-a with these arguments.
     pub(super) fn all_in_one(&self, arguments: &[&str]) -> Program {
-        self.all_in_one_of(&format!("files:{}", self.path("manifests").display()), arguments)
-    }
-
-    /// Starts `headgate` for node-a with another source.
-    pub(super) fn all_in_one_of(&self, source: &str, arguments: &[&str]) -> Program {
-        let mut command = Command::new(program("headgate").unwrap());
-        command.args(["--source", source, "--node-name=node-a", "--state-dir="]).args(arguments).env("NO_COLOR", "1");
-        Program::start(&self.namespace, command, self.path("headgate.log"))
+        self.start("headgate", &[&["--node-name=node-a", "--state-dir="], arguments].concat(), &[], "headgate.log")
     }
 
     /// Starts a program whose standard error is a pipe that nobody reads any more.
@@ -261,6 +267,10 @@ impl Rig {
     /// Starts the agent of node-a with these arguments. Unless the arguments name a file, a mode or
     /// a variant, the agent uses iptables-nft.
     pub(super) fn agent(&self, arguments: &[&str]) -> Program {
+        self.changed_agent(arguments, |_| {})
+    }
+
+    fn changed_agent(&self, arguments: &[&str], change: impl FnOnce(&mut Command)) -> Program {
         let mut all = vec!["--node-name=node-a", "--insecure-loopback", "--state-dir="];
         if !arguments.iter().any(|argument| argument.starts_with("--control-plane=")) {
             all.push("--control-plane=http://127.0.0.1:7443");
@@ -275,7 +285,9 @@ impl Rig {
             all.push("--iptables-variant=nft");
         }
         all.extend(arguments);
-        Program::start(&self.namespace, self.agent_command(&all), self.path("agent.log"))
+        let mut command = self.agent_command(&all);
+        change(&mut command);
+        Program::start(&self.namespace, command, self.path("agent.log"))
     }
 
     /// Starts the agent like [`Self::agent`], but its iptables programs lack the extension of a
@@ -290,12 +302,9 @@ impl Rig {
                 symlink(entry.path(), folder.join(entry.file_name())).unwrap();
             }
         }
-        let mut all = vec!["--node-name=node-a", "--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
-        all.extend(["--state-dir=", "--proxy-mode=iptables"]);
-        all.extend(arguments);
-        let mut command = self.agent_command(&all);
-        command.env("XTABLES_LIBDIR", folder);
-        Program::start(&self.namespace, command, self.path("agent.log"))
+        self.changed_agent(arguments, |command| {
+            command.env("XTABLES_LIBDIR", folder);
+        })
     }
 
     /// Installs an extension for the agent's iptables programs.
@@ -308,6 +317,14 @@ impl Rig {
         let mut command = Command::new(program("headgatectl").unwrap());
         command.args(arguments).env("NO_COLOR", "1");
         self.namespace.output(command).map_err(|error| format!("{error:#}"))
+    }
+
+    /// Waits until `headgatectl` prints all these texts.
+    pub(super) fn until_said(&self, arguments: &[&str], texts: &[&str]) {
+        eventually(&format!("{arguments:?} prints {texts:?}"), || {
+            let said = self.headgatectl(arguments)?;
+            if texts.iter().all(|text| said.contains(text)) { Ok(()) } else { Err(said) }
+        });
     }
 
     /// Wraps a program. While the file `NAME.broken` exists, the wrapper fails unless its first
@@ -337,23 +354,18 @@ impl Rig {
 
     /// The addresses of the node on which NodePorts answer in mode nftables.
     pub(super) fn node_port_addresses(&self) -> Result<String, String> {
-        let mut command = Command::new("nft");
-        command.args(["list", "set", "ip", "headgate", "node-port-addresses"]);
-        self.namespace.output(command).map_err(|error| format!("{error:#}"))
+        let list = ["list", "set", "ip", "headgate", "node-port-addresses"];
+        self.namespace.tool("nft", &list).map_err(|error| format!("{error:#}"))
     }
 
     /// The rules and chains of a table.
     pub(super) fn rules(&self, program: &str, table: &str) -> Vec<String> {
-        let mut command = Command::new(program);
-        command.args(["-t", table]);
-        self.namespace.output(command).unwrap().lines().map(str::to_owned).collect()
+        self.tool(program, &["-t", table]).lines().map(str::to_owned).collect()
     }
 
-    /// Runs a program on the node.
-    pub(super) fn tool(&self, program: &str, arguments: &[&str]) {
-        let mut command = Command::new(program);
-        command.args(arguments);
-        self.namespace.output(command).unwrap();
+    /// Runs a program on the node, and returns its output.
+    pub(super) fn tool(&self, program: &str, arguments: &[&str]) -> String {
+        self.namespace.tool(program, arguments).unwrap()
     }
 
     /// Removes every rule, as a restarting firewall does.
@@ -368,6 +380,11 @@ impl Rig {
     /// Waits until a table's IPv4 rules fulfil a condition, and returns them.
     pub(super) fn until_rules(&self, what: &str, table: &str, are_so: impl Fn(&[String]) -> bool) -> Vec<String> {
         self.until_rules_of("iptables-nft-save", what, table, are_so)
+    }
+
+    /// Waits until a rule of an IPv4 table contains this text.
+    pub(super) fn until_rule(&self, table: &str, text: &str) {
+        self.until_rules(text, table, |rules| rules.iter().any(|rule| rule.contains(text)));
     }
 
     /// Waits like [`Self::until_rules`], and reads the rules with the given save program.

@@ -1,4 +1,4 @@
-use super::rig::{Rig, node, service, slice};
+use super::rig::{Rig, node};
 
 const CONNTRACK: &str = "net/netfilter/nf_conntrack";
 
@@ -26,11 +26,7 @@ fn row_88_timeouts_of_connection_tracking_are_set() {
 }
 
 fn web() -> Rig {
-    Rig::serving(&[
-        ("node", node("")),
-        ("web", service("web", 10, "  externalIPs: [198.51.100.7]\n")),
-        ("web-1", slice("web", &[("node-a", 10)], "")),
-    ])
+    Rig::web_with(10, node(""), "  externalIPs: [198.51.100.7]\n")
 }
 
 fn drops_invalid(rules: &[String]) -> bool {

@@ -1,7 +1,7 @@
 //! Compares the reports of `headgatectl wait` and `headgatectl agents` about a real agent with the
 //! kernel's rules.
 
-use super::rig::{Rig, eventually, node, service, slice};
+use super::rig::{Rig, eventually, service, slice};
 
 const RESTORE: &str = "iptables-nft-restore";
 
@@ -21,11 +21,7 @@ fn measured(rig: &Rig) -> u64 {
 
 #[test]
 fn wait_returns_once_the_kernel_has_the_change_and_otherwise_reports_the_reason() {
-    let rig = Rig::serving(&[
-        ("node", node("")),
-        ("web", service("web", 1, "")),
-        ("web-1", slice("web", &[("node-a", 1)], "")),
-    ]);
+    let rig = Rig::web(1);
     rig.make_breakable(RESTORE);
     let _agent = rig.agent(&["--iptables-sync-period=1s"]);
     rig.until_programmed();
@@ -106,10 +102,8 @@ fn acknowledged_rules_that_the_kernel_lost_do_not_count_as_programmed() {
     rig.break_tool(RESTORE);
     rig.flush("iptables-nft");
     let agent = rig.agent(&arguments);
-    eventually("the agent resumes by log", || {
-        let agents = rig.headgatectl(&["agents", "-o", "wide"])?;
-        if agents.contains("log (0)") { Ok(()) } else { Err(agents) }
-    });
+    // The agent resumes by log.
+    rig.until_said(&["agents", "-o", "wide"], &["log (0)"]);
     wait_reports("wait reports that the agent cannot program the kernel after the reboot");
     rig.mend_tool(RESTORE);
     rig.headgatectl(&["wait", "ns/web"]).unwrap();

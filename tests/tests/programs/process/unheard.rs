@@ -1,12 +1,12 @@
 //! Programs whose log nobody reads any more, as after `2>&1 | head -1`.
 
-use super::rig::{Rig, eventually, node, service};
+use super::rig::{REPLICA_OPTIONS, Rig, eventually, node, service};
 
 fn rig() -> (Rig, String) {
     let rig = Rig::new();
     rig.put("node", &node(""));
     rig.put("web", &service("web", 10, ""));
-    let source = format!("--source=files:{}", rig.path("manifests").display());
+    let source = rig.manifests();
     (rig, source)
 }
 
@@ -14,10 +14,8 @@ fn rig() -> (Rig, String) {
 fn a_closed_log_ends_no_program() {
     const AGENT: [&str; 4] = ["--node-name=node-a", "--state-dir=", "--proxy-mode=iptables", "--iptables-variant=nft"];
     let (rig, source) = rig();
-    let control_plane = rig.unheard(
-        "headgate-control-plane",
-        &[&source, "--listen=127.0.0.1:7443", "--insecure-loopback", "--metrics-listen=127.0.0.1:7480"],
-    );
+    let options = [&[source.as_str()], &REPLICA_OPTIONS[..]].concat();
+    let control_plane = rig.unheard("headgate-control-plane", &options);
     let to = ["--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
     let agent = rig.unheard("headgate-node-agent", &[&AGENT[..], &to].concat());
     rig.until_programmed();
@@ -56,9 +54,7 @@ fn the_log_says_what_was_programmed() {
     assert!(first.contains(" INFO ") && first.contains(" syncs=1 services=1 objects="), "{first}");
     for name in ["a", "b", "c", "d"] {
         rig.put(name, &service(name, name.as_bytes()[0], ""));
-        rig.until_rules("the Service is programmed", "filter", |rules| {
-            rules.iter().any(|rule| rule.contains(&format!("ns/{name}:http")))
-        });
+        rig.until_rule("filter", &format!("ns/{name}:http"));
     }
     assert!(lines().len() <= 2, "{:?}", lines());
     assert!(!agent.log().contains("NodeInputs {"), "{}", agent.log());

@@ -5,20 +5,18 @@ use std::{fs, path::Path, process::Command};
 
 use anyhow::{Context as _, Result, ensure};
 use headgate_tests::testbed::{
-    AgentSetup, Backend, Testbed, plan,
+    AgentSetup, Testbed, plan,
     process::{self, Process},
 };
 
 use super::node::{
-    NODE, agent_log, expect_servers, forget_rules, metrics, on_machines, set_endpoints, state_file, wait_for_answers,
-    wait_until, while_asking,
+    NODE, agent_log, expect_servers, forget_rules, metrics, on_machines, state_file, wait_for_answers, wait_until,
+    while_asking,
 };
 
 /// The agent ignores a damaged file, logs the reason, and replaces the file.
 fn damaged_file(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent(NODE)?;
-    bed.wait_programmed()?;
+    bed.start_programs(NODE, &AgentSetup::default())?;
     bed.stop_agent(NODE)?;
     let path = state_file(bed);
     let mut bytes = fs::read(&path).context("reading the state file")?;
@@ -55,7 +53,7 @@ fn forwards_without_disk(bed: &Testbed) -> Result<()> {
     })?;
     ensure!(agent_log(bed)?.contains("the state cannot be saved"), "no warning in the log");
     while_asking(bed, "steady", || {
-        set_endpoints(bed, "other", &["a2"])?;
+        bed.write_endpoints("other", &["a2"])?;
         wait_until("the change", || Ok(expect_servers(bed, "other", &["a2"]).is_ok()))
     })
 }
@@ -101,20 +99,11 @@ fn start_on_small_disk(bed: &Testbed, disk: &Path) -> Result<Process> {
     Process::start("headgate-node-agent on a small disk", bed.machines().machine(NODE)?, command, &log)
 }
 
-// rows of iptables: 92
-#[test]
-fn a_damaged_file_is_ignored_and_replaced() {
-    on_machines(Backend::IptablesNft, damaged_file);
-}
-
-// rows of iptables: 92
-#[test]
-fn forwarding_continues_if_the_state_folder_cannot_be_written() {
-    on_machines(Backend::IptablesLegacy, unwritable_folder);
-}
-
-// rows of iptables: 92
-#[test]
-fn forwarding_continues_on_a_full_disk() {
-    on_machines(Backend::IptablesNft, full_disk);
+on_machines! {
+    // rows of iptables: 92
+    a_damaged_file_is_ignored_and_replaced: IptablesNft, damaged_file;
+    // rows of iptables: 92
+    forwarding_continues_if_the_state_folder_cannot_be_written: IptablesLegacy, unwritable_folder;
+    // rows of iptables: 92
+    forwarding_continues_on_a_full_disk: IptablesNft, full_disk;
 }

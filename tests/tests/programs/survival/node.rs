@@ -14,7 +14,7 @@ use headgate_tests::{
     testbed::{
         AgentSetup, Backend, Family, Outcome, Request, Testbed, Transport,
         iptables::{self, Variant},
-        manifests::{Via, ready},
+        manifests::Via,
         page,
     },
 };
@@ -77,13 +77,6 @@ pub(crate) fn wait_until(what: &str, mut is_so: impl FnMut() -> Result<bool>) ->
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())
-}
-
-pub(crate) fn set_endpoints(bed: &Testbed, service: &str, endpoints: &[&str]) -> Result<()> {
-    bed.write(|manifests| {
-        manifests.service_mut(service)?.endpoints = ready(endpoints);
-        Ok(())
-    })
 }
 
 /// Removes all rules from the node's kernel, as a reboot does.
@@ -156,8 +149,7 @@ pub(crate) fn state_file(bed: &Testbed) -> PathBuf {
 
 /// The agent's metrics, as Prometheus reads them.
 pub(crate) fn metrics(bed: &Testbed) -> Result<String> {
-    let get = || page::get("127.0.0.1:10249", "/metrics").context("reading the agent's metrics");
-    bed.machines().machine(NODE)?.run(get)
+    page::of_agent(bed.machines().machine(NODE)?, "/metrics")
 }
 
 /// Records what the agent writes.

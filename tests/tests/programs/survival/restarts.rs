@@ -7,11 +7,11 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use headgate_tests::testbed::{Backend, Testbed, client::HeldConnection};
+use headgate_tests::testbed::{AgentSetup, Testbed, client::HeldConnection};
 
 use super::node::{
-    Dump, NODE, Writes, agent_log, expect_servers, forget_rules, on_machines, rules, set_endpoints, state_file,
-    targets, wait_for_answers, wait_until, while_asking,
+    Dump, NODE, Writes, agent_log, expect_servers, forget_rules, on_machines, rules, state_file, targets,
+    wait_for_answers, wait_until, while_asking,
 };
 
 const KILLS: usize = 30;
@@ -19,9 +19,7 @@ const KILLS: usize = 30;
 const SEED: u64 = 3;
 
 fn start(bed: &Testbed, writes: &Writes) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent_with(NODE, &writes.setup())?;
-    bed.wait_programmed()
+    bed.start_programs(NODE, &writes.setup())
 }
 
 /// The machine reboots while no control plane answers. The node forwards with the state from disk,
@@ -51,7 +49,7 @@ fn cold_start(bed: &Testbed) -> Result<()> {
     let after = rules(bed)?;
     ensure!(before == after, "the rules before were\n{before}\nand the rules from disk are\n{after}");
 
-    set_endpoints(bed, "steady", &["a2"])?;
+    bed.write_endpoints("steady", &["a2"])?;
     writes.take_input()?;
     bed.start_control_plane()?;
     bed.wait_programmed()?;
@@ -85,8 +83,7 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
                 bed.stop_agent(NODE)?;
             }
             expect_servers(bed, "steady", &["a1", "b1"])?;
-            bed.start_agent_with(NODE, &writes.setup())?;
-            bed.wait_programmed()?;
+            bed.start_programmed(NODE, &writes.setup())?;
             let input = writes.take_input()?;
             ensure!(writes.count()? == before, "the restarted agent wrote:\n{input}");
             let agents = bed.agents()?;
@@ -117,11 +114,10 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
     })?;
     held.iter_mut().try_for_each(HeldConnection::check).context("after restarts")?;
     // A removed endpoint keeps its established connections.
-    set_endpoints(bed, "steady", &["a2"])?;
+    bed.write_endpoints("steady", &["a2"])?;
     bed.wait_programmed()?;
     bed.kill_agent(NODE)?;
-    bed.start_agent_with(NODE, &writes.setup())?;
-    bed.wait_programmed()?;
+    bed.start_programmed(NODE, &writes.setup())?;
     expect_servers(bed, "steady", &["a2"])?;
     held.iter_mut().try_for_each(HeldConnection::check).context("after the endpoints were replaced")
 }
@@ -129,11 +125,9 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
 /// While no agent runs, another program restores rules that it saved earlier: with an agent that
 /// ended and saved its state, and after a reboot. The next agent starts without a control plane.
 fn restored_dump(bed: &Testbed) -> Result<()> {
-    bed.start_control_plane()?;
-    bed.start_agent(NODE)?;
-    bed.wait_programmed()?;
+    bed.start_programs(NODE, &AgentSetup::default())?;
     let dump = Dump::save(bed)?;
-    set_endpoints(bed, "steady", &["a2"])?;
+    bed.write_endpoints("steady", &["a2"])?;
     bed.wait_programmed()?;
     let run = state_file(bed).with_file_name("run");
     for is_rebooted in [false, true] {
@@ -162,9 +156,7 @@ fn restored_dump(bed: &Testbed) -> Result<()> {
 /// without rules.
 fn kills(bed: &Testbed) -> Result<()> {
     let mut times = fastrand::Rng::with_seed(SEED);
-    bed.start_control_plane()?;
-    bed.start_agent(NODE)?;
-    bed.wait_programmed()?;
+    bed.start_programs(NODE, &AgentSetup::default())?;
     let stop = AtomicBool::new(false);
     while_asking(bed, "steady", || {
         std::thread::scope(|scope| {
@@ -174,7 +166,7 @@ fn kills(bed: &Testbed) -> Result<()> {
                     if stop.load(Ordering::Relaxed) {
                         return Ok(());
                     }
-                    set_endpoints(bed, "other", endpoints)?;
+                    bed.write_endpoints("other", endpoints)?;
                     std::thread::sleep(Duration::from_millis(25));
                 }
                 Ok(())
@@ -190,61 +182,31 @@ fn kills(bed: &Testbed) -> Result<()> {
             killed.and(churned)
         })
     })?;
-    set_endpoints(bed, "other", &["a2", "c1"])?;
+    bed.write_endpoints("other", &["a2", "c1"])?;
     bed.wait_programmed()?;
     expect_servers(bed, "other", &["a2", "c1"])?;
     let found = rules(bed)?;
     bed.stop_agent(NODE)?;
     bed.clean_up(NODE)?;
-    bed.start_agent(NODE)?;
-    bed.wait_programmed()?;
+    bed.start_programmed(NODE, &AgentSetup::default())?;
     let expected = rules(bed)?;
     ensure!(found == expected, "after {KILLS} kills (seed {SEED}) the rules were\n{found}\nand should be\n{expected}");
     Ok(())
 }
 
-// rows of iptables: 91, 92
-#[test]
-fn cold_start_legacy() {
-    on_machines(Backend::IptablesLegacy, cold_start);
-}
-
-// rows of iptables: 91, 92
-#[test]
-fn cold_start_nft() {
-    on_machines(Backend::IptablesNft, cold_start);
-}
-
-// rows of iptables: 89, 92
-#[test]
-fn warm_restart_legacy() {
-    on_machines(Backend::IptablesLegacy, warm_restart);
-}
-
-// rows of iptables: 89, 92
-#[test]
-fn warm_restart_nft() {
-    on_machines(Backend::IptablesNft, warm_restart);
-}
-
-#[test]
-fn restored_dump_legacy() {
-    on_machines(Backend::IptablesLegacy, restored_dump);
-}
-
-#[test]
-fn restored_dump_nft() {
-    on_machines(Backend::IptablesNft, restored_dump);
-}
-
-// rows of iptables: 92
-#[test]
-fn kills_at_random_times_legacy() {
-    on_machines(Backend::IptablesLegacy, kills);
-}
-
-// rows of iptables: 92
-#[test]
-fn kills_at_random_times_nft_compact() {
-    on_machines(Backend::IptablesNftCompact, kills);
+on_machines! {
+    // rows of iptables: 91, 92
+    cold_start_legacy: IptablesLegacy, cold_start;
+    // rows of iptables: 91, 92
+    cold_start_nft: IptablesNft, cold_start;
+    // rows of iptables: 89, 92
+    warm_restart_legacy: IptablesLegacy, warm_restart;
+    // rows of iptables: 89, 92
+    warm_restart_nft: IptablesNft, warm_restart;
+    restored_dump_legacy: IptablesLegacy, restored_dump;
+    restored_dump_nft: IptablesNft, restored_dump;
+    // rows of iptables: 92
+    kills_at_random_times_legacy: IptablesLegacy, kills;
+    // rows of iptables: 92
+    kills_at_random_times_nft_compact: IptablesNftCompact, kills;
 }

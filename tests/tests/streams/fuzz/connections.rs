@@ -18,7 +18,7 @@ use tokio::{
 };
 
 use crate::{
-    client::{Client, GUARD, channel},
+    client::{Client, GUARD, channel, eventually},
     replica::{Replica, cluster, service},
 };
 
@@ -109,15 +109,6 @@ async fn talk(address: SocketAddr, bytes: &[u8], quiet: Duration) -> Option<Vec<
     Some(answer)
 }
 
-async fn until(what: &str, condition: impl Fn() -> bool) {
-    let reached = async {
-        while !condition() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(GUARD, reached).await.unwrap_or_else(|_| panic!("{what}"));
-}
-
 #[tokio::test]
 async fn mutated_connections_end_without_a_panic_in_bounded_memory() {
     let panics = Arc::new(AtomicUsize::new(0));
@@ -164,7 +155,7 @@ async fn mutated_connections_end_without_a_panic_in_bounded_memory() {
     // Another agent still receives changes, and only the stream of this agent is left.
     replica.put([service(21, 80)]);
     witness.reach(2).await;
-    until("streams are left over", || replica.metric("headgate_streams") == 1).await;
+    eventually("no other stream is left", async || replica.metric("headgate_streams") == 1).await;
     assert!(replica.metric("headgate_streams_opened_total") > cases / 50);
     replica.running.stop().await;
     assert_eq!(panics.load(Ordering::SeqCst), 0);

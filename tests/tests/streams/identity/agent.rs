@@ -64,6 +64,10 @@ impl Agent {
         serde_json::from_str(&page).unwrap_or_default()
     }
 
+    pub(crate) fn tls_problem(&self) -> String {
+        self.status()["tlsProblem"].as_str().unwrap_or_default().to_owned()
+    }
+
     pub(crate) fn metric(&self, sample: &str) -> u64 {
         metric(self.metrics.address(), sample)
     }
@@ -92,8 +96,7 @@ async fn degraded(reader: &Connected) -> Vec<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn invalid_files_are_reported_and_keep_the_open_stream_but_prevent_a_new_one() {
-    let authority = Authority::new("authority");
-    let server = Server::start(&authority).await;
+    let (authority, server) = Server::of_new_authority().await;
     let reader = Client::new(&authority, &authority.client(&["headgate://reader/me"], |_| {}));
     let reader = reader.connect(server.running.inspect_addr).await.unwrap();
     let (folder, own) = (tempfile::tempdir().unwrap(), authority.node("n1"));
@@ -131,8 +134,7 @@ async fn invalid_files_are_reported_and_keep_the_open_stream_but_prevent_a_new_o
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_agent_that_reconnects_resumes_its_tls_session() {
-    let authority = Authority::new("authority");
-    let server = Server::start(&authority).await;
+    let (authority, server) = Server::of_new_authority().await;
     let folder = tempfile::tempdir().unwrap();
     authority.node("n1").write(folder.path(), &[&authority]);
     let agent = Agent::start(&server, folder.path());
@@ -147,8 +149,7 @@ async fn an_agent_that_reconnects_resumes_its_tls_session() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_renewed_certificate_is_used_before_the_old_one_expires() {
-    let authority = Authority::new("authority");
-    let server = Server::start(&authority).await;
+    let (authority, server) = Server::of_new_authority().await;
     let folder = tempfile::tempdir().unwrap();
     let expiring = |seconds| -> Pair {
         let not_after = in_seconds(seconds).into();
@@ -168,8 +169,7 @@ async fn a_renewed_certificate_is_used_before_the_old_one_expires() {
 /// alone. The agent answers on its own stream. A certificate of a node may not ask.
 #[tokio::test(flavor = "multi_thread")]
 async fn headgatectl_asks_an_agent_over_tls() {
-    let authority = Authority::new("authority");
-    let server = Server::start(&authority).await;
+    let (authority, server) = Server::of_new_authority().await;
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     authority.node("n1").write(&path("node"), &[&authority]);

@@ -20,7 +20,7 @@ use headgate_tests::{
     in_memory::Call,
     testbed::{control_plane::ControlPlane, port::ReservedPort},
 };
-use serde_json::{Value, json};
+use serde_json::Value;
 use tempfile::TempDir;
 
 use self::rights::granted;
@@ -51,8 +51,7 @@ struct Cluster<A = ApiServer> {
 }
 
 fn node(name: &str, address: &str) -> Value {
-    let status = json!({"addresses": [{"type": "InternalIP", "address": address}]});
-    json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "status": status})
+    objects::node(name).address("InternalIP", address).build()
 }
 
 fn add_node(api: &ApiServer, name: &str, address: &str) {
@@ -80,6 +79,13 @@ impl Cluster {
     /// Starts an agent of a node that has nothing but the authority and a token.
     async fn agent(&self, node: &str, token: Token) -> (Agent, PathBuf) {
         self.agent_with(node, &self.api.issue_token(token), &self.path("certs/ca.crt")).await
+    }
+
+    /// Starts an agent of a node with its token, and waits until it is connected.
+    async fn connected(&self, node: &str) -> (Agent, PathBuf) {
+        let (agent, folder) = self.agent(node, Token::of_agent(node)).await;
+        agent.until_connected(true).await;
+        (agent, folder)
     }
 
     /// Checks that a token gets nothing, with this result.
@@ -180,8 +186,7 @@ async fn until_renewed(agent: &Agent, times: u64) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_enrols_with_nothing_but_its_token() {
     let cluster = Cluster::start(&[]);
-    let (agent, folder) = cluster.agent("n1", Token::of_agent("n1")).await;
-    agent.until_connected(true).await;
+    let (agent, folder) = cluster.connected("n1").await;
     for file in ["tls.crt", "tls.key"] {
         assert_eq!(fs::metadata(folder.join(file)).unwrap().permissions().mode() & 0o777, 0o600, "{file}");
     }
@@ -199,7 +204,7 @@ async fn an_agent_sends_its_token_only_to_a_server_of_its_authority() {
     let token = cluster.api.issue_token(Token::of_agent("n1"));
     let (agent, _) = cluster.agent_with("n1", &token, &other.join("ca.crt")).await;
     cluster.until_enrolments("tls", 1).await;
-    let problem = || agent.status()["tlsProblem"].as_str().unwrap_or_default().to_owned();
+    let problem = || agent.tls_problem();
     eventually("the status names the option", || async { problem().contains("--tls-ca") }).await;
     assert!(agent.metric(FAILURE) > 0);
     assert_eq!(cluster.api.recorded().iter().filter(|request| request.path.contains("tokenreviews")).count(), 0);
@@ -209,8 +214,7 @@ async fn an_agent_sends_its_token_only_to_a_server_of_its_authority() {
 async fn certificates_are_renewed_and_the_stream_resumes_with_the_new_one() {
     // The agent comes from another address than its Node's.
     let cluster = Cluster::start(&[SHORT, "--enrolment-any-address"]);
-    let (agent, folder) = cluster.agent("n2", Token::of_agent("n2")).await;
-    agent.until_connected(true).await;
+    let (agent, folder) = cluster.connected("n2").await;
     let [first, key] = ["tls.crt", "tls.key"].map(|file| fs::read(folder.join(file)).unwrap());
     until_renewed(&agent, 1).await;
     assert_ne!(fs::read(folder.join("tls.crt")).unwrap(), first);
@@ -223,8 +227,7 @@ async fn the_authority_is_replaced_while_enrolled_agents_follow() {
     let certs = cluster.path("certs");
     let old = cluster.path("old.crt");
     fs::copy(certs.join("ca.crt"), &old).unwrap();
-    let (agent, _) = cluster.agent("n1", Token::of_agent("n1")).await;
-    agent.until_connected(true).await;
+    let (agent, _) = cluster.connected("n1").await;
     rotate(&certs, "trust").unwrap();
     rotate(&certs, "sign").unwrap();
     made(&certs, &["--server-ip=127.0.0.1", "--force"]);
@@ -235,6 +238,5 @@ async fn the_authority_is_replaced_while_enrolled_agents_follow() {
     until_renewed(&agent, 3).await;
     // An attempt fails, and is repeated, if it meets the files of the authority between two writes.
     assert!(agent.metric(FAILURE) <= 1);
-    let (late, _) = cluster.agent("n1", Token::of_agent("n1")).await;
-    late.until_connected(true).await;
+    let (_late, _) = cluster.connected("n1").await;
 }

@@ -8,7 +8,7 @@ use headgate_control_plane::{
     serve::{PeerSettings, PeerTls, Settings},
     transaction::{NodeChange, PodChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
-use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Node, Protocol, ServiceKey};
+use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Protocol, ServiceKey};
 use headgate_proto::v1::{
     self, BarrierAnswer, DrainPodRequest, barrier_answer::Result as Outcome, inspect_client::InspectClient,
     peers_client::PeersClient,
@@ -22,6 +22,7 @@ use super::{
     client::Client,
     server::Server,
 };
+use crate::replica::node;
 
 /// A server certificate for 127.0.0.1 that may also be used by a client, with a URI if there is
 /// one.
@@ -48,12 +49,10 @@ async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Serve
     };
     let terminating = Conditions { ready: false, serving: true, terminating: true };
     let changes = [endpoint(1, terminating), endpoint(2, Conditions::READY)];
-    let (name, zone) = ("n2".into(), None);
-    let node = Node { name, zone, pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false };
     let pod = (PodId::new("uid", "web"), Some("n1".into()));
     server.store.commit(Transaction {
         changes: changes.map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).into(),
-        nodes: vec![NodeChange::Apply(node)],
+        nodes: vec![NodeChange::Apply(node("n2", None))],
         pods: vec![PodChange { service, address: Ipv4Addr::new(10, 0, 0, 1).into(), pod: Some(pod) }],
         positions: vec![(SourceKind::EndpointSlices, 5)],
         ..Transaction::default()

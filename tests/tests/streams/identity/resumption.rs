@@ -16,8 +16,7 @@ use super::{
 
 #[tokio::test]
 async fn the_second_handshake_is_resumed_and_keeps_the_identity() {
-    let authority = Authority::new("authority");
-    let server = Server::start(&authority).await;
+    let (authority, server) = Server::of_new_authority().await;
     let (address, inspect) = (server.running.local_addr, server.running.inspect_addr);
     let client = Client::new(&authority, &authority.node("n1"));
     let first = client.connect(inspect).await.unwrap();
@@ -66,8 +65,7 @@ async fn a_session_is_resumed_only_at_the_replica_that_issued_it() {
 
 #[tokio::test]
 async fn streams_of_a_reader_end_when_its_certificate_expires() {
-    let authority = Authority::new("authority");
-    let server = Server::start(&authority).await;
+    let (authority, server) = Server::of_new_authority().await;
     let not_after = in_seconds(10);
     let expiring = authority.client(&["headgate://reader/me"], |params| params.not_after = not_after.into());
     let lasting = authority.client(&["headgate://reader/other"], |_| {});
@@ -132,8 +130,7 @@ async fn resumption_does_not_bypass_the_removal_of_an_authority() {
 
 #[tokio::test]
 async fn an_expired_certificate_ends_streams_and_makes_sessions_useless() {
-    let authority = Authority::new("authority");
-    let server = Server::start(&authority).await;
+    let (authority, server) = Server::of_new_authority().await;
     let (agents, inspect) = (server.running.local_addr, server.running.inspect_addr);
     let not_after = in_seconds(12);
     let expiring = |uri: &str| authority.client(&[uri], |params| params.not_after = not_after.into());

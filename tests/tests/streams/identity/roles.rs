@@ -8,15 +8,16 @@ use super::{authority::Authority, client::Client, server::Server};
 
 #[tokio::test]
 async fn nodes_may_follow_readers_may_inspect_and_everyone_may_check_health() {
-    let authority = Authority::new("authority");
-    let server = Server::start(&authority).await;
+    let (authority, server) = Server::of_new_authority().await;
     let (agents, inspect) = (server.running.local_addr, server.running.inspect_addr);
     let connect = async |pair, address| Client::new(&authority, &pair).connect(address).await.unwrap();
 
     let node = connect(authority.node("n1"), inspect).await;
     assert_eq!(node.health().await.unwrap(), 1);
-    let stream = connect(authority.node("n1"), agents).await;
-    stream.sync("n1").await.unwrap().until_message_about("service-1").await;
+    for pair in [authority.node("n1"), authority.kubelet("n1")] {
+        let stream = connect(pair, agents).await;
+        stream.sync("n1").await.unwrap().until_message_about("service-1").await;
+    }
     let denied = [node.inspect().await.map(drop).unwrap_err(), node.reflection().await.unwrap_err()];
     for status in denied {
         assert_eq!(status.code(), Code::PermissionDenied, "{status}");
@@ -57,8 +58,7 @@ async fn nodes_may_inspect_if_the_operator_allows_it() {
 
 #[tokio::test]
 async fn an_ambiguous_certificate_grants_no_role() {
-    let authority = Authority::new("authority");
-    let server = Server::start(&authority).await;
+    let (authority, server) = Server::of_new_authority().await;
     let (agents, inspect) = (server.running.local_addr, server.running.inspect_addr);
     let named = |name: &str, uris: &[&str]| {
         authority.client(uris, |params| params.distinguished_name.push(DnType::CommonName, name))

@@ -9,10 +9,8 @@ use headgate_control_plane::{
 use tempfile::TempDir;
 
 use super::authority::{Authority, Pair, load};
+pub(crate) use crate::client::{GUARD, eventually};
 use crate::replica::{Replica, service};
-
-/// A guard against hanging. No test asserts on time.
-pub(crate) const GUARD: Duration = Duration::from_secs(60);
 
 pub(crate) struct Server {
     folder: TempDir,
@@ -28,6 +26,13 @@ impl Deref for Server {
 }
 
 impl Server {
+    /// Starts a server that trusts a new authority.
+    pub(crate) async fn of_new_authority() -> (Authority, Self) {
+        let authority = Authority::new("authority");
+        let server = Self::start(&authority).await;
+        (authority, server)
+    }
+
     /// Starts a server that trusts `authority`. Its own certificate, for 127.0.0.1, comes from the
     /// same authority.
     pub(crate) async fn start(authority: &Authority) -> Self {
@@ -70,14 +75,4 @@ impl Server {
     pub(crate) async fn until_metric(&self, sample: &str, value: u64) {
         eventually(sample, || async { self.metric(sample) == value }).await;
     }
-}
-
-/// Waits until a condition holds.
-pub(crate) async fn eventually<F: Future<Output = bool>>(what: &str, mut condition: impl FnMut() -> F) {
-    let holds = async {
-        while !condition().await {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-    };
-    tokio::time::timeout(GUARD, holds).await.unwrap_or_else(|_| panic!("timed out waiting until {what}"));
 }

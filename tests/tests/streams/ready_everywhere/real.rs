@@ -19,7 +19,7 @@ use headgate_tests::{
 use http::{Method, Request};
 use serde_json::{Value, json};
 
-use super::{ADDRESS, GATE, Replica, agent, condition_of, pod, until};
+use super::{ADDRESS, GATE, Replica, agent, condition_of, eventually, pod};
 
 const POD: &str = "/api/v1/namespaces/shop/pods/web-1";
 
@@ -85,10 +85,10 @@ async fn a_real_endpoint_slice_controller_makes_the_pod_ready_without_another_ch
     }
     let replica = Replica::start(0, &server.kubeconfig(), &["--ready-everywhere-timeout-seconds=3600"]).await;
     let only = Replica::start(1, &server.kubeconfig(), &["--ready-everywhere-timeout-seconds=3600"]).await;
-    until("the replicas are synced", async || replica.store.is_synced() && only.store.is_synced()).await;
+    eventually("the replicas are synced", async || replica.store.is_synced() && only.store.is_synced()).await;
     let (mut a, mut b) = (agent(&replica, "a").await, agent(&only, "b").await);
     set_conditions(&server, &[("ContainersReady", "False", ""), ("Ready", "False", "ContainersNotReady")]).await;
-    until("the controller writes the endpoint", async || slice_is_ready(&server).await == Some(false)).await;
+    eventually("the controller writes the endpoint", async || slice_is_ready(&server).await == Some(false)).await;
     assert!(!replica.is_ready());
     // The containers are ready.
     set_conditions(&server, &[("ContainersReady", "True", ""), ("Ready", "False", "ReadinessGatesNotReady")]).await;
@@ -96,19 +96,19 @@ async fn a_real_endpoint_slice_controller_makes_the_pod_ready_without_another_ch
     tokio::time::sleep(std::time::Duration::from_millis(500)).await;
     assert_eq!(gate(&server).await, None);
     super::program(&only, &mut b).await;
-    until("the condition is set", async || gate(&server).await.is_some()).await;
+    eventually("the condition is set", async || gate(&server).await.is_some()).await;
     let set = gate(&server).await.unwrap();
     assert_eq!((&set["status"], &set["reason"]), (&json!("True"), &json!("Programmed")), "{set}");
     // The kubelet makes the pod ready, and the controller follows.
     let key = ServiceKey::new("shop", "web");
     let since = [&replica, &only].map(|replica| replica.store.ready_since(&key, ADDRESS.into()));
     set_conditions(&server, &[("Ready", "True", "")]).await;
-    until("the slice says so", async || slice_is_ready(&server).await == Some(true)).await;
+    eventually("the slice says so", async || slice_is_ready(&server).await == Some(true)).await;
     let after = node("after").build();
     server.create(&after).await.unwrap();
     for replica in [&replica, &only] {
-        until("the next Node arrives", async || replica.store.node("after").node.is_some()).await;
-        until("no pod waits", async || replica.metric("headgate_readiness_gates_waiting").await == 0).await;
+        eventually("the next Node arrives", async || replica.store.node("after").node.is_some()).await;
+        eventually("no pod waits", async || replica.metric("headgate_readiness_gates_waiting").await == 0).await;
     }
     assert_eq!([&replica, &only].map(|replica| replica.store.ready_since(&key, ADDRESS.into())), since);
     // The API server refuses a patch for an older pod.

@@ -15,7 +15,7 @@ use tokio::{
 };
 
 use crate::{
-    client::{Client, GUARD},
+    client::{Client, GUARD, eventually},
     identity::{authority::Authority, client::Client as TlsClient},
     replica::{Replica, service},
 };
@@ -60,12 +60,8 @@ impl Crowd {
     /// Waits until `count` handshakes are active and other handshakes wait.
     async fn until_active(&self, replica: &Replica, count: u64) {
         let pending = |state: &str| replica.metric(&format!("headgate_tls_handshakes_pending{{state=\"{state}\"}}"));
-        let is_so = async {
-            while pending("active") != count || pending("waiting") == 0 {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        timeout(GUARD, is_so).await.expect("the crowd does not fill the slots for handshakes");
+        let is_so = async || pending("active") == count && pending("waiting") > 0;
+        eventually("the crowd fills the slots for handshakes", is_so).await;
     }
 
     async fn leave(mut self) {

@@ -23,7 +23,7 @@ use tokio::{
 };
 use tonic::{Code, transport::Channel};
 
-use crate::client::{self, Client, GUARD, channel, hello, raw};
+use crate::client::{self, Client, GUARD, channel, eventually, hello, raw};
 use crate::replica::{Replica, cluster, endpoint, key, remove_endpoint, remove_service, service, settings};
 
 const SYNC: &str = "/headgate.v1.Discovery/Sync";
@@ -88,14 +88,8 @@ async fn messages_of_an_agent_appear_in_its_status() {
     assert_eq!((acked.lag_ms, acked.apply_microseconds), (0, 42));
 
     let rejection = v1::Rejection { resource: "Service a/b".into(), field: "ports".into(), reason: "odd".into() };
-    client
-        .send(v1::agent_message::Body::Nack(v1::Nack {
-            version: 1,
-            rejections: vec![rejection],
-            in_force: 1,
-            ..v1::Nack::default()
-        }))
-        .await;
+    let nack = v1::Nack { version: 1, rejections: vec![rejection], in_force: 1, ..v1::Nack::default() };
+    client.send(v1::agent_message::Body::Nack(nack)).await;
     let failed = v1::ApplyFailed { version: 1, error: "no such table".into(), attempts: 2 };
     client.send(v1::agent_message::Body::ApplyFailed(failed)).await;
     let status = v1::AgentStatus { backend: "iptables-nft".into(), degraded: vec!["no SCTP".into()], verified: None };
@@ -221,12 +215,7 @@ async fn an_agent_does_not_receive_older_state() {
     let new = Replica::start().await;
     new.put_at(Some(10), [service(1, 80)]);
     let mut client = new.resume("n1", held).await;
-    let waits = async {
-        while new.metric("headgate_behind_waits_total") == 0 {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(GUARD, waits).await.expect("the agent does not wait");
+    eventually("the agent waits", async || new.metric("headgate_behind_waits_total") > 0).await;
     let wanted = new.store.wanted_positions().borrow().clone();
     assert_eq!(wanted, [(SourceKind::Services, 20)].into(), "the source is not asked for its position");
     new.put_at(Some(15), [service(1, 81)]);
@@ -362,12 +351,7 @@ async fn a_slow_reader_receives_the_rest_of_a_step_although_another_node_resumes
     // The batch has several messages. While the slow reader does not read, the first message does
     // not fit into the reader's window.
     replica.put((0..300).flat_map(|number| (0..240).map(move |host| endpoint(number, host, 80))));
-    let is_under_way = async {
-        while replica.metric("headgate_messages_sent_total") == sent {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(GUARD, is_under_way).await.expect("nothing was sent");
+    eventually("something is sent", async || replica.metric("headgate_messages_sent_total") > sent).await;
     // Another node resumes from the version before the step. The step is no longer cached, so the
     // replica encodes the step again.
     (0..20).for_each(|port| replica.put([service(1, 81 + port)]));

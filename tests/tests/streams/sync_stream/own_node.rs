@@ -6,22 +6,15 @@ use headgate_control_plane::{
     serve::{Security, Settings},
     transaction::{NodeChange, Sink as _, SourceKind, Transaction},
 };
-use headgate_core::Node;
 use headgate_proto::v1::{self, source_position::Kind, welcome::ResumeMode};
 
 use crate::{
     client::{Client, Held},
-    replica::{Replica, service, settings},
+    replica::{self, Replica, service, settings},
 };
 
 fn node(name: &str, zone: &str) -> NodeChange {
-    NodeChange::Apply(Node {
-        name: name.into(),
-        zone: Some(zone.into()),
-        pod_cidrs: Vec::new(),
-        addresses: Vec::new(),
-        going_away: false,
-    })
+    NodeChange::Apply(replica::node(name, Some(zone)))
 }
 
 fn put_nodes(replica: &Replica, position: u64, nodes: Vec<NodeChange>) {

@@ -16,11 +16,7 @@ use tokio::{
 use tonic::Code;
 
 use crate::{
-    client::{self, Client, GUARD, channel, hello, refusal},
-    identity::{
-        authority::{Authority, Pair},
-        client::Client as TlsClient,
-    },
+    client::{self, Client, GUARD, channel, eventually, hello, refusal},
     replica::{Replica, service, settings},
 };
 
@@ -57,12 +53,7 @@ async fn misbehaving_agents_are_refused_and_do_not_affect_others() {
         let status = refusal(channel(address).await, messages).await;
         assert_eq!(status.code(), code, "{what}: {status}");
         assert!(!status.message().is_empty(), "{what}");
-        let counted = async {
-            while replica.metric(&sample) == before {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        };
-        timeout(GUARD, counted).await.unwrap_or_else(|_| panic!("{what} is not counted as {reason}"));
+        eventually(&format!("{what} is counted as {reason}"), async || replica.metric(&sample) > before).await;
     }
     // This client says nothing on the other port.
     let mut silent = tokio::net::TcpStream::connect(replica.running.inspect_addr).await.unwrap();
@@ -75,40 +66,6 @@ async fn misbehaving_agents_are_refused_and_do_not_affect_others() {
     replica.put([service(1, 80)]);
     good.reach(1).await;
     assert_same(&good, &replica);
-}
-
-#[tokio::test]
-async fn the_certificate_decides_which_node_an_agent_may_name() {
-    let authority = Authority::new("authority");
-    let replica = Replica::start_with_tls(&authority).await;
-    replica.put([service(1, 80)]);
-    let address = replica.running.local_addr;
-    let connect = async |pair: &Pair, address| TlsClient::new(&authority, pair).connect(address).await.unwrap();
-    let (by_uri, by_name) = (authority.node("n1"), authority.kubelet("n2"));
-    let reader = authority.client(&["headgate://reader/operator"], |_| {});
-    for (pair, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
-        let mut client = Client::open(connect(pair, address).await.channel, node, None).await.unwrap();
-        client.reach(1).await;
-        assert_same(&client, &replica);
-    }
-    for pair in [&by_uri, &reader] {
-        let status = Client::open(connect(pair, address).await.channel, "n2", None).await.err().unwrap();
-        assert_eq!(status.code(), Code::PermissionDenied, "{status}");
-    }
-    assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"permission_denied\"}"), 2);
-    let looks = connect(&reader, replica.running.inspect_addr).await;
-    assert_eq!(looks.inspect().await.unwrap().services, 1);
-
-    // The replica refuses a client without a certificate, and a client with a certificate of
-    // another authority.
-    let stranger = Authority::new("another").kubelet("n1");
-    for client in [TlsClient::anonymous(&authority), TlsClient::new(&authority, &stranger)] {
-        let refused = match client.connect(address).await {
-            Ok(connected) => Client::open(connected.channel, "n1", None).await.is_err(),
-            Err(_) => true,
-        };
-        assert!(refused);
-    }
 }
 
 #[tokio::test]
@@ -126,7 +83,6 @@ async fn a_newer_stream_of_a_node_replaces_the_older_one() {
 #[tokio::test]
 async fn agents_with_one_node_name_that_throw_each_other_out_are_a_problem() {
     let replica = Replica::start().await;
-    let mut inspect = replica.inspect().await;
     let open_from = async |host: u8, node: &str| {
         let address = Some(Ipv4Addr::new(127, 0, 0, host).into());
         let endpoint = client::endpoint(replica.running.local_addr).local_address(address);
@@ -138,22 +94,21 @@ async fn agents_with_one_node_name_that_throw_each_other_out_are_a_problem() {
         streams.push(open_from(1, "n1").await);
     }
     for count in 1..=4 {
-        let status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
+        let status = replica.status().await;
         assert_eq!(status.problems, [], "before stream {count}");
         streams.push(open_from(1 + count % 2, "n1").await);
     }
-    let status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
+    let status = replica.status().await;
     let [problem] = &status.problems[..] else { panic!("{status:?}") };
     assert_eq!(problem.object, "Node n1");
     assert!(problem.message.starts_with("4 times in a row, a stream from another address"), "{problem:?}");
     assert!(problem.message.contains("127.0.0.2") && problem.message.contains("--node-name"), "{problem:?}");
-    let mut agents = inspect.list_agents(v1::ListAgentsRequest::default()).await.unwrap().into_inner();
-    while let Some(agent) = agents.message().await.unwrap() {
+    for agent in replica.agents().await {
         assert_eq!(agent.degraded.contains(&problem.message), agent.node == "n1", "{agent:?}");
     }
     // Then one of them has gone.
     streams.push(open_from(1, "n1").await);
-    let status = inspect.get_status(v1::GetStatusRequest::default()).await.unwrap().into_inner();
+    let status = replica.status().await;
     assert_eq!(status.problems, []);
 }
 
@@ -163,11 +118,9 @@ async fn a_node_that_opens_streams_too_often_is_refused() {
     let mut good = replica.open("good").await;
     let refused = async {
         loop {
-            let status = match Client::open(channel(replica.running.local_addr).await, "bad", None).await {
-                Ok(_) => continue,
-                Err(status) => status,
-            };
-            return status;
+            if let Err(status) = Client::open(channel(replica.running.local_addr).await, "bad", None).await {
+                return status;
+            }
         }
     };
     let status = timeout(GUARD, refused).await.expect("the replica accepts any number of streams");

@@ -9,12 +9,11 @@ use headgate_control_plane::{
 use headgate_proto::v1::{
     self, SourceState, agent_message::Body as Asked, discovery_client::DiscoveryClient, server_message::Body,
 };
-use tokio::time::{sleep, timeout};
 use tonic::{Code, Status, transport::Channel};
 use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
 use crate::{
-    client::{GUARD, channel, message},
+    client::{channel, eventually, message},
     identity::{authority::Authority, client::Client as TlsClient},
     replica::{Replica, service, settings},
 };
@@ -94,14 +93,11 @@ async fn agents_and_probes_see_a_change_of_the_source_state_at_once() {
     let mut health = HealthClient::new(channel(replica.running.inspect_addr).await);
     let mut until_health = async |wanted: ServingStatus| {
         let service = "headgate.v1.Discovery".to_owned();
-        let ask = async {
-            while health.check(HealthCheckRequest { service: service.clone() }).await.unwrap().into_inner().status()
-                != wanted
-            {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        timeout(GUARD, ask).await.expect("gRPC health differs from /readyz");
+        eventually("gRPC health agrees with /readyz", async || {
+            let check = HealthCheckRequest { service: service.clone() };
+            health.check(check).await.unwrap().into_inner().status() == wanted
+        })
+        .await;
     };
     until_health(ServingStatus::NotServing).await;
     replica.store.cut_off(Some("on purpose".into()));

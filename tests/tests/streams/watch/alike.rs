@@ -9,7 +9,7 @@ async fn objects_labelled_for_other_proxies_are_deleted_and_headless_services_ar
         server.ensure_namespace("shop").await.unwrap();
         server.apply(&headless("dns")).await.unwrap();
         let watching = Watching::start(&server.kubeconfig());
-        watching.sink.until("everything is listed", |c| c.synced == 1).await;
+        watching.until("everything is listed", |c| c.synced == 1).await;
         server.apply(&headless("later")).await.unwrap();
         server.apply(&web("10.96.0.10")).await.unwrap();
         server.apply(&web_slice(&["10.1.0.1", "10.1.0.2"])).await.unwrap();
@@ -17,7 +17,7 @@ async fn objects_labelled_for_other_proxies_are_deleted_and_headless_services_ar
         server.apply(&other.build()).await.unwrap();
         for _ in 0..2 {
             let are_served = |c: &sink::Collected| c.serves("shop", "web") && c.endpoints("shop", "web").len() == 3;
-            watching.sink.until("both slices are served", are_served).await;
+            watching.until("both slices are served", are_served).await;
             let mut taken = web("10.96.0.10");
             taken["metadata"]["labels"]["service.kubernetes.io/service-proxy-name"] = json!("other");
             server.apply(&taken).await.unwrap();
@@ -26,7 +26,7 @@ async fn objects_labelled_for_other_proxies_are_deleted_and_headless_services_ar
             server.apply(&dns_only).await.unwrap();
             let is_handed_off =
                 |c: &sink::Collected| !c.serves("shop", "web") && c.endpoints("shop", "web") == ["10.1.0.3"];
-            watching.sink.until("both objects are removed", is_handed_off).await;
+            watching.until("both objects are removed", is_handed_off).await;
             server.apply(&web("10.96.0.10")).await.unwrap();
             server.apply(&web_slice(&["10.1.0.1", "10.1.0.2"])).await.unwrap();
         }
@@ -44,10 +44,10 @@ async fn the_source_waits_for_a_server_that_starts_later() {
         server.apply(&web("10.96.0.10")).await.unwrap();
         server.stop();
         let mut watching = Watching::start(&server.kubeconfig());
-        watching.sink.until("the failures are counted", |c| c.errors_for("connection_failed") >= 4).await;
+        watching.until("the failures are counted", |c| c.errors_for("connection_failed") >= 4).await;
         server.restart().await.unwrap();
         let is_served = |c: &sink::Collected| c.synced == 1 && c.serves("shop", "web");
-        watching.sink.until("everything is listed", is_served).await;
+        watching.until("everything is listed", is_served).await;
         watching.shutdown.cancel();
         (&mut watching.task).await.unwrap().unwrap();
     }
@@ -59,31 +59,26 @@ async fn real_and_stand_in_servers_are_followed_alike() {
     for mut server in ApiUnderTest::all().await.unwrap() {
         server.ensure_namespace("shop").await.unwrap();
         let watching = Watching::start(&server.kubeconfig());
-        watching.sink.until("everything is listed", |c| c.synced == 1).await;
+        watching.until("everything is listed", |c| c.synced == 1).await;
         let at = |address: &str| service("shop", "web").cluster_ip(address).port("http", "TCP", 80, 8080).build();
         server.apply(&at("10.96.0.77")).await.unwrap();
         server.apply(&web_slice(&["10.1.0.1", "10.1.0.2"])).await.unwrap();
         watching
-            .sink
             .until("the Service is served", |c| c.serves("shop", "web") && c.endpoints("shop", "web").len() == 2)
             .await;
         server.apply(&web_slice(&["10.1.0.2", "10.1.0.3"])).await.unwrap();
-        watching.sink.until("the change is followed", |c| c.endpoints("shop", "web") == ["10.1.0.2", "10.1.0.3"]).await;
+        watching.until("the change is followed", |c| c.endpoints("shop", "web") == ["10.1.0.2", "10.1.0.3"]).await;
         server.restart().await.unwrap();
         server.apply(&web_slice(&["10.1.0.3"])).await.unwrap();
-        watching
-            .sink
-            .until("the change after a restart is followed", |c| c.endpoints("shop", "web") == ["10.1.0.3"])
-            .await;
+        watching.until("the change after a restart is followed", |c| c.endpoints("shop", "web") == ["10.1.0.3"]).await;
         server.restart_without_history().await.unwrap();
         server.apply(&web_slice(&["10.1.0.4"])).await.unwrap();
         watching
-            .sink
             .until("the change after a loss of history is followed", |c| c.endpoints("shop", "web") == ["10.1.0.4"])
             .await;
         assert!(watching.sink.look(|c| c.serves("shop", "web")), "{}", server.name());
         server.delete(Kind::Service, "shop", "web").await.unwrap();
-        watching.sink.until("a deletion is followed", |c| !c.serves("shop", "web")).await;
+        watching.until("a deletion is followed", |c| !c.serves("shop", "web")).await;
         let removed = watching.removed();
         assert_eq!(removed.iter().filter(|key| key.starts_with("Service")).collect::<Vec<_>>(), ["Service shop/web"]);
     }
@@ -101,24 +96,24 @@ async fn a_position_that_an_agent_saw_at_another_replica_is_requested_at_once() 
         server.ensure_namespace("shop").await.unwrap();
         server.apply(&web("10.96.0.10")).await.unwrap();
         let earlier = Watching::start(&server.kubeconfig());
-        earlier.sink.until("everything is listed", |c| c.synced == 1).await;
+        earlier.until("everything is listed", |c| c.synced == 1).await;
         // Change only slices. These changes also raise the version of the server.
         for address in ["10.1.0.1", "10.1.0.2"] {
             server.apply(&web_slice(&[address])).await.unwrap();
         }
         let later = Watching::start(&server.kubeconfig());
-        later.sink.until("everything is listed", |c| c.synced == 1).await;
+        later.until("everything is listed", |c| c.synced == 1).await;
         let seen = later.sink.look(|c| c.positions[&SourceKind::Services]);
         let (before, errors) = earlier.sink.look(|c| (c.positions[&SourceKind::Services], c.errors.clone()));
         assert!(before < seen, "{}: {before} {seen}", server.name());
         earlier.sink.want(SourceKind::Services, seen);
-        earlier.sink.until("the position is reached", |c| c.positions[&SourceKind::Services] >= seen).await;
+        earlier.until("the position is reached", |c| c.positions[&SourceKind::Services] >= seen).await;
         earlier.sink.look(|c| assert_eq!((&c.errors, c.went_back), (&errors, 0), "{}", server.name()));
         // Later changes still arrive.
         server.apply(&web_slice(&["10.1.0.9"])).await.unwrap();
-        earlier.sink.until("a change is followed", |c| c.endpoints("shop", "web") == ["10.1.0.9"]).await;
+        earlier.until("a change is followed", |c| c.endpoints("shop", "web") == ["10.1.0.9"]).await;
         server.delete(Kind::Service, "shop", "web").await.unwrap();
-        earlier.sink.until("a deletion is followed", |c| !c.serves("shop", "web")).await;
+        earlier.until("a deletion is followed", |c| !c.serves("shop", "web")).await;
     }
 }
 
@@ -129,7 +124,7 @@ async fn a_kind_that_never_changes_stays_current() {
     for server in ApiUnderTest::all().await.unwrap() {
         server.ensure_namespace("shop").await.unwrap();
         let watching = Watching::start_with(&server.kubeconfig(), Duration::from_secs(6));
-        watching.sink.until("everything is listed", |c| c.synced == 1).await;
+        watching.until("everything is listed", |c| c.synced == 1).await;
         for round in 0..3 {
             server.apply(&web_slice(&[&format!("10.1.0.{}", round + 1)])).await.unwrap();
             let (heard, reached) =
@@ -137,7 +132,7 @@ async fn a_kind_that_never_changes_stays_current() {
             let is_current = |c: &sink::Collected| {
                 c.heard[&SourceKind::ServiceCidrs] > heard && c.positions[&SourceKind::ServiceCidrs] > reached
             };
-            watching.sink.until("the kind is current", is_current).await;
+            watching.until("the kind is current", is_current).await;
         }
         watching.sink.look(|c| assert!(c.cut_offs.is_empty(), "{}: {:?}", server.name(), c.cut_offs));
     }

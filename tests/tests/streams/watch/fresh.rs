@@ -7,7 +7,7 @@ const CYCLE: Duration = Duration::from_secs(1);
 
 async fn synced(server: &ApiServer) -> Watching {
     let watching = Watching::start_with(&server.kubeconfig(), CYCLE);
-    watching.sink.until("everything is listed", |c| c.synced == 1).await;
+    watching.until("everything is listed", |c| c.synced == 1).await;
     watching.agrees_with(server).await;
     watching
 }
@@ -30,7 +30,6 @@ async fn a_quiet_cluster_without_bookmarks_is_followed_without_lists() {
     let heard = watching.sink.look(|c| c.heard[&SourceKind::ServiceCidrs]);
     server.wait_until("the server was asked in five cycles", |server| lists(server).0 >= 5).await.unwrap();
     watching
-        .sink
         .until("each cycle shows that the kind is current", |c| c.heard[&SourceKind::ServiceCidrs] >= heard + 4)
         .await;
     assert_eq!(lists(&server).1, 0, "a quiet kind was listed");
@@ -76,7 +75,7 @@ async fn a_watch_that_brings_nothing_cuts_the_source_off() {
             change();
             c.cut_off.as_ref().is_some_and(|why| why.contains("EndpointSlice"))
         };
-        watching.sink.until("the source is cut off", is_cut_off).await;
+        watching.until("the source is cut off", is_cut_off).await;
         // Lists bring the changes, but do not end the cut-off.
         change();
         watching.agrees_with(&server).await;
@@ -91,7 +90,7 @@ async fn a_watch_that_brings_nothing_cuts_the_source_off() {
         });
         server.release(Kind::EndpointSlice);
         change();
-        watching.sink.until("the watch brings something", |c| c.cut_off.is_none()).await;
+        watching.until("the watch brings something", |c| c.cut_off.is_none()).await;
         watching.follows(&server, 1).await;
         watching.sink.look(|c| assert_eq!(c.cut_offs.len(), 1, "{:?}", c.cut_offs));
     }

@@ -187,10 +187,7 @@ mod tests {
         let (mut decision, start) = (Decision::default(), Instant::now());
         let here = |asked, returned| view(1_000, 2).map(|view| View { asked, returned, ..view });
         assert!(run(&mut decision, start, 0..11, here(0, 0)) > 0);
-        assert!(
-            run(&mut decision, start, 11..12, here(40, 30)) > 0,
-            "agents are still asked while no more than three quarters come back"
-        );
+        assert!(run(&mut decision, start, 11..12, here(40, 30)) > 0, "no more than three quarters have come back");
         assert_eq!(run(&mut decision, start, 12..100, here(40, 31)), 0);
     }
 }

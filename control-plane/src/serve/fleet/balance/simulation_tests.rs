@@ -197,10 +197,7 @@ fn the_memory_of_asked_agents_is_bounded() {
         let (present, _) = memory.view(Band::new(4_000, 2), (0..4_000).collect(), now);
         for agent in memory.ask(present, step * MAX_PER_STEP, now, &mut rng) {
             let before = last.insert(agent, now);
-            assert!(
-                before.is_none_or(|before| now.duration_since(before) >= MEMORY),
-                "no agent is asked twice within MEMORY"
-            );
+            assert!(before.is_none_or(|before| now.duration_since(before) >= MEMORY), "asked twice within MEMORY");
         }
         assert!(memory.len() <= MAX_PER_STEP * usize::try_from(MEMORY.as_secs()).unwrap());
     }

@@ -6,8 +6,6 @@
 //! the port has a single method, so the headers of the request say nothing. Of later header blocks
 //! only the stream's trailers matter, and only because they end the stream.
 
-use std::borrow::Cow;
-
 use super::frame::{Code, DEFAULT_WINDOW, FrameHeader, MAX_PAYLOAD_BYTES, MAX_WINDOW, PREFACE, flag, kind};
 
 /// The maximum numbers of frames and of bytes of one header block. Larger blocks are refused
@@ -86,13 +84,12 @@ impl Input {
         }
         self.preface_bytes += begin.len();
         let mut partial = std::mem::take(&mut self.partial);
-        let arrived = if partial.is_empty() {
-            Cow::Borrowed(rest)
+        let mut bytes = if partial.is_empty() {
+            rest
         } else {
             partial.extend_from_slice(rest);
-            Cow::Owned(partial)
+            &partial
         };
-        let mut bytes = &*arrived;
         while let Some((header, rest)) = bytes.split_first_chunk() {
             let header = FrameHeader::parse(header);
             if header.length > MAX_PAYLOAD_BYTES {
@@ -105,7 +102,11 @@ impl Input {
             self.frame(&header, payload, &mut take)?;
             bytes = rest;
         }
-        self.partial = bytes.to_vec();
+        // While a frame is incomplete, its vector only grows.
+        if bytes.len() != partial.len() {
+            partial = bytes.to_vec();
+        }
+        self.partial = partial;
         Ok(())
     }
 

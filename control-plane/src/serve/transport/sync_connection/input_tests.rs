@@ -46,6 +46,21 @@ fn a_connection_begins_with_the_preface_of_http2() {
     }
 }
 
+#[test]
+fn a_frame_in_small_pieces_is_copied_once_and_its_memory_is_freed() {
+    let mut input = Input::default();
+    input.feed(PREFACE, |_| Ok::<_, Violation>(())).unwrap();
+    let bytes = [frame(kind::PRIORITY, 0, 1, &[0; 5]), frame(0xff, 0, 0, &[0; 16_000])].concat();
+    let mut allocations = 0;
+    for byte in &bytes {
+        let before = input.partial.capacity();
+        input.feed(&[*byte], |_| Ok::<_, Violation>(())).unwrap();
+        allocations += u32::from(input.partial.capacity() > before);
+    }
+    assert!(allocations < 24, "{allocations}");
+    assert_eq!(input.partial.capacity(), 0);
+}
+
 fn opened() -> Vec<u8> {
     frame(kind::HEADERS, flag::END_HEADERS, 1, b"not decoded here")
 }

@@ -69,11 +69,7 @@ fn endpoints_that_fail_get_no_new_connections() {
     assert!(node.failing.set(&key, ports(&["10.244.1.1:8080", "10.244.2.1:8080"])));
     let found = views(&state, &node);
     assert_eq!(texts(&found[0].cluster_endpoints), ["10.244.2.2"]);
-    assert_eq!(
-        texts(&found[0].local_endpoints),
-        ["10.244.1.1"],
-        "the only endpoint on this node is used although it fails"
-    );
+    assert_eq!(texts(&found[0].local_endpoints), ["10.244.1.1"], "the only local endpoint is used although it fails");
     assert_eq!(found[1], before[1], "TCP checks do not affect the UDP port");
     assert_eq!(views_of_all_endpoints(&state, &key, Family::V4, &node), before);
 
@@ -86,29 +82,4 @@ fn endpoints_that_fail_get_no_new_connections() {
     assert_ne!(views(&state, &node), before);
     state.apply(Change::from(service("")), &mut Dirty::default());
     assert_eq!(views(&state, &node), before);
-}
-
-#[test]
-fn failing_endpoints_are_known_until_the_checker_reports_an_empty_set() {
-    let (mut state, key) = state_with(service("tcp"), &ENDPOINTS);
-    let mut node = NodeFacts::named("node-a");
-    let used = |state: &State, node: &NodeFacts| {
-        service_views(state, &key, Family::V4, node).first().map(|view| view.cluster_endpoints.len())
-    };
-    let failing = ports(&["10.244.1.1:8080"]);
-    assert!(node.failing.set(&key, failing.clone()));
-    assert_eq!(used(&state, &node), Some(2));
-    // The Service is deleted and created again before the checker notices.
-    state.apply(Change::RemoveService((*key).clone()), &mut Dirty::default());
-    assert_eq!(used(&state, &node), None);
-    state.apply(Change::from(service("tcp")), &mut Dirty::default());
-    assert_eq!(used(&state, &node), Some(2));
-    assert!(node.failing.set(&key, BTreeSet::new()) && node.failing.is_empty());
-    assert!(!node.failing.set(&key, BTreeSet::new()));
-    assert_eq!(used(&state, &node), Some(3));
-    // A failure that is reported while the Service does not exist applies when it is created again.
-    state.apply(Change::RemoveService((*key).clone()), &mut Dirty::default());
-    assert!(node.failing.set(&key, failing));
-    state.apply(Change::from(service("tcp")), &mut Dirty::default());
-    assert_eq!(used(&state, &node), Some(2));
 }

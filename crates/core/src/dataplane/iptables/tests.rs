@@ -42,9 +42,7 @@ fn node() -> NodeFacts {
 
 fn state(changes: impl IntoIterator<Item = Change>) -> (State, Dirty) {
     let (mut state, mut dirty) = (State::default(), Dirty::default());
-    for change in changes {
-        state.apply(change, &mut dirty);
-    }
+    changes.into_iter().for_each(|change| _ = state.apply(change, &mut dirty));
     (state, dirty)
 }
 

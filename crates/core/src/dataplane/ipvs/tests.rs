@@ -63,9 +63,7 @@ impl Rig {
 
     fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> Plan {
         let mut dirty = Dirty::default();
-        changes.into_iter().for_each(|change| {
-            self.state.apply(change, &mut dirty);
-        });
+        changes.into_iter().for_each(|change| _ = self.state.apply(change, &mut dirty));
         let plan = self.ledger.changed(&self.state, &self.node, &dirty, 0);
         self.kernel.apply(&plan).unwrap();
         plan

@@ -18,17 +18,20 @@ fn endpoints(last_bytes: &[u8]) -> Vec<(IpAddr, u16)> {
     last_bytes.iter().map(|last| ([10, 0, 0, *last].into(), 80)).collect()
 }
 
-#[test]
-fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
-    let key = GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false };
-    let group = EndpointGroup {
-        key,
+fn group(slots: Vec<(IpAddr, u16)>) -> EndpointGroup {
+    EndpointGroup {
+        key: GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false },
         number: 2,
         affinity_timeout_seconds: None,
         is_hashed: false,
         is_proxy_only: false,
-        slots: endpoints(&[4, 2, 9, 7]),
-    };
+        slots,
+    }
+}
+
+#[test]
+fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
+    let group = group(endpoints(&[4, 2, 9, 7]));
     let after = |wanted: &[u8]| {
         let mut group = group.clone();
         let wanted = endpoints(wanted).into_iter().map(|endpoint| (endpoint, Weight::default()));
@@ -47,15 +50,7 @@ fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
 
 #[test]
 fn endpoints_have_slots_in_proportion_to_their_weights() {
-    let key = GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false };
-    let mut group = EndpointGroup {
-        key,
-        number: 2,
-        affinity_timeout_seconds: None,
-        is_hashed: false,
-        is_proxy_only: false,
-        slots: Vec::new(),
-    };
+    let mut group = group(Vec::new());
     let mut after = |weights: &[(u8, u32)]| {
         let endpoint = |last: u8| (IpAddr::from([10, 0, 0, last]), 80);
         let wanted = weights.iter().map(|(last, weight)| (endpoint(*last), Weight::new(*weight).unwrap()));
@@ -81,9 +76,8 @@ fn a_service_uses_random_slots_where_the_kernel_cannot_hash() {
     let ports = [EndpointPort::new("http", Protocol::Tcp, 8080)];
     let endpoint = Endpoint::new([10, 244, 0, 1].into(), ports.into());
     let mut state = State::default();
-    for change in [Change::from(service), Change::Endpoint(key, endpoint)] {
-        state.apply(change, &mut Dirty::default());
-    }
+    state.apply(Change::from(service), &mut Dirty::default());
+    state.apply(Change::Endpoint(key, endpoint), &mut Dirty::default());
     let selection = |can_hash| {
         let mut ledger = Ledger::new(NftablesConfig { can_hash, ..NftablesConfig::new(Family::V4) });
         ledger.full(&FixedState(&state, &NodeFacts::named("node")), Existing::default());

@@ -101,9 +101,7 @@ mod tests {
             let facts = NodeFacts::named("n");
             let mut step = |ledger: &mut Ledger, changes: Vec<Change>, is_full: bool| {
                 let mut dirty = Dirty::default();
-                changes.into_iter().for_each(|change| {
-                    state.apply(change, &mut dirty);
-                });
+                changes.into_iter().for_each(|change| _ = state.apply(change, &mut dirty));
                 let (script, _) = if is_full {
                     ledger.full(&FixedState(&state, &facts), ExistingTables::default())
                 } else {

@@ -42,10 +42,7 @@ fn next_outcome(checks: &mut Checks, has_passed: bool) -> (u64, Vec<Arc<ServiceK
     let now = checks.next_due_ms().unwrap();
     let started = checks.start(now, 8);
     assert_eq!(started.len(), 1);
-    assert!(
-        checks.start(now, 8).is_empty() && checks.next_due_ms().is_none(),
-        "no other check starts while this check runs"
-    );
+    assert!(checks.start(now, 8).is_empty() && checks.next_due_ms().is_none(), "no other check starts meanwhile");
     (now, checks.finish(&started[0], has_passed, now))
 }
 
@@ -62,19 +59,13 @@ fn only_two_equal_outcomes_in_a_row_change_the_state() {
     let (first, changed) = next_outcome(&mut checks, false);
     assert_eq!(changed, []);
     let (second, changed) = next_outcome(&mut checks, false);
-    assert!(
-        (225..=275).contains(&(second - first)),
-        "the second check follows after a quarter of the interval: {}",
-        second - first
-    );
+    let pause = second - first;
+    assert!((225..=275).contains(&pause), "the second check follows after a quarter of the interval: {pause}");
     assert_eq!(changed, [Arc::clone(&other), Arc::clone(&web)]);
     assert_eq!((checks.failing(&web), checks.failing(&other)), ([address(1)].into(), [address(1)].into()));
     let (third, changed) = next_outcome(&mut checks, false);
-    assert!(
-        (900..=1100).contains(&(third - second)),
-        "the shorter interval of the two services applies: {}",
-        third - second
-    );
+    let pause = third - second;
+    assert!((900..=1100).contains(&pause), "the shorter interval of the two services applies: {pause}");
     assert_eq!(changed, []);
     for (has_passed, count) in [(true, 0), (false, 0), (true, 0), (true, 2)] {
         assert_eq!(next_outcome(&mut checks, has_passed).1.len(), count);

@@ -14,33 +14,25 @@ fn hex(bytes: &[u8]) -> String {
 fn requests_are_encoded_as_the_kernel_expects() {
     let set = "02000000 05000100 07000000 06000200 61000000 ";
     let wanted = Specification::new("a", SetType::HashIpPort, Family::V6).with_sizes(1024, 65536);
-    assert_eq!(
-        hex(create(7, 5, &wanted).payload()),
-        format!(
-            "{set}11000300 68617368 3a69702c 706f7274 00000000 05000400 05000000 05000500 0a000000 \
+    let expected = format!(
+        "{set}11000300 68617368 3a69702c 706f7274 00000000 05000400 05000000 05000500 0a000000 \
              14000780 08001240 00000400 08001340 00010000 "
-        )
     );
+    assert_eq!(hex(create(7, 5, &wanted).payload()), expected);
     let ports = Specification::new("a", SetType::BitmapPort, Family::V4);
-    assert_eq!(
-        hex(create(7, 3, &ports).payload()),
-        format!(
-            "{set}10000300 6269746d 61703a70 6f727400 05000400 03000000 05000500 00000000 \
+    let expected = format!(
+        "{set}10000300 6269746d 61703a70 6f727400 05000400 03000000 05000500 00000000 \
              14000780 06000440 00000000 06000540 ffff0000 "
-        )
     );
+    assert_eq!(hex(create(7, 3, &ports).payload()), expected);
     let element = Element::IpPortNet([10, 0, 0, 1].into(), Protocol::Tcp, 80, [10, 1, 0, 0].into(), 16);
-    assert_eq!(
-        hex(change(7, &Change::add("a", element)).payload()),
-        format!(
-            "{set}34000780 0c000180 08000140 0a000001 06000440 00500000 05000700 06000000 \
+    let expected = format!(
+        "{set}34000780 0c000180 08000140 0a000001 06000440 00500000 05000700 06000000 \
              0c001480 08000140 0a010000 05001500 10000000 "
-        )
     );
-    assert_eq!(
-        hex(change(7, &Change::delete("a", Element::Port(53))).payload()),
-        format!("{set}0c000780 06000440 00350000 ")
-    );
+    assert_eq!(hex(change(7, &Change::add("a", element)).payload()), expected);
+    let deletion = change(7, &Change::delete("a", Element::Port(53)));
+    assert_eq!(hex(deletion.payload()), format!("{set}0c000780 06000440 00350000 "));
     assert_eq!(hex(swap(7, "a", "b").payload()), format!("{set}06000300 62000000 "));
     assert_eq!(hex(list(7, "a", false).payload()), format!("{set}08000640 00000004 "));
 }

@@ -49,13 +49,11 @@ mod golden {
         service.one_packet = true;
         service.scheduler_flags = SchedulerFlags { fallback: true, port: true };
         service.persistence_engine = Some("sip".into());
-        assert_eq!(
-            encoded(&Command::AddService(service)),
-            format!(
-                "01010000 5c000180 {V6}07000600 6d680000 08000b00 73697000 0c000700 1d000000 fdffffff \
+        let expected = format!(
+            "01010000 5c000180 {V6}07000600 6d680000 08000b00 73697000 0c000700 1d000000 fdffffff \
                  08000800 302a0000 08000900 80000000 "
-            )
         );
+        assert_eq!(encoded(&Command::AddService(service)), expected);
         let mut masked = Service::new(ServiceId::FirewallMark { family: Family::V4, mark: 7 }, "rr");
         masked.persistence = Some(Persistence { timeout_seconds: 60, netmask: Netmask::V4([255, 255, 255, 0].into()) });
         assert_eq!(
@@ -70,26 +68,20 @@ mod golden {
         let service = id(Protocol::Tcp, "10.96.0.10:80");
         let name = "06000b00 02000000 14000100 0af40105 00000000 00000000 00000000 06000200 1f900000 ";
         let mut destination = Destination::new(at("10.244.1.5:8080")).weighing(3);
-        assert_eq!(
-            encoded(&Command::AddDestination(service, destination)),
-            format!(
-                "05010000 30000180 {V4}48000280 {name}08000300 00000000 08000400 03000000 08000500 00000000 \
+        let expected = format!(
+            "05010000 30000180 {V4}48000280 {name}08000300 00000000 08000400 03000000 08000500 00000000 \
                  08000600 00000000 "
-            )
         );
+        assert_eq!(encoded(&Command::AddDestination(service, destination)), expected);
         destination.forwarding = Forwarding::Tunnel;
         (destination.upper_threshold, destination.lower_threshold) = (100, 50);
-        assert_eq!(
-            encoded(&Command::SetDestination(service, destination)),
-            format!(
-                "06010000 30000180 {V4}48000280 {name}08000300 02000000 08000400 03000000 08000500 64000000 \
+        let expected = format!(
+            "06010000 30000180 {V4}48000280 {name}08000300 02000000 08000400 03000000 08000500 64000000 \
                  08000600 32000000 "
-            )
         );
-        assert_eq!(
-            encoded(&Command::RemoveDestination(service, destination.address)),
-            format!("07010000 30000180 {V4}28000280 {name}")
-        );
+        assert_eq!(encoded(&Command::SetDestination(service, destination)), expected);
+        let removal = encoded(&Command::RemoveDestination(service, destination.address));
+        assert_eq!(removal, format!("07010000 30000180 {V4}28000280 {name}"));
     }
 
     #[test]
@@ -99,10 +91,8 @@ mod golden {
         assert_eq!(hex(get_service(FAMILY, service).payload()), format!("04010000 30000180 {V4}"));
         assert_eq!(hex(list_destinations(FAMILY, service).payload()), format!("08010000 30000180 {V4}"));
         let all = Timeouts { tcp_seconds: 900, tcp_fin_seconds: 120, udp_seconds: 300 };
-        assert_eq!(
-            hex(set_timeouts(FAMILY, &all).payload()),
-            "0c010000 08000400 84030000 08000500 78000000 08000600 2c010000 "
-        );
+        let expected = "0c010000 08000400 84030000 08000500 78000000 08000600 2c010000 ";
+        assert_eq!(hex(set_timeouts(FAMILY, &all).payload()), expected);
     }
 }
 
@@ -138,14 +128,11 @@ fn errors_name_the_missing_attribute() {
     assert_eq!(service(&[1, 1, 0]), Err(Malformed("a generic netlink message is shorter than its header")));
     assert_eq!(service(&[1, 1, 0, 0]), Err(Malformed("a message without its virtual service")));
     assert_eq!(of(|all| all), Err(Malformed("a virtual service without an address family")));
-    assert_eq!(
-        of(|all| all.attribute(svc::AF, &77_u16.to_ne_bytes())),
-        Err(Malformed("an address family that is neither IPv4 nor IPv6"))
-    );
-    assert_eq!(
-        of(|all| all.attribute(svc::AF, &2_u16.to_ne_bytes()).attribute(svc::FWMARK, &1_u32.to_ne_bytes())),
-        Err(Malformed("a virtual service without a scheduler"))
-    );
+    let unknown_family = of(|all| all.attribute(svc::AF, &77_u16.to_ne_bytes()));
+    assert_eq!(unknown_family, Err(Malformed("an address family that is neither IPv4 nor IPv6")));
+    let no_scheduler =
+        of(|all| all.attribute(svc::AF, &2_u16.to_ne_bytes()).attribute(svc::FWMARK, &1_u32.to_ne_bytes()));
+    assert_eq!(no_scheduler, Err(Malformed("a virtual service without a scheduler")));
     assert_eq!(of(|all| all.attribute(svc::AF, &[2])), Err(Malformed("an attribute of the wrong length")));
 }
 
@@ -163,14 +150,10 @@ fn refusals_are_described_in_words() {
             .explain(&refusal(libc::EINVAL)),
         "destination 10.0.0.255:1 of virtual service TCP 10.96.0.10:80: this node does not route the address as a unicast address (see ip route get)"
     );
-    assert_eq!(
-        Command::RemoveDestination(service.id, at("10.0.0.1:1")).explain(&refusal(libc::ENOENT)),
-        "destination 10.0.0.1:1 of virtual service TCP 10.96.0.10:80: there is no such destination"
-    );
-    assert_eq!(
-        Command::RemoveService(service.id).explain(&refusal(libc::EBUSY)),
-        "virtual service TCP 10.96.0.10:80: Device or resource busy (os error 16)"
-    );
+    let absent = Command::RemoveDestination(service.id, at("10.0.0.1:1")).explain(&refusal(libc::ENOENT));
+    assert_eq!(absent, "destination 10.0.0.1:1 of virtual service TCP 10.96.0.10:80: there is no such destination");
+    let busy = Command::RemoveService(service.id).explain(&refusal(libc::EBUSY));
+    assert_eq!(busy, "virtual service TCP 10.96.0.10:80: Device or resource busy (os error 16)");
 }
 
 fn any_id() -> impl Strategy<Value = ServiceId> {

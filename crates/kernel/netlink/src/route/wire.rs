@@ -83,9 +83,9 @@ pub(super) fn event(kind: u16, payload: &[u8]) -> Result<Option<Event>, Malforme
 }
 
 /// The lifetimes of an IPv6 address as `struct ifa_cacheinfo`: a preferred lifetime of 0 and an
-/// unlimited valid lifetime. They make the address deprecated from the beginning, so that the kernel
-/// avoids it as a source address (RFC 6724, rule 3). IPv6 has no host scope, which has this effect
-/// in IPv4.
+/// unlimited valid lifetime. They make the address deprecated from the beginning, so that the
+/// kernel avoids it as a source address (RFC 6724, rule 3). IPv6 has no host scope, which has this
+/// effect in IPv4.
 const DEPRECATED: [u32; 4] = [0, u32::MAX, 0, 0];
 
 pub(super) fn change(change: &Change) -> Request {

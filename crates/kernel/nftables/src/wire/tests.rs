@@ -26,39 +26,32 @@ fn messages_equal_the_messages_of_nft() {
     let name = "01000000 06000100 74000000 ";
     assert_eq!(hex(&put_table(&Table::new(table()))), format!("{name}08000200 00000000 "));
     let pre = BaseChain { kind: ChainType::Nat, hook: Hook::Prerouting, priority: -100, policy: Policy::Accept };
-    assert_eq!(
-        hex(&put_chain(&Chain::base(&table(), "a", pre))),
-        format!(
-            "{name}06000300 61000000 08000700 6e617400 08000500 00000001 14000480 08000100 00000000 08000200 ffffff9c "
-        )
+    let expected = format!(
+        "{name}06000300 61000000 08000700 6e617400 08000500 00000001 14000480 08000100 00000000 08000200 ffffff9c "
     );
+    assert_eq!(hex(&put_chain(&Chain::base(&table(), "a", pre))), expected);
     let (mark, ip, port) = (DataType::Mark, DataType::Ipv4Address, DataType::Port);
     let set = Set::map(&table(), "eps", &[mark, mark], &[ip, port]).with_size(1024);
-    assert_eq!(
-        hex(&put_set(&set, 2)),
-        format!(
-            "{name}08000200 65707300 08000300 00000008 08000400 000004d3 08000500 00000008 08000600 000001cd \
+    let expected = format!(
+        "{name}08000200 65707300 08000300 00000008 08000400 000004d3 08000500 00000008 08000600 000001cd \
              08000700 00000008 08000a00 00000002 0c000980 08000100 00000400 "
-        )
     );
+    assert_eq!(hex(&put_set(&set, 2)), expected);
     let flags = SetFlags { interval: true, concatenated_ranges: true, ..SetFlags::default() };
     let ranges = Set { flags, field_lengths: vec![4, 2], ..Set::new(&table(), "iv", &[ip, port]) };
-    assert_eq!(
-        hex(&put_set(&ranges, 5)),
-        format!(
-            "{name}07000200 69760000 08000300 00000084 08000400 000001cd 08000500 00000008 08000a00 00000005 \
+    let expected = format!(
+        "{name}07000200 69760000 08000300 00000084 08000400 000001cd 08000500 00000008 08000a00 00000005 \
              20000980 1c000280 0c000180 08000100 00000004 0c000180 08000100 00000002 "
-        )
     );
+    assert_eq!(hex(&put_set(&ranges, 5)), expected);
     let key = |address: [u8; 4], number| Value::concatenation(&[Value(address.to_vec()), Value::port(number)]);
     let element = Element { key_end: Some(key([10, 255, 255, 255], 90)), ..Element::new(key([10, 0, 0, 0], 80)) };
-    assert_eq!(
-        hex(&put_elements(libc::NFT_MSG_NEWSETELEM, libc::NLM_F_CREATE, &table(), "iv", [element])[0]),
-        format!(
-            "{name}07000200 69760000 28000380 24000180 10000180 0c000100 0a000000 00500000 \
+    let expected = format!(
+        "{name}07000200 69760000 28000380 24000180 10000180 0c000100 0a000000 00500000 \
              10000a80 0c000100 0affffff 005a0000 "
-        )
     );
+    let sent = put_elements(libc::NFT_MSG_NEWSETELEM, libc::NLM_F_CREATE, &table(), "iv", [element]);
+    assert_eq!(hex(&sent[0]), expected);
 }
 
 fn rule() -> Rule {

@@ -62,8 +62,7 @@ fn counters_survive_the_endpoints_and_totals_survive_the_service() {
     let bed = Bed::new(&TcpSettings::default(), web(), &[echo()]);
     let ask = || {
         let mut stream = bed.connect();
-        stream.write_all(b"x").unwrap();
-        stream.read_exact(&mut [0]).unwrap();
+        round_trip(&mut stream);
         stream
     };
     let accepted = || bed.services.stats().0.get("default/web").map(|stats| stats.accepted);

@@ -258,42 +258,21 @@ fn each_deleted_rule_of_the_dispatch_is_found() {
     }
     // No Service in this test goes through these chains.
     let unused = ["services", "node-ports"].map(|map| (2..=16).map(move |count| format!("{map}-of-{count} 0")));
-    let other = [
-        // These rules drop INVALID packets, guard 127.0.0.0/8, or concern Services whose address is
-        // an address of the node.
-        "filter-forward 1",
-        "filter-input 0",
-        "filter-input 1",
-        "filter-output 0",
-        "firewall-output 0",
-        "firewall-prerouting 0",
-        "services 6",
-        // An element has two alternatives, and a packet that misses the first one uses the second
-        // one. The last rule drops packets while an element is replaced.
-        "inside 0",
-        "inside 1",
-        "inside 2",
-        "inside-node-ports 0",
-        "inside-node-ports 1",
-        "inside-node-ports 2",
-        "node-ports 2",
-        "node-ports 3",
-        "node-ports 4",
-        "services 2",
-        "services 3",
-        "services 4",
-        "unserved 2",
-        "unserved 3",
-        "unserved-node-ports 2",
-        // Where policy Cluster has only one endpoint, policy Local has the same one.
-        "inside-node-ports-of-1 0",
-        "inside-node-ports-of-1-affinity-10800s 2",
-        "inside-node-ports-of-1-affinity-10s 2",
-        "inside-services-of-1 0",
-        "inside-services-of-1-affinity-10800s 2",
-        "inside-services-of-1-affinity-10s 2",
-    ];
-    let known: BTreeSet<String> = unused.into_iter().flatten().chain(other.map(str::to_owned)).collect();
+    // These rules drop INVALID packets, guard 127.0.0.0/8, or concern Services whose address is an
+    // address of the node.
+    let guards = "filter-forward 1, filter-input 0, filter-input 1, filter-output 0, firewall-output 0, \
+                  firewall-prerouting 0, services 6";
+    // An element has two alternatives, and a packet that misses the first one uses the second one.
+    // The last rule drops packets while an element is replaced.
+    let alternatives = "inside 0, inside 1, inside 2, inside-node-ports 0, inside-node-ports 1, inside-node-ports 2, \
+                        node-ports 2, node-ports 3, node-ports 4, services 2, services 3, services 4, unserved 2, \
+                        unserved 3, unserved-node-ports 2";
+    // Where policy Cluster has only one endpoint, policy Local has the same one.
+    let equal = "inside-node-ports-of-1 0, inside-node-ports-of-1-affinity-10800s 2, \
+                 inside-node-ports-of-1-affinity-10s 2, inside-services-of-1 0, \
+                 inside-services-of-1-affinity-10800s 2, inside-services-of-1-affinity-10s 2";
+    let other = [guards, alternatives, equal].map(|rules| rules.split(", ").map(str::to_owned));
+    let known: BTreeSet<String> = unused.into_iter().flatten().chain(other.into_iter().flatten()).collect();
     assert_eq!(missed.difference(&known).collect::<Vec<_>>(), Vec::<&String>::new());
     assert!(found > 20, "{found}");
 }

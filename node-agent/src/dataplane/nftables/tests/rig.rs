@@ -194,9 +194,7 @@ impl Rig {
     /// Applies changes in one transaction, as the agent does.
     pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>) -> Plan {
         let mut dirty = Dirty::default();
-        for change in changes {
-            self.state.apply(change, &mut dirty);
-        }
+        changes.into_iter().for_each(|change| _ = self.state.apply(change, &mut dirty));
         let plan = self.ledger.changed(&self.state, &self.node, &dirty);
         self.commit(&plan);
         plan

@@ -6,15 +6,12 @@ mod specimen;
 mod transactions;
 
 use anyhow::Result;
-use headgate_tests::testbed::{Namespace, netns};
+use headgate_tests::testbed::Namespace;
 use nftables_netlink::{Family, TableName};
 
 /// Runs `work` in a new network namespace.
 fn in_namespace<T: Send>(name: &str, work: impl FnOnce() -> Result<T> + Send) -> T {
-    netns::check_prerequisites().unwrap();
-    netns::sweep_stale().unwrap();
-    let namespace = Namespace::create(format!("hg{}-nft-{name}", std::process::id())).unwrap();
-    namespace.run(work).unwrap()
+    Namespace::for_test(&format!("nft-{name}")).unwrap().run(work).unwrap()
 }
 
 fn table_name() -> TableName {

@@ -25,6 +25,13 @@ fn map(table: &TableName) -> Set {
     Set { user_data, ..Set::map(table, "pairs", &[DataType::Mark], &[DataType::Mark]) }
 }
 
+/// A transaction that adds elements to the map.
+fn adding(table: &TableName, elements: impl IntoIterator<Item = Element>) -> Transaction {
+    let mut transaction = Transaction::new();
+    transaction.add_elements(table, "pairs", elements);
+    transaction
+}
+
 /// A table with a map.
 fn with_map(kernel: &mut Nftables) -> TableName {
     let table = table_name();
@@ -47,9 +54,7 @@ fn errors_name_the_message_the_element_and_the_reason() {
     in_namespace("faults", || {
         let mut kernel = Nftables::open()?;
         let table = with_map(&mut kernel);
-        let mut all = Transaction::new();
-        all.add_elements(&table, "pairs", (0..10).map(|key| entry(key, key)));
-        kernel.commit(&all)?;
+        kernel.commit(&adding(&table, (0..10).map(|key| entry(key, key))))?;
         let mut all = Transaction::new();
         all.add_elements(&table, "pairs", (10..20).map(|key| entry(key, key)));
         all.add_elements(&table, "pairs", (20..30).chain([3]).map(|key| entry(key, key + 1)));
@@ -94,9 +99,7 @@ fn a_key_is_replaced_in_one_transaction() {
     in_namespace("replace", || {
         let mut kernel = Nftables::open()?;
         let table = with_map(&mut kernel);
-        let mut all = Transaction::new();
-        all.add_elements(&table, "pairs", [entry(1, 1), entry(2, 2)]);
-        kernel.commit(&all)?;
+        kernel.commit(&adding(&table, [entry(1, 1), entry(2, 2)]))?;
         let mut all = Transaction::new();
         all.delete_elements(&table, "pairs", [number(1)]);
         all.add_elements(&table, "pairs", [entry(1, 7)]);
@@ -112,9 +115,7 @@ fn a_transaction_begins_a_generation() {
         let mut kernel = Nftables::open()?;
         let table = with_map(&mut kernel);
         let before = kernel.generation()?.id;
-        let mut all = Transaction::new();
-        all.add_elements(&table, "pairs", [entry(1, 1)]);
-        kernel.commit(&all)?;
+        kernel.commit(&adding(&table, [entry(1, 1)]))?;
         assert_eq!(kernel.generation()?.id, before + 1);
         Ok(())
     });
@@ -126,8 +127,7 @@ fn large_transactions_are_atomic() {
         let mut kernel = Nftables::open()?;
         let table = with_map(&mut kernel);
         let count = 100_000;
-        let mut all = Transaction::new();
-        all.add_elements(&table, "pairs", (0..count).map(|key| entry(key, !key)));
+        let all = adding(&table, (0..count).map(|key| entry(key, !key)));
         assert!(all.length_bytes() > 2_000_000 && all.message_count() > 50, "{}", all.length_bytes());
         let generation = kernel.generation()?.id;
         kernel.commit(&all)?;
@@ -182,9 +182,7 @@ fn a_connection_works_after_thousands_of_errors() {
         let faults = faults(kernel.commit(&all));
         assert_eq!((faults[0].message, faults[0].refusal.code), (Some(0), libc::ENOENT));
         assert_eq!(kernel.elements(&table, "pairs")?, []);
-        let mut all = Transaction::new();
-        all.add_elements(&table, "pairs", [entry(1, 1)]);
-        kernel.commit(&all)?;
+        kernel.commit(&adding(&table, [entry(1, 1)]))?;
         Ok(())
     });
 }
@@ -202,8 +200,7 @@ fn only_the_owner_changes_a_table_until_another_client_adopts_it() {
         assert_eq!(first.table(&table)?.unwrap().object.owner_port, Some(first.port()));
         output("nft", &["flush", "ruleset"]);
         let mut other = Nftables::open()?;
-        let mut add = Transaction::new();
-        add.add_elements(&table, "pairs", [entry(1, 1)]);
+        let add = adding(&table, [entry(1, 1)]);
         assert_eq!(faults(other.commit(&add))[0].refusal.code, libc::EPERM);
         first.commit(&add)?;
         drop(first);
@@ -290,9 +287,7 @@ fn a_monitor_that_reads_too_late_reports_lost_events() {
         let mut kernel = Nftables::open()?;
         let mut monitor = Monitor::open(4096)?;
         let table = with_map(&mut kernel);
-        let mut all = Transaction::new();
-        all.add_elements(&table, "pairs", (0..1000).map(|key| entry(key, key)));
-        kernel.commit(&all)?;
+        kernel.commit(&adding(&table, (0..1000).map(|key| entry(key, key))))?;
         let mut found = Vec::new();
         while !found.contains(&Observed::Lost) {
             found.push(monitor.read()?);

@@ -18,8 +18,7 @@ use crate::identity::server::eventually;
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_clients_are_limited_and_end_and_disturb_no_stream() {
     let cluster = Cluster::start(&[]);
-    let (agent, _) = cluster.agent("n1", Token::of_agent("n1")).await;
-    agent.until_connected(true).await;
+    let (agent, _) = cluster.connected("n1").await;
     let silent: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(cluster.enrolment.address()).unwrap()).collect();
     cluster.until_enrolments("busy", 96).await;
     let (late, _) = cluster.agent("n1", Token::of_agent("n1")).await;
@@ -44,8 +43,7 @@ async fn many_nodes_enrol_at_once_while_streams_carry_changes() {
         add_node(&api, &format!("m{n}"), &address(n).to_string());
     }
     let cluster = Cluster::with_api(api, &[]);
-    let (agent, _) = cluster.agent("n1", Token::of_agent("n1")).await;
-    agent.until_connected(true).await;
+    let (agent, _) = cluster.connected("n1").await;
     let (client, body) = (Client::of(&cluster), signing_request());
 
     let (begin, mut clients) = (Instant::now(), JoinSet::new());
