@@ -180,8 +180,8 @@ fn masquerade(settings: &Settings) -> MasqueradeConfig {
     MasqueradeConfig { all: settings.masquerade_all, bit: settings.masquerade_bit, detector_v4, detector_v6 }
 }
 
-fn nftables_config(options: &Options, settings: &Settings) -> nftables::Config {
-    nftables::Config {
+fn nftables_config(options: &Options, settings: &Settings) -> nftables::NftablesOptions {
+    nftables::NftablesOptions {
         owns_tables: options.own_nftables_tables,
         replies_to_ping: options.nftables_reply_to_ping,
         unused_features: Vec::new(),
@@ -194,23 +194,23 @@ fn nftables_config(options: &Options, settings: &Settings) -> nftables::Config {
     }
 }
 
-fn ipvs_config(options: &Options, settings: &Settings) -> ipvs::Config {
-    ipvs::Config {
+fn ipvs_config(options: &Options, settings: &Settings) -> ipvs::IpvsOptions {
+    ipvs::IpvsOptions {
         variant: options.iptables_variant,
         masquerade: masquerade(settings),
         settings: settings.ipvs.clone(),
-        ..ipvs::Config::default()
+        ..ipvs::IpvsOptions::default()
     }
 }
 
-fn iptables_config(options: &Options, settings: &Settings) -> iptables::Config {
-    iptables::Config {
+fn iptables_config(options: &Options, settings: &Settings) -> iptables::IptablesOptions {
+    iptables::IptablesOptions {
         variant: options.iptables_variant,
         layout: options.iptables_layout,
         masquerade: masquerade(settings),
         localhost_node_ports: settings.localhost_node_ports,
         conntrack_tcp_be_liberal: sysctl::is_tcp_liberal(),
         count_packets: true,
-        ..iptables::Config::default()
+        ..iptables::IptablesOptions::default()
     }
 }

@@ -8,7 +8,7 @@ use std::{collections::BTreeSet, net::SocketAddr};
 use fake_kernel::ipvs::FakeKernel;
 use headgate_core::{
     Dirty, Family, FixedState, NodeFacts, Protocol, State,
-    ipvs::{IpvsConfig, Ledger, Object, Op, Plan, Set},
+    ipvs::{IpvsConfig, IpvsLedger, IpvsPlan, Object, Op, Set},
 };
 use proptest::prelude::*;
 
@@ -68,7 +68,7 @@ fn any_rejections() -> impl Strategy<Value = BTreeSet<Rejection>> {
 
 struct Rig {
     kernel: FakeKernel,
-    ledger: Ledger,
+    ledger: IpvsLedger,
     state: State,
     node: NodeFacts,
     rejections: BTreeSet<Rejection>,
@@ -77,10 +77,10 @@ struct Rig {
 impl Rig {
     fn new(config: IpvsConfig, rejections: BTreeSet<Rejection>) -> Self {
         let kernel = FakeKernel::new(&config);
-        Self { kernel, ledger: Ledger::new(config), state: State::default(), node: node(), rejections }
+        Self { kernel, ledger: IpvsLedger::new(config), state: State::default(), node: node(), rejections }
     }
 
-    fn run(&mut self, plan: &Plan) {
+    fn run(&mut self, plan: &IpvsPlan) {
         let rejections = &self.rejections;
         let rejected =
             self.kernel.apply_rejecting(plan, |op| rejections.iter().any(|rejection| rejection.rejects(op))).unwrap();
@@ -108,8 +108,11 @@ impl Rig {
     /// deferred object is wanted.
     fn check(&self) {
         let mut wanted = FakeKernel::new(self.ledger.config());
-        let plan =
-            Ledger::new(self.ledger.config().clone()).full(&FixedState(&self.state, &self.node), &wanted.existing(), 0);
+        let plan = IpvsLedger::new(self.ledger.config().clone()).full(
+            &FixedState(&self.state, &self.node),
+            &wanted.existing(),
+            0,
+        );
         wanted.apply(&plan).unwrap();
         let is_deferred = |object: Object| self.ledger.is_deferred(&object);
         for (set, elements) in &wanted.sets {
@@ -182,7 +185,7 @@ proptest! {
                 rig.check();
             }
             if restarts && i % 3 == 2 {
-                rig.ledger = Ledger::new(rig.ledger.config().clone());
+                rig.ledger = IpvsLedger::new(rig.ledger.config().clone());
                 rig.full();
                 rig.check();
             }
@@ -195,7 +198,7 @@ proptest! {
             let missing: Vec<Object> = rig.ledger.deferred().map(|(object, _)| object).collect();
             let before = rig.ledger.retries(missing.iter().copied());
             prop_assert_eq!(before.len(), missing.len(), "one operation for each object: {:?}", missing);
-            rig.run(&Plan { before, ..Plan::default() });
+            rig.run(&IpvsPlan { before, ..IpvsPlan::default() });
             rig.check();
             prop_assert_eq!(rig.ledger.deferred().count(), if is_rejecting { missing.len() } else { 0 });
         }

@@ -10,7 +10,7 @@ use fake_kernel::ipvs::FakeKernel;
 use headgate_core::{
     Change, Dirty, Family, FixedState, NodeFacts, Protocol, State, TrafficPolicy,
     iptables::Script,
-    ipvs::{Element, IpvsConfig, Ledger, Op, Plan, Scheduler, ServerKey, Set, Settings},
+    ipvs::{IpSetElement, IpvsConfig, IpvsLedger, IpvsPlan, Op, Scheduler, ServerKey, Set, Settings},
     masquerade::LocalDetector,
     view::service_views,
 };
@@ -42,7 +42,7 @@ fn foreign() -> [(ServerKey, Settings); 2] {
 
 struct Rig {
     kernel: FakeKernel,
-    ledger: Ledger,
+    ledger: IpvsLedger,
     state: State,
     node: NodeFacts,
     now_ms: u64,
@@ -54,7 +54,7 @@ impl Rig {
         for (key, settings) in foreign() {
             kernel.servers.insert(key, (settings, [(SocketAddr::new(key.address, 1), 1)].into()));
         }
-        Self { kernel, ledger: Ledger::new(config), state: State::default(), node: node(), now_ms: 0 }
+        Self { kernel, ledger: IpvsLedger::new(config), state: State::default(), node: node(), now_ms: 0 }
     }
 
     /// Runs a full plan. Returns false if the plan is empty.
@@ -66,23 +66,23 @@ impl Rig {
     }
 
     fn restart(&mut self) {
-        self.ledger = Ledger::new(self.ledger.config().clone());
+        self.ledger = IpvsLedger::new(self.ledger.config().clone());
     }
 
     /// Runs the first operations of a plan and then restarts the agent, as if it was killed. The
     /// script counts as one operation.
-    fn killed_in(&mut self, plan: &Plan, at: prop::sample::Index) {
+    fn killed_in(&mut self, plan: &IpvsPlan, at: prop::sample::Index) {
         for op in plan.ops() {
             let Op::DeleteDestination(key, address) = op else { continue };
             assert_ne!(key.protocol, Protocol::Tcp, "connections of {address} at {key} are broken");
         }
         let before = plan.before.len();
         let done = at.index(before + plan.after.len() + 2);
-        let cut = Plan {
+        let cut = IpvsPlan {
             before: plan.before[..done.min(before)].to_vec(),
             script: if done > before { plan.script.clone() } else { Script::default() },
             after: plan.after[..done.saturating_sub(before + 1)].to_vec(),
-            ..Plan::default()
+            ..IpvsPlan::default()
         };
         self.kernel.apply(&cut).unwrap();
         self.restart();
@@ -125,7 +125,7 @@ impl Rig {
         };
         for set in Set::OF_SERVERS {
             for element in &self.kernel.sets[&set] {
-                let Element::IpPort(address, protocol, port) = *element else { panic!("{element}") };
+                let IpSetElement::IpPort(address, protocol, port) = *element else { panic!("{element}") };
                 let key = ServerKey { address, protocol, port };
                 let weights = self.kernel.servers.get(&key).map(|(_, destinations)| destinations);
                 let is_served = weights.is_some_and(|weights| weights.values().any(|weight| *weight > 0));
@@ -228,7 +228,7 @@ proptest! {
             rig.drain();
             prop_assert_eq!(&rig.kernel, &wanted.kernel);
             // A cleanup removes all objects of Headgate.
-            let plan = Ledger::cleanup(rig.ledger.config(), &rig.kernel.existing(), &BTreeSet::new());
+            let plan = IpvsLedger::cleanup(rig.ledger.config(), &rig.kernel.existing(), &BTreeSet::new());
             rig.kernel.apply(&plan).unwrap();
             let mut left = rig.kernel.servers.clone();
             left.retain(|key, _| !rig.ledger.config().excludes(key.address));
@@ -308,7 +308,7 @@ fn servers_of_excluded_networks_are_kept_even_on_addresses_of_the_device() {
     rig.kernel.servers.insert(ours, (settings, BTreeMap::new()));
     rig.full();
     assert!(rig.kernel.servers.contains_key(&key) && !rig.kernel.servers.contains_key(&ours));
-    let plan = Ledger::cleanup(rig.ledger.config(), &rig.kernel.existing(), &BTreeSet::new());
+    let plan = IpvsLedger::cleanup(rig.ledger.config(), &rig.kernel.existing(), &BTreeSet::new());
     rig.kernel.apply(&plan).unwrap();
     assert_eq!(rig.kernel.servers.keys().copied().collect::<Vec<_>>(), foreign().map(|(key, _)| key));
 }

@@ -8,7 +8,10 @@ use headgate_core::{
     Dirty, Family, FixedState, NodeFacts, State,
     frontends::Frontend,
     masquerade::LocalDetector,
-    nftables::{Element, ElementKey, Existing, Ledger, Lookup, NftablesConfig, Plan, Refusal, Selection, Shape},
+    nftables::{
+        Element, ElementKey, ExistingElements, Lookup, NftablesConfig, NftablesLedger, NftablesPlan, Refusal,
+        Selection, Shape,
+    },
 };
 use proptest::prelude::*;
 
@@ -30,7 +33,7 @@ struct Sets {
 }
 
 impl Sets {
-    fn commit(&mut self, plan: &Plan, ledger: &Ledger) -> Result<(), String> {
+    fn commit(&mut self, plan: &NftablesPlan, ledger: &NftablesLedger) -> Result<(), String> {
         if let Some(shape) = &plan.shape {
             self.shape = shape.clone();
         }
@@ -75,8 +78,8 @@ impl Sets {
         Ok(())
     }
 
-    fn existing(&self) -> Existing {
-        Existing { elements: self.elements.values().copied().collect(), shape: self.shape.clone() }
+    fn existing(&self) -> ExistingElements {
+        ExistingElements { elements: self.elements.values().copied().collect(), shape: self.shape.clone() }
     }
 
     /// The endpoints of each frontend, and the elements that belong to no group. The slots count
@@ -115,15 +118,15 @@ impl Sets {
 
 struct Rig {
     sets: Sets,
-    ledger: Ledger,
+    ledger: NftablesLedger,
     state: State,
     node: NodeFacts,
 }
 
-fn ledger(family: Family, has_proxy: bool) -> Ledger {
+fn ledger(family: Family, has_proxy: bool) -> NftablesLedger {
     let mut config = NftablesConfig { has_proxy, ..NftablesConfig::new(family) };
     config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
-    Ledger::new(config)
+    NftablesLedger::new(config)
 }
 
 impl Rig {
@@ -131,13 +134,13 @@ impl Rig {
         Self { sets: Sets::default(), ledger: ledger(family, has_proxy), state: State::default(), node: node() }
     }
 
-    fn full(&mut self) -> Result<Plan, TestCaseError> {
+    fn full(&mut self) -> Result<NftablesPlan, TestCaseError> {
         let plan = self.ledger.full(&FixedState(&self.state, &self.node), self.sets.existing());
         self.sets.commit(&plan, &self.ledger).map_err(TestCaseError::fail)?;
         Ok(plan)
     }
 
-    fn step(&mut self, events: &[changes::Event]) -> Result<Plan, TestCaseError> {
+    fn step(&mut self, events: &[changes::Event]) -> Result<NftablesPlan, TestCaseError> {
         let mut dirty = Dirty::default();
         events.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
         let plan = self.ledger.changed(&self.state, &self.node, &dirty);

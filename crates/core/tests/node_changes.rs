@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, Dirty, Family, FixedState, NodeFacts, ServiceKey, State,
-    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, ruleset},
+    iptables::{ExistingTables, Layout, RenderConfig, RulesLedger, RulesTable, ruleset},
 };
 use proptest::prelude::*;
 
@@ -58,13 +58,13 @@ struct Agent {
     facts: NodeFacts,
     state: State,
     kernel: FakeKernel,
-    ledger: Ledger,
+    ledger: RulesLedger,
 }
 
 impl Agent {
     fn new(layout: Layout, family: Family) -> Self {
         let config = RenderConfig { layout, ..RenderConfig::new(family) };
-        let (kernel, ledger) = (FakeKernel::default(), Ledger::new(ruleset(config)));
+        let (kernel, ledger) = (FakeKernel::default(), RulesLedger::new(ruleset(config)));
         Self { facts: node(), state: State::default(), kernel, ledger }
     }
 
@@ -97,13 +97,13 @@ impl Agent {
     }
 
     fn full(&mut self) {
-        let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
+        let saves = RulesTable::ALL.map(|table| self.kernel.save(table)).concat();
         let (script, _) = self.ledger.full(&FixedState(&self.state, &self.facts), ExistingTables::parse(&saves));
         self.kernel.restore(&script.to_string()).unwrap();
     }
 
     fn rules(&self) -> Vec<String> {
-        flat(&Table::ALL.map(|table| self.kernel.save(table)))
+        flat(&RulesTable::ALL.map(|table| self.kernel.save(table)))
     }
 }
 

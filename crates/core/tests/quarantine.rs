@@ -10,19 +10,19 @@ use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Protocol, Service,
     ServiceKey, ServicePort, State,
-    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Script, Table, names::CANARY, ruleset},
+    iptables::{ExistingTables, Layout, RenderConfig, RulesLedger, RulesTable, Script, names::CANARY, ruleset},
 };
 
 /// A kernel that rejects the match `recent`, with a ledger.
 struct Rig {
     kernel: FakeKernel,
-    ledger: Ledger,
+    ledger: RulesLedger,
     state: State,
 }
 
 impl Rig {
     fn new(layout: Layout) -> Self {
-        let ledger = Ledger::new(ruleset(RenderConfig { layout, ..RenderConfig::new(Family::V4) }));
+        let ledger = RulesLedger::new(ruleset(RenderConfig { layout, ..RenderConfig::new(Family::V4) }));
         let mut rig = Self { kernel: FakeKernel::default(), ledger, state: State::default() };
         assert!(rig.full());
         rig
@@ -45,7 +45,7 @@ impl Rig {
     }
 
     fn full(&mut self) -> bool {
-        let existing = ExistingTables::parse(&Table::ALL.map(|table| self.kernel.save(table)).concat());
+        let existing = ExistingTables::parse(&RulesTable::ALL.map(|table| self.kernel.save(table)).concat());
         let (script, _) = self.ledger.full(&FixedState(&self.state, &node()), existing);
         self.run_and_confirm(&script)
     }
@@ -71,7 +71,7 @@ impl Rig {
 
     /// Returns the lines of the kernel's rules that contain a text.
     fn rules(&self, text: &str) -> Vec<String> {
-        let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
+        let saves = RulesTable::ALL.map(|table| self.kernel.save(table)).concat();
         saves.lines().filter(|line| line.contains(text)).map(str::to_owned).collect()
     }
 
@@ -159,15 +159,19 @@ fn a_rejected_service_keeps_its_last_good_rules_and_other_services_change() {
         assert!(!rig.accepts(&["web"]));
         let mut dirty = Dirty::default();
         rig.state.apply(service("web", false), &mut dirty);
-        assert!(rig.accepts(&["web"]) && rig.run(&Ledger::end_of_trials()));
+        assert!(rig.accepts(&["web"]) && rig.run(&RulesLedger::end_of_trials()));
         rig.quarantine(&[]);
         assert!(rig.step([endpoint("web", 7), service("web", false)]));
         assert_eq!(rig.rules("--to-destination 10.244.0.7:8080").len(), 1);
         let mut fresh = Rig::new(layout);
         fresh.state = std::mem::take(&mut rig.state);
         assert!(fresh.full());
-        assert_eq!(rig.kernel.save(Table::Nat), fresh.kernel.save(Table::Nat), "no rules of trials must be left");
-        assert_eq!(rig.kernel.save(Table::Filter), fresh.kernel.save(Table::Filter));
+        assert_eq!(
+            rig.kernel.save(RulesTable::Nat),
+            fresh.kernel.save(RulesTable::Nat),
+            "no rules of trials must be left"
+        );
+        assert_eq!(rig.kernel.save(RulesTable::Filter), fresh.kernel.save(RulesTable::Filter));
     }
 }
 

@@ -8,7 +8,7 @@ use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Protocol, Service, ServiceKey, ServicePort,
     State,
-    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Script, Table, names::GateChain, ruleset},
+    iptables::{ExistingTables, Layout, RenderConfig, RulesLedger, RulesTable, Script, names::GateChain, ruleset},
     masquerade::LocalDetector,
 };
 use proptest::prelude::*;
@@ -39,7 +39,7 @@ fn with_proxy(mut config: RenderConfig) -> RenderConfig {
 
 struct Rig {
     kernel: FakeKernel,
-    ledger: Ledger,
+    ledger: RulesLedger,
     state: State,
     node: NodeFacts,
 }
@@ -48,7 +48,7 @@ impl Rig {
     fn new(config: RenderConfig) -> Self {
         Self {
             kernel: FakeKernel::default(),
-            ledger: Ledger::new(ruleset(config)),
+            ledger: RulesLedger::new(ruleset(config)),
             state: State::default(),
             node: node(),
         }
@@ -56,7 +56,7 @@ impl Rig {
 
     /// Returns the number of chains written or deleted.
     fn full(&mut self) -> u32 {
-        let saves = Table::ALL.map(|table| self.kernel.save(table));
+        let saves = RulesTable::ALL.map(|table| self.kernel.save(table));
         let (script, _) =
             self.ledger.full(&FixedState(&self.state, &self.node), ExistingTables::parse(&saves.concat()));
         self.kernel.restore(&script.to_string()).unwrap();
@@ -75,7 +75,7 @@ impl Rig {
     /// Runs a full script, in parts where this is allowed. The events of `meanwhile` happen after
     /// the source was read `looks` times.
     fn full_in_parts(&mut self, looks: usize, meanwhile: &[Event]) -> Result<(), String> {
-        let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
+        let saves = RulesTable::ALL.map(|table| self.kernel.save(table)).concat();
         let source = Changing::new(looks, std::mem::take(&mut self.state), self.node.clone(), meanwhile);
         let mut text = String::new();
         let mut write = |script: &Script| text.push_str(&script.to_string());
@@ -90,7 +90,7 @@ impl Rig {
 
     /// Deletes all rules of the built-in chains.
     fn delete_jumps(&mut self) {
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             let save = self.kernel.save(table);
             let jumps =
                 save.lines().filter_map(|line| line.strip_prefix("-A ").filter(|rule| !rule.starts_with("KUBE-")));
@@ -102,14 +102,14 @@ impl Rig {
     /// Returns the chain of Headgate in nat whose name is the last in alphabetical order. The chain
     /// belongs to a service if any service exists.
     fn some_chain(&self) -> String {
-        let save = self.kernel.save(Table::Nat);
+        let save = self.kernel.save(RulesTable::Nat);
         let mut names = save.lines().filter_map(|line| line.strip_prefix(":KUBE")?.split(' ').next());
         format!("KUBE{}", names.next_back().unwrap())
     }
 
     /// Returns the rules of all tables.
     fn rules(&self) -> Vec<String> {
-        Table::ALL.iter().map(|table| self.kernel.save(*table)).collect()
+        RulesTable::ALL.iter().map(|table| self.kernel.save(*table)).collect()
     }
 }
 
@@ -148,7 +148,7 @@ proptest! {
             rig.full();
             prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
             // Nothing is left to do, also after a restart of the agent.
-            rig.ledger = Ledger::new(ruleset(config.clone()));
+            rig.ledger = RulesLedger::new(ruleset(config.clone()));
             prop_assert_eq!(rig.full(), 0);
             prop_assert_eq!(rig.step(&[]), (0, 0));
             let chain = rig.some_chain();
@@ -156,8 +156,8 @@ proptest! {
             prop_assert_eq!(rig.full(), 1, "the change of {} by another program must be undone", chain);
             prop_assert_eq!(rig.full(), 0);
             // A cleanup removes everything.
-            let saves = Table::ALL.map(|table| rig.kernel.save(table)).concat();
-            rig.kernel.restore(&Ledger::cleanup(&ExistingTables::parse(&saves)).to_string()).unwrap();
+            let saves = RulesTable::ALL.map(|table| rig.kernel.save(table)).concat();
+            rig.kernel.restore(&RulesLedger::cleanup(&ExistingTables::parse(&saves)).to_string()).unwrap();
             prop_assert_eq!(rig.kernel, FakeKernel::default());
         }
     }
@@ -182,7 +182,7 @@ proptest! {
         if !has_jumps {
             rig.delete_jumps();
         }
-        rig.ledger = Ledger::new(ruleset(config(Family::V4, layout)));
+        rig.ledger = RulesLedger::new(ruleset(config(Family::V4, layout)));
         changes.iter().for_each(|event| event.apply(&mut rig.state, &mut rig.node, &mut Dirty::default()));
         rig.full_in_parts(looks, &meanwhile).map_err(TestCaseError::fail)?;
 
@@ -226,7 +226,7 @@ fn rules_are_correct_after_the_cluster_crosses_the_layout_threshold() {
                 [Change::RemoveService(service(i).key), Change::RemoveEndpoint(service(i).key, endpoint().address)];
             rig.step(&gone.map(Event::from));
         }
-        let text = rig.kernel.save(Table::Nat);
+        let text = rig.kernel.save(RulesTable::Nat);
         for i in 0..400u16 {
             let [high, low] = i.to_be_bytes();
             assert_eq!(text.contains(&format!("-d 10.96.{high}.{low}/32 -p tcp")), i >= removed, "service {i}");

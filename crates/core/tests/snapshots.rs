@@ -18,7 +18,7 @@ use fake_kernel::iptables::FakeKernel;
 use headgate_core::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Placement,
     Protocol, ProxyProtocol, Service, ServiceKey, ServicePort, State, TrafficPolicy, Weight,
-    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, names::GateChain, ruleset},
+    iptables::{ExistingTables, Layout, RenderConfig, RulesLedger, RulesTable, names::GateChain, ruleset},
     ipvs::{self, IpvsConfig},
     masquerade::LocalDetector,
 };
@@ -113,9 +113,10 @@ fn check(name: &str, text: &str) {
 fn iptables(name: &str, mut config: RenderConfig) {
     config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
     let mut kernel = FakeKernel::default();
-    let (script, _) = Ledger::new(ruleset(config)).full(&FixedState(&state(), &facts()), ExistingTables::default());
+    let (script, _) =
+        RulesLedger::new(ruleset(config)).full(&FixedState(&state(), &facts()), ExistingTables::default());
     kernel.restore(&script.to_string()).unwrap();
-    check(name, &Table::ALL.map(|table| kernel.save(table)).concat());
+    check(name, &RulesTable::ALL.map(|table| kernel.save(table)).concat());
 }
 
 // rows of iptables: 100
@@ -145,9 +146,9 @@ fn virtual_servers_and_sets() {
     config.node_port_addresses = facts().addresses;
     config.other_addresses = config.node_port_addresses.iter().copied().collect();
     let mut kernel = fake_kernel::ipvs::FakeKernel::new(&config);
-    let plan = ipvs::Ledger::new(config).full(&FixedState(&state(), &facts()), &kernel.existing(), 0);
+    let plan = ipvs::IpvsLedger::new(config).full(&FixedState(&state(), &facts()), &kernel.existing(), 0);
     kernel.apply(&plan).unwrap();
-    let mut text = Table::ALL.map(|table| kernel.iptables.save(table)).concat();
+    let mut text = RulesTable::ALL.map(|table| kernel.iptables.save(table)).concat();
     for address in &kernel.device_addresses {
         writeln!(text, "address {address}").unwrap();
     }

@@ -10,7 +10,7 @@ use std::{
 use headgate_core::{
     Dirty, Family, FixedState, NodeFacts, Protocol, State,
     nftables::Lookup,
-    userspace::{Ledger, Listening, Operation, Plan, PoolSettings},
+    userspace::{Listening, Operation, PoolSettings, UserspaceLedger, UserspacePlan},
 };
 use proptest::prelude::*;
 
@@ -57,7 +57,7 @@ impl Table {
         }
     }
 
-    fn commit(&mut self, plan: Plan) {
+    fn commit(&mut self, plan: UserspacePlan) {
         plan.before.into_iter().chain(plan.after).for_each(|operation| self.execute(operation));
     }
 
@@ -69,14 +69,14 @@ impl Table {
 
 struct Rig {
     table: Table,
-    ledger: Ledger,
+    ledger: UserspaceLedger,
     state: State,
     node: NodeFacts,
 }
 
 impl Rig {
     fn new(family: Family, listening: Listening) -> Self {
-        let ledger = Ledger::new(family, listening);
+        let ledger = UserspaceLedger::new(family, listening);
         Self { table: Table::default(), ledger, state: State::default(), node: node() }
     }
 
@@ -115,7 +115,7 @@ proptest! {
             }
             prop_assert_eq!(rig.table.flat(), wanted.table.flat());
             prop_assert_eq!(rig.table.pools.len(), wanted.table.pools.len());
-            prop_assert_eq!(rig.ledger.full(&FixedState(&rig.state, &rig.node)), Plan::default());
+            prop_assert_eq!(rig.ledger.full(&FixedState(&rig.state, &rig.node)), UserspacePlan::default());
         }
     }
 }

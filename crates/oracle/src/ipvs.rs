@@ -13,7 +13,7 @@ use headgate_core::{
     Family, Protocol,
     forwarding::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
     frontends::Frontend,
-    iptables::Table as TableName,
+    iptables::RulesTable,
     masquerade::LocalDetector,
 };
 use ipnet::IpNet;
@@ -33,12 +33,12 @@ const RECEIVED: &str = "KUBE-IPVS-FILTER";
 const SENT: &str = "KUBE-IPVS-OUT-FILTER";
 
 /// The chains that each base chain must lead to.
-const NEEDED: [(TableName, &str, &[&str]); 5] = [
-    (TableName::Mangle, "OUTPUT", &[SENT]),
-    (TableName::Nat, "PREROUTING", &[SERVICES]),
-    (TableName::Nat, "OUTPUT", &[SERVICES]),
-    (TableName::Filter, "INPUT", &[FIREWALL, RECEIVED]),
-    (TableName::Filter, "OUTPUT", &[SENT]),
+const NEEDED: [(RulesTable, &str, &[&str]); 5] = [
+    (RulesTable::Mangle, "OUTPUT", &[SENT]),
+    (RulesTable::Nat, "PREROUTING", &[SERVICES]),
+    (RulesTable::Nat, "OUTPUT", &[SERVICES]),
+    (RulesTable::Filter, "INPUT", &[FIREWALL, RECEIVED]),
+    (RulesTable::Filter, "OUTPUT", &[SENT]),
 ];
 
 /// A member of a set.
@@ -192,7 +192,7 @@ struct Follower<'a> {
 
 impl Follower<'_> {
     /// How a chain ends a packet. `client_in` is the set that names the source.
-    fn ending(&mut self, table: TableName, chain: &str, origin: Origin, client_in: Option<&str>) -> Option<Ending> {
+    fn ending(&mut self, table: RulesTable, chain: &str, origin: Origin, client_in: Option<&str>) -> Option<Ending> {
         let id = self.dump.rules.find(table, chain)?;
         let contains =
             |set: &str, flags: &str, frontend: &Frontend| self.dump.contains(set, flags, frontend, client_in);
@@ -211,7 +211,7 @@ impl Follower<'_> {
         // IPVS takes the packets of the node itself before filter sees them, and those that the
         // node receives afterwards.
         let chain = if origin == Origin::Node && !is_at_node { SENT } else { RECEIVED };
-        let ending = self.ending(TableName::Filter, chain, origin, None);
+        let ending = self.ending(RulesTable::Filter, chain, origin, None);
         match ending {
             Some(Ending::Drop | Ending::Reject) if origin != Origin::Node || endpoints.peek().is_none() => {
                 Ending::fate(ending)
@@ -223,7 +223,7 @@ impl Follower<'_> {
 
     /// The clients that rules and sets admit.
     fn admitted(&mut self) -> Admitted {
-        let ways = [(TableName::Filter, FIREWALL, Origin::Outside), (TableName::Mangle, SENT, Origin::Node)];
+        let ways = [(RulesTable::Filter, FIREWALL, Origin::Outside), (RulesTable::Mangle, SENT, Origin::Node)];
         let dropped = |follower: &mut Self, client_in| {
             ways.map(|(table, chain, origin)| follower.ending(table, chain, origin, client_in) == Some(Ending::Drop))
         };

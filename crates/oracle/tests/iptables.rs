@@ -15,7 +15,9 @@ use headgate_core::{
     digest::Digests,
     explain::{Mode, NodeSettings},
     forwarding::{self, expected, unverified},
-    iptables::{ExistingTables, Layout, Ledger, NodePortAddresses, RenderConfig, Table, names::GateChain, ruleset},
+    iptables::{
+        ExistingTables, Layout, NodePortAddresses, RenderConfig, RulesLedger, RulesTable, names::GateChain, ruleset,
+    },
     masquerade::{LocalDetector, MasqueradeConfig},
 };
 use headgate_oracle::{Comparison, compare, iptables};
@@ -60,9 +62,9 @@ fn rules(state: &State, facts: &NodeFacts, family: Family, layout: Layout, setti
         ..RenderConfig::new(family)
     };
     let mut kernel = FakeKernel::default();
-    let (script, _) = Ledger::new(ruleset(config)).full(&FixedState(state, facts), ExistingTables::default());
+    let (script, _) = RulesLedger::new(ruleset(config)).full(&FixedState(state, facts), ExistingTables::default());
     kernel.restore(&script.to_string()).unwrap();
-    Table::ALL.map(|table| kernel.save(table)).concat()
+    RulesTable::ALL.map(|table| kernel.save(table)).concat()
 }
 
 fn digests(table: &forwarding::Table, state: &State) -> Digests {

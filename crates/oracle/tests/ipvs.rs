@@ -11,8 +11,8 @@ use headgate_core::{
     explain::{Mode, NodeSettings},
     forwarding::unverified,
     frontends::Frontend,
-    iptables::{NodePortAddresses, Table},
-    ipvs::{Element, IpvsConfig, Ledger, Set},
+    iptables::{NodePortAddresses, RulesTable},
+    ipvs::{IpSetElement, IpvsConfig, IpvsLedger, Set},
     masquerade::{LocalDetector, MasqueradeConfig},
 };
 use headgate_oracle::{
@@ -53,20 +53,20 @@ fn programmed(state: &State, facts: &NodeFacts, family: Family) -> FakeKernel {
         ..IpvsConfig::new(family)
     };
     let mut kernel = FakeKernel::new(&config);
-    let plan = Ledger::new(config).full(&FixedState(state, facts), &kernel.existing(), 0);
+    let plan = IpvsLedger::new(config).full(&FixedState(state, facts), &kernel.existing(), 0);
     kernel.apply(&plan).unwrap();
     kernel
 }
 
-fn member(element: &Element) -> Member {
+fn member(element: &IpSetElement) -> Member {
     let (address, port, source) = match *element {
-        Element::Ip(address) => (Some(address), None, None),
-        Element::Port(port) => (None, Some((None, port)), None),
-        Element::IpPort(address, protocol, port) => (Some(address), Some((Some(protocol), port)), None),
-        Element::IpPortIp(address, protocol, port, source) => {
+        IpSetElement::Ip(address) => (Some(address), None, None),
+        IpSetElement::Port(port) => (None, Some((None, port)), None),
+        IpSetElement::IpPort(address, protocol, port) => (Some(address), Some((Some(protocol), port)), None),
+        IpSetElement::IpPortIp(address, protocol, port, source) => {
             (Some(address), Some((Some(protocol), port)), Some(source.into()))
         }
-        Element::IpPortNet(address, protocol, port, source) => {
+        IpSetElement::IpPortNet(address, protocol, port, source) => {
             (Some(address), Some((Some(protocol), port)), Some(source))
         }
     };
@@ -74,7 +74,7 @@ fn member(element: &Element) -> Member {
 }
 
 fn saved(kernel: &FakeKernel) -> String {
-    Table::ALL.map(|table| kernel.iptables.save(table)).concat()
+    RulesTable::ALL.map(|table| kernel.iptables.save(table)).concat()
 }
 
 fn verify(state: &State, facts: &NodeFacts, family: Family, kernel: &FakeKernel) -> Comparison {
@@ -210,7 +210,7 @@ fn a_node_without_an_address_for_node_ports_is_verified() {
     let state = two_services();
     let config = IpvsConfig { masquerade: settings().masquerade, ..IpvsConfig::new(Family::V4) };
     let mut kernel = FakeKernel::new(&config);
-    kernel.apply(&Ledger::new(config).full(&FixedState(&state, &node()), &kernel.existing(), 0)).unwrap();
+    kernel.apply(&IpvsLedger::new(config).full(&FixedState(&state, &node()), &kernel.existing(), 0)).unwrap();
     for node_ports in [NodePortAddresses::All, NodePortAddresses::Only(Vec::new())] {
         let settings = NodeSettings { node_ports_v4: node_ports, ..settings() };
         let dump = dump(Family::V4, &kernel, &saved(&kernel), &BTreeSet::new());

@@ -3,7 +3,7 @@
 //! Mode iptables adds rules that accept packets of Services. Mode nftables cannot do this: if a
 //! table accepts a packet, a chain of another table can still drop this packet.
 
-use headgate_core::{Family, iptables::Table};
+use headgate_core::{Family, iptables::RulesTable};
 use nftables_netlink::{Family as TableFamily, Hook, Nftables, NftablesError, Policy};
 
 use super::{
@@ -27,7 +27,7 @@ pub(crate) fn dropping_chain() -> Result<Option<String>, String> {
                 continue;
             }
             let mut found = None;
-            let read = programs.save(Table::Filter, |line| found = found.take().or_else(|| chain_of_line(line)));
+            let read = programs.save(RulesTable::Filter, |line| found = found.take().or_else(|| chain_of_line(line)));
             read.map_err(|error| error.message)?;
             if let Some(chain) = found {
                 return Ok(Some(format!("the chain {chain} of table filter ({family})")));

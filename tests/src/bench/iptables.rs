@@ -13,7 +13,7 @@ use anyhow::{Context as _, Result, bail};
 use headgate_core::{Change, Dirty, NodeFacts, State, explain::Mode};
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane as _,
-    iptables::{Config, IptablesDataplane, Variant},
+    iptables::{IptablesDataplane, IptablesOptions, Variant},
 };
 
 use super::{
@@ -108,7 +108,7 @@ fn in_namespace<T: Send>(name: &str, work: impl FnOnce(&Namespace) -> Result<T> 
 /// Headgate's timings, the time of the smallest possible change in milliseconds, and what a
 /// verification costs after the first sync.
 fn ours(name: &str, variant: Variant, services: u32) -> Result<(Timings, f64, Vec<Figure>)> {
-    let config = Config { variant, masquerade: workload::masquerade(), ..Config::default() };
+    let config = IptablesOptions { variant, masquerade: workload::masquerade(), ..IptablesOptions::default() };
     let mut backend = IptablesDataplane::new(config)?;
     let node = NodeFacts::named("node-000");
     let mut state = workload::state(services, ENDPOINTS);

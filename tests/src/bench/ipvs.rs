@@ -17,7 +17,7 @@ use headgate_core::{Change, Dirty, Family, NodeFacts, State};
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane as _,
     iptables::Variant,
-    ipvs::{Config, IpvsDataplane},
+    ipvs::{IpvsDataplane, IpvsOptions},
 };
 use serde::{Deserialize, Serialize};
 
@@ -185,7 +185,7 @@ fn node() -> NodeFacts {
 }
 
 fn backend() -> Result<IpvsDataplane> {
-    let config = Config { variant: Variant::Legacy, families: vec![Family::V4], ..Config::default() };
+    let config = IpvsOptions { variant: Variant::Legacy, families: vec![Family::V4], ..IpvsOptions::default() };
     Ok(IpvsDataplane::new(config)?)
 }
 

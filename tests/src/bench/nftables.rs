@@ -11,7 +11,7 @@ use anyhow::{Result, ensure};
 use headgate_core::{Change, Conditions, Dirty, Endpoint, Family, NodeFacts, Service, State, explain::Mode};
 use headgate_node_agent::dataplane::{
     FixedState, NodeDataplane as _,
-    nftables::{Config, NftablesDataplane},
+    nftables::{NftablesDataplane, NftablesOptions},
 };
 
 use super::{
@@ -153,7 +153,7 @@ fn in_namespace<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
 /// # Errors
 /// The kernel lacks what the dataplane needs.
 fn dataplane() -> Result<NftablesDataplane> {
-    Ok(NftablesDataplane::new(&Config {
+    Ok(NftablesDataplane::new(&NftablesOptions {
         families: Family::BOTH.to_vec(),
         masquerade: workload::masquerade(),
         localhost_node_ports: false,

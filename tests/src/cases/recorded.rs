@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use anyhow::{Context, Result};
 use headgate_core::iptables::names::{ChainKind, ChainName};
-use headgate_core::iptables::{Table, beside_ipvs};
+use headgate_core::iptables::{RulesTable, beside_ipvs};
 use headgate_core::ipvs::{Set, SetKind};
 
 use crate::bench::kube_proxy_nft_shape;
@@ -136,7 +136,7 @@ pub(super) fn load_ipvs(bed: &Testbed) -> Result<()> {
              -A KUBE-NODE-PORT -p tcp -m set --match-set {node_ports} dst -j KUBE-MARK-MASQ\n\
              COMMIT\n*filter"
         );
-        for chain in beside_ipvs::chains(Table::Filter) {
+        for chain in beside_ipvs::chains(RulesTable::Filter) {
             let _ = writeln!(rules, ":{chain} - [0:0]");
         }
         let _ = writeln!(rules, "-I INPUT -m comment --comment \"kubernetes ipvs access filter\" -j KUBE-IPVS-FILTER");

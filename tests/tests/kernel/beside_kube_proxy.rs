@@ -12,7 +12,7 @@ use clap::Parser as _;
 use headgate_node_agent::{
     dataplane::{
         DataplaneError, FixedState, NodeDataplane as _,
-        iptables::{Config, Variant},
+        iptables::{IptablesOptions, Variant},
         userspace,
     },
     dataplane_choice::leftovers,
@@ -167,7 +167,7 @@ fn the_gate_of_mode_userspace_is_removed_beside_a_kube_proxy_in_mode_iptables() 
     let tables = Tables { namespace: &namespace, by: programs::Variant::Legacy };
     let families = plan::Family::BOTH;
     let removed = || {
-        let config = Config { variant: Variant::Legacy, ..Config::default() };
+        let config = IptablesOptions { variant: Variant::Legacy, ..IptablesOptions::default() };
         let mut dataplane = userspace::over_iptables(&config, userspace::ProxySettings::default())?;
         dataplane.sync_full(&FixedState(&random_state(&mut mirrored::rng()), &node()))?;
         drop(dataplane);

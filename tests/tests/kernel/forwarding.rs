@@ -18,8 +18,8 @@ use headgate_core::{
 use headgate_node_agent::{
     dataplane::{
         FixedState, NodeDataplane,
-        iptables::{Config as IptablesConfig, IptablesDataplane, Variant},
-        nftables::{Config as NftablesConfig, NftablesDataplane},
+        iptables::{IptablesDataplane, IptablesOptions, Variant},
+        nftables::{NftablesDataplane, NftablesOptions},
         userspace,
     },
     node_inputs::NodeInputs,
@@ -207,7 +207,7 @@ impl Tables<'_> {
 fn iptables_rules_are_verified(mode: Mode, variant: Variant, layout: Layout) {
     let namespace = namespace(&format!("{}-{variant:?}-{layout:?}", mode.as_str()));
     let verified = || {
-        let config = IptablesConfig { variant, layout, masquerade: masquerade(), ..IptablesConfig::default() };
+        let config = IptablesOptions { variant, layout, masquerade: masquerade(), ..IptablesOptions::default() };
         let dataplane: Box<dyn NodeDataplane> = match mode {
             Mode::UserspaceIptables => {
                 Box::new(userspace::over_iptables(&config, userspace::ProxySettings::default())?)
@@ -240,8 +240,8 @@ fn rules_of_iptables_nft_are_verified() {
     }
 }
 
-fn nftables_config() -> NftablesConfig {
-    NftablesConfig {
+fn nftables_config() -> NftablesOptions {
+    NftablesOptions {
         families: Family::BOTH.into(),
         masquerade: masquerade(),
         localhost_node_ports: false,

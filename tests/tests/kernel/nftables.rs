@@ -19,7 +19,7 @@ use headgate_core::{
 };
 use headgate_node_agent::dataplane::{
     ErrorKind, Finding, FixedState, NodeDataplane, StateSource,
-    nftables::{Config, Counts, NftablesDataplane, read_counters},
+    nftables::{Counts, NftablesDataplane, NftablesOptions, read_counters},
 };
 use headgate_tests::testbed::{Namespace, process::output};
 
@@ -35,11 +35,11 @@ fn dataplane() -> Result<NftablesDataplane> {
 
 /// Like [`dataplane`]. The kernel counts Services if `counts_services` is true.
 fn with_counters(counts_services: bool) -> Result<NftablesDataplane> {
-    NftablesDataplane::new(&Config { counts_services, ..config() }).context("starting mode nftables")
+    NftablesDataplane::new(&NftablesOptions { counts_services, ..config() }).context("starting mode nftables")
 }
 
-fn config() -> Config {
-    Config {
+fn config() -> NftablesOptions {
+    NftablesOptions {
         families: vec![Family::V4],
         masquerade: MasqueradeConfig::default(),
         localhost_node_ports: false,
@@ -187,7 +187,7 @@ fn lose_connections() -> Result<()> {
 fn a_lost_connection_loses_no_rule_and_the_agent_owns_its_table_again() {
     in_namespace("owner", || {
         let (mut state, node) = (State::default(), NodeFacts::named("node-1"));
-        let mut dataplane = NftablesDataplane::new(&Config { owns_tables: true, ..config() })?;
+        let mut dataplane = NftablesDataplane::new(&NftablesOptions { owns_tables: true, ..config() })?;
         let can_write = || {
             let element = ["element", "ip", "headgate", "cluster-ips", "{ 192.0.2.77 }"];
             let done = |verb| process::Command::new("nft").arg(verb).args(element).output();

@@ -13,7 +13,7 @@ use headgate_core::{
 use headgate_node_agent::{
     dataplane::{
         Finding, FixedState, NodeDataplane,
-        nftables::{Config, Feature, NftablesDataplane},
+        nftables::{Feature, NftablesDataplane, NftablesOptions},
     },
     interfaces,
     node_inputs::NodeInputs,
@@ -38,7 +38,7 @@ struct World {
 impl World {
     fn new(unused_features: Vec<Feature>) -> Result<Self> {
         let bed = Testbed::machines_only(Backend::Nftables, Manifests::default())?;
-        let config = Config {
+        let config = NftablesOptions {
             families: headgate_core::Family::BOTH.into(),
             masquerade: MasqueradeConfig::default(),
             localhost_node_ports: true,

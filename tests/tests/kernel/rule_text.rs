@@ -11,11 +11,11 @@ use std::{net::IpAddr, path::Path, sync::Arc};
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
     ServicePort, State, TrafficPolicy,
-    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, ruleset},
+    iptables::{ExistingTables, Layout, RenderConfig, RulesLedger, RulesTable, ruleset},
 };
 use headgate_node_agent::dataplane::{
     Finding, FixedState, NodeDataplane,
-    iptables::{Config, IptablesDataplane, Variant},
+    iptables::{IptablesDataplane, IptablesOptions, Variant},
 };
 use headgate_tests::testbed::{iptables as testbed_iptables, netns};
 
@@ -79,16 +79,16 @@ struct Rig {
     variant: Variant,
     layout: Layout,
     backend: IptablesDataplane,
-    expected: Vec<(Family, Ledger, FakeKernel)>,
+    expected: Vec<(Family, RulesLedger, FakeKernel)>,
     state: State,
 }
 
 impl Rig {
     fn new(variant: Variant, layout: Layout) -> Self {
-        let config = Config { variant, layout, masquerade: masquerade(), ..Config::default() };
+        let config = IptablesOptions { variant, layout, masquerade: masquerade(), ..IptablesOptions::default() };
         let expected = Family::BOTH.map(|family| {
             let render = RenderConfig { layout, masquerade: masquerade(), ..RenderConfig::new(family) };
-            (family, Ledger::new(ruleset(render)), FakeKernel::default())
+            (family, RulesLedger::new(ruleset(render)), FakeKernel::default())
         });
         let backend = IptablesDataplane::new(config).unwrap();
         Self { variant, layout, backend, expected: expected.into(), state: State::default() }
@@ -97,7 +97,7 @@ impl Rig {
     fn full(&mut self) {
         self.backend.sync_full(&FixedState(&self.state, &node())).unwrap();
         for (_, ledger, kernel) in &mut self.expected {
-            let saves = Table::ALL.map(|table| kernel.save(table)).concat();
+            let saves = RulesTable::ALL.map(|table| kernel.save(table)).concat();
             let (script, _) = ledger.full(&FixedState(&self.state, &node()), ExistingTables::parse(&saves));
             kernel.restore(&script.to_string()).unwrap();
         }
@@ -123,8 +123,12 @@ impl Rig {
         namespace: &netns::Namespace,
         variant: testbed_iptables::Variant,
     ) {
-        let config =
-            Config { variant: self.variant, layout: self.layout, masquerade: masquerade(), ..Config::default() };
+        let config = IptablesOptions {
+            variant: self.variant,
+            layout: self.layout,
+            masquerade: masquerade(),
+            ..IptablesOptions::default()
+        };
         let mut backend = IptablesDataplane::new(config).unwrap();
         assert_eq!(backend.sync_full(&FixedState(&self.state, &node())).unwrap().objects_written, 0);
         let family = headgate_tests::testbed::plan::Family::V4;
@@ -139,7 +143,12 @@ impl Rig {
     /// Asserts that a new agent writes nothing if it finds its rules in the kernel. After a change
     /// of one chain by hand, the next agent must write only that chain.
     fn assert_warm_restart_writes_nothing(&self, namespace: &netns::Namespace, variant: testbed_iptables::Variant) {
-        let config = |layout| Config { variant: self.variant, layout, masquerade: masquerade(), ..Config::default() };
+        let config = |layout| IptablesOptions {
+            variant: self.variant,
+            layout,
+            masquerade: masquerade(),
+            ..IptablesOptions::default()
+        };
         let mut second = IptablesDataplane::new(config(self.layout)).unwrap();
         let report = second.sync_full(&FixedState(&self.state, &node())).unwrap();
         assert_eq!(report.objects_written, 0, "{report:?}");
@@ -246,7 +255,7 @@ fn assert_equal(namespace: &netns::Namespace, variant: testbed_iptables::Variant
             Family::V6 => headgate_tests::testbed::plan::Family::V6,
         };
         let real = rules(&testbed_iptables::save(namespace, variant, testbed_family, lock).unwrap());
-        let expected = rules(&Table::ALL.map(|table| kernel.save(table)).concat());
+        let expected = rules(&RulesTable::ALL.map(|table| kernel.save(table)).concat());
         for (real, expected) in real.iter().zip(&expected) {
             assert_eq!(real, expected, "{what}, {family}");
         }

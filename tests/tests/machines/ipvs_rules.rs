@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use headgate_core::NodeFacts;
-use headgate_core::iptables::{ExistingTables, Table};
-use headgate_core::ipvs::{Existing, IpvsConfig, Ledger, Op, Plan, SetKind};
+use headgate_core::iptables::{ExistingTables, RulesTable};
+use headgate_core::ipvs::{ExistingObjects, IpvsConfig, IpvsLedger, IpvsPlan, Op, SetKind};
 use headgate_core::masquerade::LocalDetector;
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, FixedState, Placement, Protocol, Service, ServiceKey, ServicePort,
@@ -47,7 +47,7 @@ fn set_lines(ops: &[Op], family: Family) -> String {
     ops.iter().filter_map(line).map(|line| line + "\n").collect()
 }
 
-fn apply(plan: &Plan, family: Family) {
+fn apply(plan: &IpvsPlan, family: Family) {
     let program = if family == Family::V4 { "iptables-legacy-restore" } else { "ip6tables-legacy-restore" };
     run("ipset", &["restore"], &set_lines(&plan.before, family));
     run(program, &["--noflush", "-w"], &plan.script.to_string());
@@ -56,7 +56,7 @@ fn apply(plan: &Plan, family: Family) {
 
 fn tables(family: Family) -> ExistingTables {
     let program = if family == Family::V4 { "iptables-legacy-save" } else { "ip6tables-legacy-save" };
-    ExistingTables::parse(&Table::ALL.map(|table| run(program, &["-t", table.as_str()], "")).concat())
+    ExistingTables::parse(&RulesTable::ALL.map(|table| run(program, &["-t", table.as_str()], "")).concat())
 }
 
 fn changes() -> Vec<Change> {
@@ -89,11 +89,11 @@ fn check_that_rules_are_printed_as_rendered(family: Family) {
     config.node_port_addresses = vec!["192.0.2.11".parse().unwrap(), "2001:db8::11".parse().unwrap()];
     config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
     let node = NodeFacts { addresses: vec!["192.0.2.11".parse().unwrap()], ..NodeFacts::named("node-a") };
-    let (mut state, mut ledger) = (State::default(), Ledger::new(config.clone()));
-    let existing = || Existing { tables: tables(family), ..Existing::default() };
+    let (mut state, mut ledger) = (State::default(), IpvsLedger::new(config.clone()));
+    let existing = || ExistingObjects { tables: tables(family), ..ExistingObjects::default() };
     // What an agent that starts now would write.
     let left = |state: &State| {
-        let plan = Ledger::new(config.clone()).full(&FixedState(state, &node), &existing(), 0);
+        let plan = IpvsLedger::new(config.clone()).full(&FixedState(state, &node), &existing(), 0);
         plan.script.to_string()
     };
     apply(&ledger.full(&FixedState(&state, &node), &existing(), 0), family);
@@ -114,8 +114,8 @@ fn check_that_rules_are_printed_as_rendered(family: Family) {
     }
 
     let sets = headgate_core::ipvs::Set::ALL.iter().map(|set| (*set, std::collections::BTreeSet::new())).collect();
-    let existing = Existing { tables: tables(family), sets, ..Existing::default() };
-    apply(&Ledger::cleanup(&config, &existing, &std::collections::BTreeSet::new()), family);
+    let existing = ExistingObjects { tables: tables(family), sets, ..ExistingObjects::default() };
+    apply(&IpvsLedger::cleanup(&config, &existing, &std::collections::BTreeSet::new()), family);
     assert!(!run("ipset", &["save"], "").contains("KUBE"), "sets are left after the cleanup");
 }
 

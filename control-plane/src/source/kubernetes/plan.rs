@@ -75,7 +75,7 @@ fn lead(silence: Duration) -> Duration {
 
 /// What has happened.
 #[derive(Debug)]
-pub(super) enum Event {
+pub(super) enum PlanEvent {
     /// The pause is over.
     Paused,
     /// The list with this version is complete, and its objects are passed on.
@@ -109,12 +109,12 @@ pub(super) enum Step {
     Check,
     /// The open watch is dropped, and the objects of this list are passed on.
     TakeList {
-        /// The list that [`Event::Checked`] brought.
+        /// The list that [`PlanEvent::Checked`] brought.
         list: Listed,
         /// Whether the list shows a change that the watch has not brought.
         is_stuck: bool,
     },
-    /// The open watch is dropped. [`Event::Paused`] follows after the pause.
+    /// The open watch is dropped. [`PlanEvent::Paused`] follows after the pause.
     Pause {
         /// The length of the pause.
         pause: Duration,
@@ -237,7 +237,7 @@ impl Plan {
         }
     }
 
-    /// When [`Event::Time`] is due while a watch is open.
+    /// When [`PlanEvent::Time`] is due while a watch is open.
     pub(super) fn wakes_at(&self) -> Instant {
         self.ask_at.map_or(self.over_at, |ask_at| ask_at.min(self.over_at))
     }
@@ -254,14 +254,14 @@ impl Plan {
     }
 
     /// Decides what to do after `event`, which happened at `now`.
-    pub(super) fn next(&mut self, event: Event, now: Instant) -> Step {
+    pub(super) fn next(&mut self, event: PlanEvent, now: Instant) -> Step {
         match event {
-            Event::Paused => self.send(now),
-            Event::Checked(list) => {
+            PlanEvent::Paused => self.send(now),
+            PlanEvent::Checked(list) => {
                 self.proof = Proof::Checking(Some((now, list)));
                 Step::Stay
             }
-            Event::Listed(version) => {
+            PlanEvent::Listed(version) => {
                 self.version = Some(version);
                 (self.is_listed, self.breaks) = (true, 0);
                 self.new_cycle(now);
@@ -271,7 +271,7 @@ impl Plan {
                 }
                 pause(Duration::ZERO, Cause::Done)
             }
-            Event::Line(version) => {
+            PlanEvent::Line(version) => {
                 self.version = Some(version);
                 self.breaks = 0;
                 self.back_off.reset();
@@ -281,24 +281,24 @@ impl Plan {
                 Step::Stay
             }
             // The list of a check shows more than this answer.
-            Event::Asked(_) if self.is_checking() => Step::Stay,
-            Event::Asked(theirs) => self.asked(theirs.parse().ok(), now),
-            Event::Wanted(version) => {
+            PlanEvent::Asked(_) if self.is_checking() => Step::Stay,
+            PlanEvent::Asked(theirs) => self.asked(theirs.parse().ok(), now),
+            PlanEvent::Wanted(version) => {
                 self.wanted = version;
                 let is_ahead = self.number().is_some_and(|ours| ours < version);
                 // What is under way reaches the version, too.
                 let is_under_way = self.is_short || matches!(self.proof, Proof::Asked(_) | Proof::Checking(_));
                 if is_ahead && !is_under_way { self.ask(now) } else { Step::Stay }
             }
-            Event::Time if now >= self.over_at => self.watch_is_over(false, now),
-            Event::Time if self.ask_at.is_none_or(|ask_at| now < ask_at) => Step::Stay,
-            Event::Time if self.is_checking() => {
+            PlanEvent::Time if now >= self.over_at => self.watch_is_over(false, now),
+            PlanEvent::Time if self.ask_at.is_none_or(|ask_at| now < ask_at) => Step::Stay,
+            PlanEvent::Time if self.is_checking() => {
                 self.ask_at = None;
                 Step::Check
             }
-            Event::Time => self.ask(now),
-            Event::Ended => self.watch_is_over(true, now),
-            Event::Failed(failure) => self.failed(failure, now),
+            PlanEvent::Time => self.ask(now),
+            PlanEvent::Ended => self.watch_is_over(true, now),
+            PlanEvent::Failed(failure) => self.failed(failure, now),
         }
     }
 

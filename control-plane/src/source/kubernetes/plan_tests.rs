@@ -101,7 +101,7 @@ impl World {
             cut_off: None,
             brought: None,
         };
-        world.happen(Event::Paused);
+        world.happen(PlanEvent::Paused);
         world
     }
 
@@ -123,11 +123,11 @@ impl World {
             self.waiting.clear();
             self.brought = Some(self.now);
             self.failing_since = None;
-            self.happen(Event::Line(version.to_string()));
+            self.happen(PlanEvent::Line(version.to_string()));
         }
     }
 
-    fn happen(&mut self, event: Event) {
+    fn happen(&mut self, event: PlanEvent) {
         let step = self.plan.next(event, self.now);
         match step {
             Step::Stay | Step::Current => {}
@@ -160,7 +160,7 @@ impl World {
                     Cause::Done | Cause::Absent | Cause::Lacks(..) => {}
                 }
                 self.now += pause;
-                self.happen(Event::Paused);
+                self.happen(PlanEvent::Paused);
             }
             Step::Watch(Some(_), limit) => {
                 self.small.push(self.now);
@@ -192,7 +192,7 @@ impl World {
             self.waiting.retain(|change| *change > version);
         }
         self.failing_since = None;
-        self.happen(Event::Listed(version.to_string()));
+        self.happen(PlanEvent::Listed(version.to_string()));
     }
 
     /// Runs the server and the plan for `time`.
@@ -215,19 +215,19 @@ impl World {
             if self.checked == Some(next) {
                 self.checked = None;
                 self.failing_since = None;
-                self.happen(Event::Checked(list_of(self.version(), self.waiting.last().copied())));
+                self.happen(PlanEvent::Checked(list_of(self.version(), self.waiting.last().copied())));
             } else if self.answer == Some(next) {
                 self.answer = None;
-                self.happen(Event::Asked(self.version().to_string()));
+                self.happen(PlanEvent::Asked(self.version().to_string()));
             } else if bookmark == Some(next) {
                 if let Some((_, _, sent)) = &mut self.watch {
                     *sent = true;
                 }
-                self.happen(Event::Line(self.version().to_string()));
+                self.happen(PlanEvent::Line(self.version().to_string()));
             } else if ended == Some(next) {
-                self.happen(Event::Ended);
+                self.happen(PlanEvent::Ended);
             } else if wakes == Some(next) {
-                self.happen(Event::Time);
+                self.happen(PlanEvent::Time);
             } else if gives_up == Some(next) {
                 self.cut_off = Some(self.now);
             }
@@ -327,7 +327,7 @@ fn a_process_that_was_frozen_continues_without_a_list() {
     let mut world = World::new(Server::Good, 3);
     world.run(seconds(200));
     world.now += seconds(3_600);
-    world.happen(Event::Ended);
+    world.happen(PlanEvent::Ended);
     world.run(seconds(600));
     assert_eq!((world.lists, world.failures, world.cut_off), (1, 0, None));
 }
@@ -339,8 +339,8 @@ fn watching() -> World {
 }
 
 fn fail(world: &mut World, failure: Failure) -> Step {
-    world.plan.next(Event::Failed(failure), world.now);
-    world.plan.next(Event::Paused, world.now)
+    world.plan.next(PlanEvent::Failed(failure), world.now);
+    world.plan.next(PlanEvent::Paused, world.now)
 }
 
 #[test]
@@ -351,7 +351,7 @@ fn two_breaks_in_a_row_by_the_server_lead_to_a_list() {
         assert!(matches!(fail(&mut world, Failure::cut()), Step::Watch(Some(_), _)), "a connection was cut");
     }
     assert!(matches!(fail(&mut world, error()), Step::Watch(Some(_), _)));
-    assert!(matches!(world.plan.next(Event::Line("99999".into()), world.now), Step::Stay));
+    assert!(matches!(world.plan.next(PlanEvent::Line("99999".into()), world.now), Step::Stay));
     assert!(matches!(fail(&mut world, Failure::malformed("x")), Step::Watch(Some(_), _)), "the version moved");
     assert!(matches!(fail(&mut world, error()), Step::Watch(None, _)));
 }
@@ -359,10 +359,10 @@ fn two_breaks_in_a_row_by_the_server_lead_to_a_list() {
 #[test]
 fn a_server_that_went_back_is_listed_again() {
     let mut world = watching();
-    assert!(matches!(world.plan.next(Event::Wanted(u64::MAX), world.now), Step::Ask));
-    let step = world.plan.next(Event::Asked("5".into()), world.now);
+    assert!(matches!(world.plan.next(PlanEvent::Wanted(u64::MAX), world.now), Step::Ask));
+    let step = world.plan.next(PlanEvent::Asked("5".into()), world.now);
     assert!(matches!(step, Step::Pause { cause: Cause::Failed(failure), .. } if failure.reason == "source_went_back"));
-    assert!(matches!(world.plan.next(Event::Paused, world.now), Step::Watch(None, _)));
+    assert!(matches!(world.plan.next(PlanEvent::Paused, world.now), Step::Watch(None, _)));
 }
 
 #[test]
@@ -370,35 +370,35 @@ fn a_position_of_another_replica_is_reached_by_a_short_watch() {
     let mut world = watching();
     world.run(seconds(10));
     let (version, now) = (world.version(), world.now);
-    assert!(matches!(world.plan.next(Event::Wanted(version - 1), now), Step::Ask));
-    assert!(matches!(world.plan.next(Event::Asked(version.to_string()), now), Step::Pause { .. }));
-    assert!(matches!(world.plan.next(Event::Paused, now), Step::Watch(_, limit) if limit == SHORT_WATCH));
+    assert!(matches!(world.plan.next(PlanEvent::Wanted(version - 1), now), Step::Ask));
+    assert!(matches!(world.plan.next(PlanEvent::Asked(version.to_string()), now), Step::Pause { .. }));
+    assert!(matches!(world.plan.next(PlanEvent::Paused, now), Step::Watch(_, limit) if limit == SHORT_WATCH));
     // A list that is under way is not disturbed.
     let mut world = watching();
     world.server = Server::Stuck;
     while !world.plan.is_checking() {
         world.run(seconds(1));
     }
-    assert!(matches!(world.plan.next(Event::Wanted(u64::MAX), world.now), Step::Stay));
+    assert!(matches!(world.plan.next(PlanEvent::Wanted(u64::MAX), world.now), Step::Stay));
     // A position that the server has not reached is not true.
     let mut world = watching();
-    assert!(matches!(world.plan.next(Event::Wanted(u64::MAX), now), Step::Ask));
-    assert!(matches!(world.plan.next(Event::Asked(version.to_string()), now), Step::Stay));
+    assert!(matches!(world.plan.next(PlanEvent::Wanted(u64::MAX), now), Step::Ask));
+    assert!(matches!(world.plan.next(PlanEvent::Asked(version.to_string()), now), Step::Stay));
 }
 
 #[test]
 fn questions_for_a_position_do_not_interrupt_the_watch_that_will_reach_it() {
     let start = Instant::now();
     let mut plan = Plan::new(ObjectKind::Service, SILENCE, fastrand::Rng::with_seed(1), start);
-    let _ = plan.next(Event::Paused, start);
-    let _ = plan.next(Event::Listed("100".into()), start);
+    let _ = plan.next(PlanEvent::Paused, start);
+    let _ = plan.next(PlanEvent::Listed("100".into()), start);
     let (mut now, mut asked) = (start, 0);
     while now < start + seconds(2) {
         now += Duration::from_millis(100);
-        if matches!(plan.next(Event::Wanted(200), now), Step::Ask) {
+        if matches!(plan.next(PlanEvent::Wanted(200), now), Step::Ask) {
             asked += 1;
-            if matches!(plan.next(Event::Asked("200".into()), now), Step::Pause { .. }) {
-                let _ = plan.next(Event::Paused, now);
+            if matches!(plan.next(PlanEvent::Asked("200".into()), now), Step::Pause { .. }) {
+                let _ = plan.next(PlanEvent::Paused, now);
             }
         }
     }

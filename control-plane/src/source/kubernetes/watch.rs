@@ -26,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     contact::Contact,
     failure::Failure,
-    plan::{self, Cause, Plan, Step},
+    plan::{Cause, Plan, PlanEvent, Step},
     wire::{self, Line, Lines, Listed},
 };
 use crate::{
@@ -80,7 +80,7 @@ pub(super) struct Watch {
     /// The open watch.
     lines: Option<Lines>,
     /// The request for the version of the server, or the list that is compared with the watch.
-    answer: OptionFuture<BoxFuture<'static, Result<plan::Event, Failure>>>,
+    answer: OptionFuture<BoxFuture<'static, Result<PlanEvent, Failure>>>,
     /// Positions that agents have seen at other replicas.
     wanted: watch::Receiver<BTreeMap<SourceKind, u64>>,
 }
@@ -109,10 +109,10 @@ impl Watch {
     /// Lists and watches until `shutdown`.
     pub(super) async fn run(mut self, shutdown: CancellationToken) {
         let work = async {
-            let mut event = plan::Event::Paused;
+            let mut event = PlanEvent::Paused;
             while !self.updates.is_closed() {
                 let step = self.plan.next(event, Instant::now());
-                event = self.apply(step).await.unwrap_or_else(plan::Event::Failed);
+                event = self.apply(step).await.unwrap_or_else(PlanEvent::Failed);
             }
         };
         tokio::select! {
@@ -121,14 +121,14 @@ impl Watch {
         }
     }
 
-    async fn apply(&mut self, step: Step) -> Result<plan::Event, Failure> {
+    async fn apply(&mut self, step: Step) -> Result<PlanEvent, Failure> {
         match step {
             Step::Stay => {}
             Step::Current => self.heard(),
             Step::Ask => self.answer = Some(self.requests.clone().ask().boxed()).into(),
             Step::Check => {
                 let (requests, selectors) = (self.requests.clone(), self.plan.selectors());
-                let list = async move { requests.list(selectors).await.map(plan::Event::Checked) };
+                let list = async move { requests.list(selectors).await.map(PlanEvent::Checked) };
                 self.answer = Some(list.boxed()).into();
             }
             Step::TakeList { list, is_stuck } => {
@@ -148,7 +148,7 @@ impl Watch {
                     self.send_update(WatchUpdate::Listed(Vec::new()), None).await;
                 }
                 self.requests.contact.pause(pause).await;
-                return Ok(plan::Event::Paused);
+                return Ok(PlanEvent::Paused);
             }
             Step::List => {
                 let list = self.requests.list(self.plan.selectors()).await?;
@@ -170,14 +170,14 @@ impl Watch {
     }
 
     /// Waits for the next event while a watch is open.
-    async fn wait(&mut self) -> Result<plan::Event, Failure> {
-        let Some(lines) = &mut self.lines else { return Ok(plan::Event::Ended) };
+    async fn wait(&mut self) -> Result<PlanEvent, Failure> {
+        let Some(lines) = &mut self.lines else { return Ok(PlanEvent::Ended) };
         // Lines come first: if the process was frozen, they have arrived before the time was over.
         tokio::select! {
             biased;
             line = lines.next() => match line? {
                 Some(line) => self.take_in(&line).await,
-                None => Ok(plan::Event::Ended),
+                None => Ok(PlanEvent::Ended),
             },
             Some(event) = &mut self.answer => {
                 self.answer = None.into();
@@ -185,14 +185,14 @@ impl Watch {
             }
             Ok(()) = self.wanted.changed() => {
                 let wanted = self.wanted.borrow_and_update().get(&source_kind(self.requests.kind)).copied();
-                Ok(wanted.map_or(plan::Event::Time, plan::Event::Wanted))
+                Ok(wanted.map_or(PlanEvent::Time, PlanEvent::Wanted))
             }
-            () = sleep_until(self.plan.wakes_at()) => Ok(plan::Event::Time),
+            () = sleep_until(self.plan.wakes_at()) => Ok(PlanEvent::Time),
         }
     }
 
     /// Passes on one line of the watch.
-    async fn take_in(&mut self, line: &[u8]) -> Result<plan::Event, Failure> {
+    async fn take_in(&mut self, line: &[u8]) -> Result<PlanEvent, Failure> {
         let (update, version) = match self.requests.decode(line)? {
             // Without an event, the next bookmark reports the position.
             Line::Object { event, version } => (event.map(WatchUpdate::Changed), version),
@@ -204,7 +204,7 @@ impl Watch {
         if let Some(update) = update {
             self.send_update(update, Some(version.clone())).await;
         }
-        Ok(plan::Event::Line(version))
+        Ok(PlanEvent::Line(version))
     }
 
     /// Counts and logs why a list or a watch is over.
@@ -235,11 +235,11 @@ impl Watch {
         }
     }
 
-    async fn pass_on(&mut self, Listed { events, version }: Listed) -> plan::Event {
+    async fn pass_on(&mut self, Listed { events, version }: Listed) -> PlanEvent {
         tracing::info!(kind = self.requests.kind.name(), objects = events.len(), version, "listed");
         self.heard();
         self.send_update(WatchUpdate::Listed(events), Some(version.clone())).await;
-        plan::Event::Listed(version)
+        PlanEvent::Listed(version)
     }
 
     async fn send_update(&mut self, update: WatchUpdate, version: Option<String>) {
@@ -273,10 +273,10 @@ struct Requests {
 impl Requests {
     /// Asks for the version of the server: a list of one object without a version is a consistent
     /// read. Selectors would let the server search. Without an answer, the watch goes on.
-    async fn ask(self) -> Result<plan::Event, Failure> {
+    async fn ask(self) -> Result<PlanEvent, Failure> {
         let parameters = ListParams { limit: Some(1), ..ListParams::default() };
         let answer = timeout(VERSION_TIMEOUT, self.page(&parameters)).await;
-        Ok(answer.ok().and_then(Result::ok).map_or(plan::Event::Time, |(page, _)| plan::Event::Asked(page.version)))
+        Ok(answer.ok().and_then(Result::ok).map_or(PlanEvent::Time, |(page, _)| PlanEvent::Asked(page.version)))
     }
 
     /// Lists the kind in pages.

@@ -106,7 +106,7 @@ impl SetKind {
 
 /// One element of a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Element {
+pub enum IpSetElement {
     /// Element of `bitmap:port`.
     Port(u16),
     /// Element of `hash:ip`.
@@ -119,7 +119,7 @@ pub enum Element {
     IpPortNet(IpAddr, Protocol, u16, IpNet),
 }
 
-impl Element {
+impl IpSetElement {
     /// Returns the type of set that holds such elements.
     #[must_use]
     pub fn kind(&self) -> SetKind {
@@ -134,7 +134,7 @@ impl Element {
 }
 
 /// The element as `ipset` prints it.
-impl fmt::Display for Element {
+impl fmt::Display for IpSetElement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Port(port) => write!(f, "{port}"),

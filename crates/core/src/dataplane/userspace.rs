@@ -2,9 +2,9 @@
 //!
 //! The rules of mode userspace are the rules of mode nftables, or those of mode iptables. While the
 //! proxy accepts connections, rules send the TCP connections (with nftables, also the datagrams)
-//! for a frontend to the proxy, which finds the [`ProxyPool`] of the frontend. The [`Ledger`]
-//! records the pools and plans only the differences. A pool has the endpoints of one [group of mode
-//! nftables](super::nftables).
+//! for a frontend to the proxy, which finds the [`ProxyPool`] of the frontend. The
+//! [`UserspaceLedger`] records the pools and plans only the differences. A pool has the endpoints
+//! of one [group of mode nftables](super::nftables).
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -64,7 +64,7 @@ pub enum Operation {
 
 /// The changes of one step.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct UserspacePlan {
     /// The changes before the rules are written.
     pub before: Vec<Operation>,
     /// The changes after the rules are written, because the old rules may need what is removed.
@@ -115,7 +115,7 @@ pub fn listener_of(chain: GateChain) -> Lookup {
 
 /// The pools of one family that the proxy has.
 #[derive(Debug)]
-pub struct Ledger {
+pub struct UserspaceLedger {
     config: NftablesConfig,
     listening: Listening,
     /// The pools of each Service. A Service without endpoints has none.
@@ -123,7 +123,7 @@ pub struct Ledger {
     last_number: u64,
 }
 
-impl Ledger {
+impl UserspaceLedger {
     /// Creates a ledger without pools. The numbers of pools are even for IPv4 and odd for IPv6, so
     /// that one table can contain both families.
     #[must_use]
@@ -133,8 +133,8 @@ impl Ledger {
     }
 
     /// Plans the changes of the dirty Services. The cost depends only on these Services.
-    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
-        let mut plan = Plan::default();
+    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> UserspacePlan {
+        let mut plan = UserspacePlan::default();
         for key in &dirty.services {
             self.program(state, node, key, &mut plan);
         }
@@ -143,8 +143,8 @@ impl Ledger {
 
     /// Plans the changes from the pools that the ledger recorded to the wanted pools. The caller
     /// passes the Services that change meanwhile to [`Self::changed`].
-    pub fn full(&mut self, source: &dyn StateSource) -> Plan {
-        let mut plan = Plan::default();
+    pub fn full(&mut self, source: &dyn StateSource) -> UserspacePlan {
+        let mut plan = UserspacePlan::default();
         let mut keys = source::services(source);
         keys.extend(self.programmed.keys().filter(|key| keys.binary_search(key).is_err()).cloned().collect::<Vec<_>>());
         for part in source::parts(&keys) {
@@ -155,7 +155,7 @@ impl Ledger {
         plan
     }
 
-    fn program(&mut self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>, plan: &mut Plan) {
+    fn program(&mut self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>, plan: &mut UserspacePlan) {
         let programmed = self.programmed.remove(key);
         let is_known = programmed.is_some();
         let old = programmed.unwrap_or_default();
@@ -239,7 +239,7 @@ impl Ledger {
 
 impl ProxyPool {
     /// Plans the changes from `before`, the same pool before the step.
-    fn plan_changes(&self, before: Option<&Self>, plan: &mut Plan) {
+    fn plan_changes(&self, before: Option<&Self>, plan: &mut UserspacePlan) {
         let number = self.number;
         if before.is_none_or(|before| before.settings != self.settings) {
             plan.before.push(Operation::SetPool(number, self.settings.clone()));

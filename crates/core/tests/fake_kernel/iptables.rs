@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use headgate_core::iptables::Table;
+use headgate_core::iptables::RulesTable;
 
 type Chains = BTreeMap<String, Vec<String>>;
 
@@ -16,7 +16,7 @@ const VERDICTS: [&str; 7] = ["ACCEPT", "DROP", "REJECT", "RETURN", "MARK", "MASQ
 /// The three tables. At first they contain only the built-in chains.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FakeKernel {
-    tables: BTreeMap<Table, Chains>,
+    tables: BTreeMap<RulesTable, Chains>,
 }
 
 impl Default for FakeKernel {
@@ -24,9 +24,9 @@ impl Default for FakeKernel {
         let base = |names: &[&str]| names.iter().map(|name| ((*name).to_owned(), Vec::new())).collect::<Chains>();
         let all = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
         let tables = [
-            (Table::Mangle, base(&all)),
-            (Table::Nat, base(&["PREROUTING", "INPUT", "OUTPUT", "POSTROUTING"])),
-            (Table::Filter, base(&["INPUT", "FORWARD", "OUTPUT"])),
+            (RulesTable::Mangle, base(&all)),
+            (RulesTable::Nat, base(&["PREROUTING", "INPUT", "OUTPUT", "POSTROUTING"])),
+            (RulesTable::Filter, base(&["INPUT", "FORWARD", "OUTPUT"])),
         ];
         Self { tables: tables.into() }
     }
@@ -39,11 +39,11 @@ impl FakeKernel {
     /// Returns the faulty line and the reason. Tables that were committed before this line stay
     /// changed.
     pub(crate) fn restore(&mut self, script: &str) -> Result<(), String> {
-        let mut working: Option<(Table, Chains)> = None;
+        let mut working: Option<(RulesTable, Chains)> = None;
         for line in script.lines() {
             let fault = |what: &str| format!("{what}: `{line}`");
             if let Some(name) = line.strip_prefix('*') {
-                let table = Table::ALL
+                let table = RulesTable::ALL
                     .into_iter()
                     .find(|table| table.as_str() == name)
                     .ok_or_else(|| fault("unknown table"))?;
@@ -61,7 +61,7 @@ impl FakeKernel {
 
     /// Returns a table as `iptables-save` prints it.
     #[must_use]
-    pub(crate) fn save(&self, table: Table) -> String {
+    pub(crate) fn save(&self, table: RulesTable) -> String {
         let mut text = format!("*{table}\n");
         for name in self.tables[&table].keys() {
             text.push_str(&format!(":{name} - [0:0]\n"));
@@ -74,7 +74,7 @@ impl FakeKernel {
 
     /// Number of rules in a table.
     #[must_use]
-    pub(crate) fn rule_count(&self, table: Table) -> usize {
+    pub(crate) fn rule_count(&self, table: RulesTable) -> usize {
         self.tables[&table].values().map(Vec::len).sum()
     }
 }

@@ -13,8 +13,11 @@ use std::{
 
 use headgate_core::{
     Family,
-    iptables::{ExistingTables, Table},
-    ipvs::{Element, Existing, IpvsConfig, Op, Plan, Scheduler, ServerKey, Set, Settings, existing::ExistingServer},
+    iptables::{ExistingTables, RulesTable},
+    ipvs::{
+        ExistingObjects, IpSetElement, IpvsConfig, IpvsPlan, Op, Scheduler, ServerKey, Set, Settings,
+        existing::ExistingServer,
+    },
 };
 
 use super::iptables::FakeKernel as FakeIptables;
@@ -25,7 +28,7 @@ pub(crate) struct FakeKernel {
     family: Family,
     schedulers: BTreeSet<Scheduler>,
     /// The sets with their elements.
-    pub(crate) sets: BTreeMap<Set, BTreeSet<Element>>,
+    pub(crate) sets: BTreeMap<Set, BTreeSet<IpSetElement>>,
     /// Addresses of the device.
     pub(crate) device_addresses: BTreeSet<IpAddr>,
     /// Virtual servers.
@@ -53,7 +56,7 @@ impl FakeKernel {
     /// # Errors
     /// Returns the operation that the kernel rejected and the reason. Earlier operations stay in
     /// effect.
-    pub(crate) fn apply(&mut self, plan: &Plan) -> Result<(), String> {
+    pub(crate) fn apply(&mut self, plan: &IpvsPlan) -> Result<(), String> {
         for op in &plan.before {
             self.step(*op).map_err(|what| format!("{what}: {op:?}"))?;
         }
@@ -78,12 +81,16 @@ impl FakeKernel {
     ///
     /// # Errors
     /// Returns an operation or a rule that fails for another reason, and that reason.
-    pub(crate) fn apply_rejecting(&mut self, plan: &Plan, rejects: impl Fn(&Op) -> bool) -> Result<Vec<Op>, String> {
+    pub(crate) fn apply_rejecting(
+        &mut self,
+        plan: &IpvsPlan,
+        rejects: impl Fn(&Op) -> bool,
+    ) -> Result<Vec<Op>, String> {
         let mut rejected = Vec::new();
         for op in &plan.before {
             rejected.extend(self.carry_out(*op, &rejects)?);
         }
-        self.apply(&Plan { script: plan.script.clone(), ..Plan::default() })?;
+        self.apply(&IpvsPlan { script: plan.script.clone(), ..IpvsPlan::default() })?;
         for op in &plan.after {
             rejected.extend(self.carry_out(*op, &rejects)?);
         }
@@ -93,7 +100,8 @@ impl FakeKernel {
     fn carry_out(&mut self, op: Op, rejects: impl Fn(&Op) -> bool) -> Result<Option<Op>, String> {
         let has_server = |key: &ServerKey| self.servers.contains_key(key);
         let weight = |key: &ServerKey, address: &SocketAddr| self.servers.get(key)?.1.get(address).copied();
-        let has_element = |set: &Set, element: &Element| self.sets.get(set).is_some_and(|set| set.contains(element));
+        let has_element =
+            |set: &Set, element: &IpSetElement| self.sets.get(set).is_some_and(|set| set.contains(element));
         let instead = match op {
             Op::DeleteElement(set, element) if !has_element(&set, &element) => return Ok(None),
             Op::DeleteAddress(address) if !self.device_addresses.contains(&address) => return Ok(None),
@@ -135,12 +143,12 @@ impl FakeKernel {
 
     /// Returns the objects that the agent would read from the kernel.
     #[must_use]
-    pub(crate) fn existing(&self) -> Existing {
+    pub(crate) fn existing(&self) -> ExistingObjects {
         let servers = self.servers.iter().map(|(key, (settings, destinations))| {
             (*key, ExistingServer { settings: Some(*settings), destinations: destinations.clone() })
         });
-        let saves = Table::ALL.map(|table| self.iptables.save(table)).concat();
-        Existing {
+        let saves = RulesTable::ALL.map(|table| self.iptables.save(table)).concat();
+        ExistingObjects {
             sets: self.sets.clone(),
             device_addresses: self.device_addresses.clone(),
             servers: servers.collect(),
@@ -202,9 +210,10 @@ impl FakeKernel {
 
     fn is_referred_to(&self, set: Set) -> bool {
         let name = set.name(self.family);
-        let refers =
-            |table: &Table| self.iptables.save(*table).lines().any(|rule| referred_sets(rule).any(|of| of == name));
-        Table::ALL.iter().any(refers)
+        let refers = |table: &RulesTable| {
+            self.iptables.save(*table).lines().any(|rule| referred_sets(rule).any(|of| of == name))
+        };
+        RulesTable::ALL.iter().any(refers)
     }
 }
 

@@ -21,7 +21,7 @@ use headgate_core::{
     Family,
     forwarding::{Admitted, Entry, Fate, Origin, Table},
     frontends::Frontend,
-    iptables::{Table as TableName, names},
+    iptables::{RulesTable, names},
     masquerade::LocalDetector,
 };
 
@@ -44,12 +44,12 @@ const OTHERS: [&str; 4] = [names::LOCALNET_GUARD, names::GATE_INPUT, names::NODE
 
 /// The chains that each base chain must lead to. Without one of them, whole groups of Services are
 /// not served.
-const NEEDED: [(TableName, &str, &[&str]); 5] = [
-    (TableName::Nat, "PREROUTING", &[SERVICES]),
-    (TableName::Nat, "OUTPUT", &[SERVICES]),
-    (TableName::Filter, "INPUT", &[FIREWALL, EXTERNAL]),
-    (TableName::Filter, "FORWARD", &[FIREWALL, SERVICES, EXTERNAL]),
-    (TableName::Filter, "OUTPUT", &[FIREWALL, SERVICES, EXTERNAL]),
+const NEEDED: [(RulesTable, &str, &[&str]); 5] = [
+    (RulesTable::Nat, "PREROUTING", &[SERVICES]),
+    (RulesTable::Nat, "OUTPUT", &[SERVICES]),
+    (RulesTable::Filter, "INPUT", &[FIREWALL, EXTERNAL]),
+    (RulesTable::Filter, "FORWARD", &[FIREWALL, SERVICES, EXTERNAL]),
+    (RulesTable::Filter, "OUTPUT", &[FIREWALL, SERVICES, EXTERNAL]),
 ];
 
 /// Decodes the rules of mode iptables. `detector` is how rules recognise pods of the node.
@@ -67,7 +67,7 @@ pub fn decode(
     let to_proxy = (!listeners.is_empty()).then(|| translations(rules, detector, Some(&closed_gates), &mut table));
     let [input, forward, output] = ["INPUT", "FORWARD", "OUTPUT"].map(|base| {
         let client = Client { origin: Origin::Outside, detector, sets: None };
-        let mut walk = Walk::new(rules, family, TableName::Filter, client);
+        let mut walk = Walk::new(rules, family, RulesTable::Filter, client);
         walk.from(base, &[&[FIREWALL, SERVICES, EXTERNAL], &OTHERS[..]].concat());
         table.problems.append(&mut walk.problems);
         walk
@@ -117,7 +117,7 @@ pub(super) fn translations(
     table: &mut Table,
 ) -> [BTreeMap<Frontend, Outcome>; 3] {
     Origin::ALL.map(|origin| {
-        let mut walk = Walk::new(rules, table.family, TableName::Nat, Client { origin, detector, sets });
+        let mut walk = Walk::new(rules, table.family, RulesTable::Nat, Client { origin, detector, sets });
         walk.from(if origin == Origin::Node { "OUTPUT" } else { "PREROUTING" }, &[SERVICES]);
         table.problems.extend(walk.problems);
         table.node_ports_at = walk.node_ports_at;

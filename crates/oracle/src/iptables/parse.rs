@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use headgate_core::{Family, Protocol, forwarding::Problem, iptables::Table};
+use headgate_core::{Family, Protocol, forwarding::Problem, iptables::RulesTable};
 use ipnet::IpNet;
 
 use crate::outcome::{Ending, with_recorded};
@@ -96,8 +96,8 @@ const STEPS_EACH: u64 = 1000;
 #[derive(Debug, Default)]
 pub struct Rules {
     chains: Vec<Chain>,
-    ids: HashMap<(Table, Box<str>), ChainId>,
-    table: Option<Table>,
+    ids: HashMap<(RulesTable, Box<str>), ChainId>,
+    table: Option<RulesTable>,
     /// How many rules the decoder has followed, and the rules and frontends that allow more steps.
     /// Without a limit, a few chains of another program that each jump to the next chain several
     /// times would take years.
@@ -113,7 +113,7 @@ impl Rules {
     pub fn line(&mut self, line: &str) {
         if let Some(name) = line.strip_prefix('*') {
             self.end_chain();
-            self.table = Table::ALL.into_iter().find(|table| table.as_str() == name.trim());
+            self.table = RulesTable::ALL.into_iter().find(|table| table.as_str() == name.trim());
             return;
         }
         let Some(table) = self.table else { return };
@@ -139,7 +139,7 @@ impl Rules {
     }
 
     /// Returns the chain of this name.
-    pub(crate) fn find(&self, table: Table, name: &str) -> Option<ChainId> {
+    pub(crate) fn find(&self, table: RulesTable, name: &str) -> Option<ChainId> {
         self.ids.get(&(table, Box::from(name))).copied()
     }
 
@@ -167,7 +167,7 @@ impl Rules {
     /// Adds a problem for each chain to which no rule of its base chain jumps.
     pub(crate) fn check_bases(
         &self,
-        needed: &[(Table, &str, &[&str])],
+        needed: &[(RulesTable, &str, &[&str])],
         family: Family,
         problems: &mut BTreeSet<Problem>,
     ) {
@@ -191,7 +191,7 @@ impl Rules {
     }
 
     /// The id of a chain, which is created if it is new.
-    fn id(&mut self, table: Table, name: &str) -> ChainId {
+    fn id(&mut self, table: RulesTable, name: &str) -> ChainId {
         let key = (table, Box::from(name));
         *self.ids.entry(key).or_insert_with(|| {
             self.chains.push(Chain { name: name.into(), rules: Vec::new(), choice: None });
@@ -210,7 +210,7 @@ impl Rules {
         chain.rules.shrink_to_fit();
     }
 
-    fn rule(&mut self, table: Table, text: &str) -> Rule {
+    fn rule(&mut self, table: RulesTable, text: &str) -> Rule {
         let mut words = words(text).into_iter().peekable();
         let (mut conditions, mut target) = (Vec::new(), Target::Nothing);
         let mut is_negated = false;
@@ -276,7 +276,7 @@ impl Rules {
 
     fn read_target<'a>(
         &self,
-        table: Table,
+        table: RulesTable,
         is_goto: bool,
         name: &str,
         rest: &mut impl Iterator<Item = &'a str>,

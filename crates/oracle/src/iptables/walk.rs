@@ -9,7 +9,7 @@ use headgate_core::{
     Family, Protocol,
     forwarding::{Fate, NodePortsAt, Origin, Problem},
     frontends::Frontend,
-    iptables::Table,
+    iptables::RulesTable,
 };
 use ipnet::IpNet;
 
@@ -71,7 +71,7 @@ impl Reach<'_> {
 /// The walk of one origin through one table.
 pub(super) struct Walk<'a> {
     rules: &'a Rules,
-    table: Table,
+    table: RulesTable,
     client: Client<'a>,
     family: Family,
     /// All packets are to the node.
@@ -87,7 +87,7 @@ pub(super) struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    pub(super) fn new(rules: &'a Rules, family: Family, table: Table, client: Client<'a>) -> Self {
+    pub(super) fn new(rules: &'a Rules, family: Family, table: RulesTable, client: Client<'a>) -> Self {
         Self {
             rules,
             table,
@@ -199,7 +199,7 @@ impl<'a> Walk<'a> {
                 Test::FromNode => (self.client.origin == Origin::Node) != *is_negated,
                 Test::Source(net) if is_loopback(net) => *is_negated,
                 Test::Destination(net) if *is_negated && is_loopback(net) => true,
-                Test::Translated if self.table != Table::Filter => *is_negated,
+                Test::Translated if self.table != RulesTable::Filter => *is_negated,
                 Test::Translated => reach.translated.replace(!is_negated).is_none_or(|old| old != *is_negated),
                 Test::ToNode => reach.to_node.replace(!is_negated).is_none_or(|old| old != *is_negated),
                 Test::Destination(net) if !is_negated => {
@@ -259,7 +259,7 @@ impl<'a> Walk<'a> {
         match rule.target {
             Target::Nothing => true,
             Target::Jump(id) | Target::Goto(id) => {
-                let goes_on = if &*self.rules.chain(id).name == NODE_PORTS && self.table == Table::Nat {
+                let goes_on = if &*self.rules.chain(id).name == NODE_PORTS && self.table == RulesTable::Nat {
                     self.node_ports(id, reach, depth);
                     true
                 } else {
@@ -284,7 +284,7 @@ impl<'a> Walk<'a> {
                 }
                 // In filter, Headgate refuses packets of single frontends.
                 let refuses = matches!(ending, Some(Ending::Drop | Ending::Reject));
-                let is_foreign = self.table == Table::Filter && refuses && reach.translated != Some(false);
+                let is_foreign = self.table == RulesTable::Filter && refuses && reach.translated != Some(false);
                 let is_by_set = has_sets && rule.conditions.iter().any(is_set);
                 if is_foreign || !(is_cut || is_by_set) {
                     self.not_understood(reach.uncertain.unwrap_or(chain));

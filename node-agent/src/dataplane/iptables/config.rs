@@ -6,7 +6,7 @@ use super::Variant;
 
 /// The configuration of the iptables dataplane.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Config {
+pub struct IptablesOptions {
     /// Which variant of iptables to use: legacy or nft.
     pub variant: Variant,
     /// The layout of the rules.
@@ -26,7 +26,7 @@ pub struct Config {
     pub families: Vec<Family>,
 }
 
-impl Default for Config {
+impl Default for IptablesOptions {
     fn default() -> Self {
         Self {
             variant: Variant::Auto,

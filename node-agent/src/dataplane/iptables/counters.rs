@@ -1,7 +1,7 @@
 //! Decides whether rules count packets: the kernel must have packet counters, and the programs must
 //! support the match `nfacct`.
 
-use headgate_core::iptables::{Ledger, RenderConfig, ruleset};
+use headgate_core::iptables::{RenderConfig, RulesLedger, ruleset};
 
 use super::{
     super::{DataplaneError, ErrorKind},
@@ -28,7 +28,7 @@ impl IptablesFamily {
         if self.has_counted || !self.ledger.config().counts_packets || error.kind != ErrorKind::Rejected {
             return Ok(false);
         }
-        let rejected = self.rules.programs.try_out(&Ledger::trial_of_counters())?;
+        let rejected = self.rules.programs.try_out(&RulesLedger::trial_of_counters())?;
         self.has_counted = rejected.is_none();
         if let Some(error) = &rejected {
             self.do_without_counters(error);

@@ -7,7 +7,7 @@
 mod config;
 mod counters;
 
-pub use config::Config;
+pub use config::IptablesOptions;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,7 +19,7 @@ use std::{
 use headgate_core::{
     Demand, Dirty, Family, NodeFacts, ServiceKey, State, StateSource, forwarding,
     iptables::{
-        Ledger, RenderConfig, Script, Table, has_localnet_guard, localnet_guard_script,
+        RenderConfig, RulesLedger, RulesTable, Script, has_localnet_guard, localnet_guard_script,
         names::{GateChain, LOCALNET_GUARD},
         ruleset,
     },
@@ -56,7 +56,7 @@ pub(crate) fn prepare(localhost_node_ports: bool, variant: Variant, inputs: &Nod
         }
         Err(error) => return Err(error),
     };
-    if !programs.has_chain(Table::Filter, LOCALNET_GUARD)? {
+    if !programs.has_chain(RulesTable::Filter, LOCALNET_GUARD)? {
         programs.restore(&localnet_guard_script())?;
     }
     sysctl::route_localnet().map_err(|sentence| DataplaneError::new(ErrorKind::Fatal, sentence))
@@ -79,7 +79,7 @@ pub type IptablesDataplane = DualStack<IptablesFamily>;
 #[derive(Debug)]
 pub struct IptablesFamily {
     rules: FamilyRules,
-    ledger: Ledger,
+    ledger: RulesLedger,
     /// True after a full sync succeeded, or after the kernel accepted a trial of rules that count
     /// packets.
     has_counted: bool,
@@ -90,7 +90,7 @@ impl DualStack<IptablesFamily> {
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] if this machine does not have the programs.
-    pub fn new(config: Config) -> Result<Self, DataplaneError> {
+    pub fn new(config: IptablesOptions) -> Result<Self, DataplaneError> {
         let variant = xtables::choose(config.variant)?;
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
         let families = config.families.clone();
@@ -131,7 +131,7 @@ impl Dataplane for IptablesFamily {
     fn verification(&mut self, _kernel: &mut Flushes) -> Result<RulesVerification, DataplaneError> {
         let existing = self.rules.programs.existing_tables()?;
         let (mut ledger, recorded) = (self.ledger.fresh(), self.ledger.prefix_length());
-        let found = existing.get(Table::Nat).prefix_length;
+        let found = existing.get(RulesTable::Nat).prefix_length;
         Ok(Box::new(move |source| {
             let (script, _) = ledger.full(source, existing);
             xtables::differences(&script, recorded, found, ledger.prefix_length())
@@ -194,7 +194,7 @@ impl Dataplane for IptablesFamily {
 
 impl IptablesFamily {
     /// Creates the dataplane of a family for a variant, which must not be `Auto`.
-    pub(super) fn new(config: &Config, family: Family, variant: Variant) -> Self {
+    pub(super) fn new(config: &IptablesOptions, family: Family, variant: Variant) -> Self {
         let render = RenderConfig {
             masquerade: config.masquerade.clone(),
             layout: config.layout,
@@ -203,7 +203,7 @@ impl IptablesFamily {
             counts_packets: config.count_packets,
             ..RenderConfig::new(family)
         };
-        Self { rules: FamilyRules::new(family, variant), ledger: Ledger::new(ruleset(render)), has_counted: false }
+        Self { rules: FamilyRules::new(family, variant), ledger: RulesLedger::new(ruleset(render)), has_counted: false }
     }
 
     /// Makes the rules send TCP connections to the listeners of a proxy while the gate is closed.

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, net::SocketAddr};
 
 use headgate_core::{
     Family, Protocol,
-    ipvs::{Existing, IpvsConfig, Ledger, PROBE_DEVICE, ServerKey, Set},
+    ipvs::{ExistingObjects, IpvsConfig, IpvsLedger, PROBE_DEVICE, ServerKey, Set},
 };
 use ipnet::IpNet;
 
@@ -14,7 +14,7 @@ use super::{
         ip_sets::{destroy_if_there, has_sets},
     },
     convert,
-    kernel::{self, Kernel, of_ipvs, of_routing},
+    kernel::{self, IpvsKernel, of_ipvs, of_routing},
     read::{self, MismatchedSets, NetworkAddresses},
     write,
 };
@@ -29,14 +29,14 @@ use super::{
 /// # Errors
 /// Something could not be removed; the message names it.
 pub(crate) fn remove_all(exclude_cidrs: &[IpNet], leaves_busy: bool) -> Result<u64, DataplaneError> {
-    let mut kernel = Kernel::default();
+    let mut kernel = IpvsKernel::default();
     let device = kernel.existing_device()?;
     let (mut result, mut connections) = (Ok(()), 0);
     for family in Family::BOTH {
         let removed = remove(&mut kernel, device, family, exclude_cidrs, leaves_busy);
         if removed.is_err() {
             // The old socket may still deliver messages of an interrupted dump.
-            kernel = Kernel::default();
+            kernel = IpvsKernel::default();
         }
         let removed = removed.map(|left| connections += left).map_err(|error| error.of(family));
         result = DataplaneError::join(result, removed);
@@ -66,7 +66,7 @@ pub(crate) fn remove_sets_beside_kube_proxys() -> Result<(), DataplaneError> {
     if !has_sets() {
         return Ok(());
     }
-    let mut kernel = Kernel::default();
+    let mut kernel = IpvsKernel::default();
     destroy_if_there(kernel.sets()?, read::DRAFT)?;
     for (family, set) in Family::BOTH.into_iter().flat_map(|family| Set::NOT_OF_KUBE_PROXY.map(|set| (family, set))) {
         destroy_if_there(kernel.sets()?, &set.name(family)).map_err(|error| error.of(family))?;
@@ -75,13 +75,13 @@ pub(crate) fn remove_sets_beside_kube_proxys() -> Result<(), DataplaneError> {
 }
 
 fn remove(
-    kernel: &mut Kernel,
+    kernel: &mut IpvsKernel,
     device: Option<u32>,
     family: Family,
     exclude_cidrs: &[IpNet],
     leaves_busy: bool,
 ) -> Result<u64, DataplaneError> {
-    let mut existing = Existing::default();
+    let mut existing = ExistingObjects::default();
     if let Some(device) = device {
         read::read_device(kernel.routing()?, device, family, NetworkAddresses::Keep, &mut existing)?;
     }
@@ -94,7 +94,7 @@ fn remove(
     }
     let config = IpvsConfig { exclude_cidrs: exclude_cidrs.to_vec(), ..IpvsConfig::new(family) };
     let (busy, connections) = if leaves_busy { busy(kernel, &config, &existing)? } else { (BTreeSet::new(), 0) };
-    let plan = Ledger::cleanup(&config, &existing, &busy);
+    let plan = IpvsLedger::cleanup(&config, &existing, &busy);
     let mut outcome = write::StepsOutcome::default();
     write::run(kernel, device.unwrap_or_default(), family, &plan.after, &mut outcome)?;
     if outcome.rejected.is_empty() {
@@ -106,9 +106,9 @@ fn remove(
 
 /// The destinations of our TCP servers that have connections, and the number of these connections.
 fn busy(
-    kernel: &mut Kernel,
+    kernel: &mut IpvsKernel,
     config: &IpvsConfig,
-    existing: &Existing,
+    existing: &ExistingObjects,
 ) -> Result<(BTreeSet<(ServerKey, SocketAddr)>, u64), DataplaneError> {
     let (mut busy, mut connections) = (BTreeSet::new(), 0);
     let is_ours = |key: &&ServerKey| key.protocol == Protocol::Tcp && existing.mark(key, config).is_some();

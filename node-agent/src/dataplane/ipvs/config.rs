@@ -7,7 +7,7 @@ use headgate_settings::IpvsSettings;
 
 /// The configuration of the IPVS dataplane.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Config {
+pub struct IpvsOptions {
     /// The variant of iptables that writes the rules, such as the masquerade rules.
     pub variant: Variant,
     /// Which connections are masqueraded, and with which mark.
@@ -18,7 +18,7 @@ pub struct Config {
     pub families: Vec<Family>,
 }
 
-impl Default for Config {
+impl Default for IpvsOptions {
     fn default() -> Self {
         Self {
             variant: Variant::Auto,

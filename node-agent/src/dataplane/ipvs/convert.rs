@@ -2,7 +2,7 @@
 
 use headgate_core::{
     Family, Protocol,
-    ipvs::{Element, Scheduler, ServerKey, Set, SetKind, Settings},
+    ipvs::{IpSetElement, Scheduler, ServerKey, Set, SetKind, Settings},
 };
 use ipnet::IpNet;
 use ipset_netlink::{self as ipset, SetType, Specification};
@@ -86,15 +86,17 @@ pub(super) fn specification(set: Set, family: Family, count: usize) -> Specifica
 }
 
 /// The element to write to the kernel.
-pub(super) fn element(element: Element) -> ipset::Element {
+pub(super) fn element(element: IpSetElement) -> ipset::Element {
     match element {
-        Element::Port(port) => ipset::Element::Port(port),
-        Element::Ip(address) => ipset::Element::Ip(address),
-        Element::IpPort(address, protocol, port) => ipset::Element::IpPort(address, ipset_protocol(protocol), port),
-        Element::IpPortIp(address, protocol, port, second) => {
+        IpSetElement::Port(port) => ipset::Element::Port(port),
+        IpSetElement::Ip(address) => ipset::Element::Ip(address),
+        IpSetElement::IpPort(address, protocol, port) => {
+            ipset::Element::IpPort(address, ipset_protocol(protocol), port)
+        }
+        IpSetElement::IpPortIp(address, protocol, port, second) => {
             ipset::Element::IpPortIp(address, ipset_protocol(protocol), port, second)
         }
-        Element::IpPortNet(address, protocol, port, net) => {
+        IpSetElement::IpPortNet(address, protocol, port, net) => {
             ipset::Element::IpPortNet(address, ipset_protocol(protocol), port, net.addr(), net.prefix_len())
         }
     }
@@ -109,7 +111,7 @@ fn ipset_protocol(protocol: Protocol) -> ipset::Protocol {
 }
 
 /// Converts an element of the kernel; `None` if this dataplane never adds such an element.
-pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
+pub(super) fn known_element(found: &ipset::Element) -> Option<IpSetElement> {
     let known = |protocol| match protocol {
         ipset::Protocol::Tcp => Some(Protocol::Tcp),
         ipset::Protocol::Udp => Some(Protocol::Udp),
@@ -117,14 +119,14 @@ pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
         ipset::Protocol::Other(_) => None,
     };
     Some(match *found {
-        ipset::Element::Port(port) => Element::Port(port),
-        ipset::Element::Ip(address) => Element::Ip(address),
-        ipset::Element::IpPort(address, protocol, port) => Element::IpPort(address, known(protocol)?, port),
+        ipset::Element::Port(port) => IpSetElement::Port(port),
+        ipset::Element::Ip(address) => IpSetElement::Ip(address),
+        ipset::Element::IpPort(address, protocol, port) => IpSetElement::IpPort(address, known(protocol)?, port),
         ipset::Element::IpPortIp(address, protocol, port, second) => {
-            Element::IpPortIp(address, known(protocol)?, port, second)
+            IpSetElement::IpPortIp(address, known(protocol)?, port, second)
         }
         ipset::Element::IpPortNet(address, protocol, port, net, length) => {
-            Element::IpPortNet(address, known(protocol)?, port, IpNet::new(net, length).ok()?)
+            IpSetElement::IpPortNet(address, known(protocol)?, port, IpNet::new(net, length).ok()?)
         }
         ipset::Element::Net(..) => return None,
     })
@@ -168,11 +170,11 @@ mod tests {
     fn elements_are_equal_after_conversion_to_the_kernels_form_and_back() {
         let (v4, v6): (IpAddr, IpAddr) = ("10.96.0.1".parse().unwrap(), "fd00::1".parse().unwrap());
         for made in [
-            Element::Port(30_000),
-            Element::Ip(v6),
-            Element::IpPort(v4, Protocol::Sctp, 80),
-            Element::IpPortIp(v6, Protocol::Udp, 53, v6),
-            Element::IpPortNet(v4, Protocol::Tcp, 80, "192.0.2.0/24".parse().unwrap()),
+            IpSetElement::Port(30_000),
+            IpSetElement::Ip(v6),
+            IpSetElement::IpPort(v4, Protocol::Sctp, 80),
+            IpSetElement::IpPortIp(v6, Protocol::Udp, 53, v6),
+            IpSetElement::IpPortNet(v4, Protocol::Tcp, 80, "192.0.2.0/24".parse().unwrap()),
         ] {
             assert_eq!(known_element(&element(made)), Some(made));
         }

@@ -9,8 +9,11 @@ use std::{
 
 use headgate_core::{
     Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
-    iptables::Table,
-    ipvs::{DEVICE, Existing, IpvsConfig, Ledger, Object, Op, Plan, Scheduler, SchedulerProblem, ServerKey, Set},
+    iptables::RulesTable,
+    ipvs::{
+        DEVICE, ExistingObjects, IpvsConfig, IpvsLedger, IpvsPlan, Object, Op, Scheduler, SchedulerProblem, ServerKey,
+        Set,
+    },
 };
 
 use super::{
@@ -21,8 +24,8 @@ use super::{
         retries::{PAUSES, PAUSES_OF_MODULES, Retries},
         xtables::{self, FamilyRules, bisect},
     },
-    Config, convert,
-    kernel::{Kernel, is_without_route, of_ipvs},
+    IpvsOptions, convert,
+    kernel::{IpvsKernel, is_without_route, of_ipvs},
     probe, read,
     sysctl::IpvsSysctls,
     write::{self, RejectedOp, StepsOutcome},
@@ -36,8 +39,8 @@ const MAX_REASONS: usize = 3;
 #[derive(Debug)]
 pub struct IpvsFamily {
     pub(super) rules: FamilyRules,
-    pub(super) ledger: Ledger,
-    config: Arc<Config>,
+    pub(super) ledger: IpvsLedger,
+    config: Arc<IpvsOptions>,
     began: Instant,
     /// True after the first successful full sync.
     is_synced: bool,
@@ -56,7 +59,7 @@ pub struct IpvsFamily {
 }
 
 impl IpvsFamily {
-    pub(super) fn new(rules: FamilyRules, ledger: Ledger, config: Arc<Config>) -> Self {
+    pub(super) fn new(rules: FamilyRules, ledger: IpvsLedger, config: Arc<IpvsOptions>) -> Self {
         Self {
             rules,
             ledger,
@@ -78,8 +81,8 @@ impl IpvsFamily {
 }
 
 impl Dataplane for IpvsFamily {
-    type Kernel = Kernel;
-    type Plan = Plan;
+    type Kernel = IpvsKernel;
+    type Plan = IpvsPlan;
 
     const NEEDS_INTERFACES: bool = true;
 
@@ -102,7 +105,7 @@ impl Dataplane for IpvsFamily {
         self.ledger.set_config(config)
     }
 
-    fn sync(&mut self, kernel: &mut Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
+    fn sync(&mut self, kernel: &mut IpvsKernel, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         self.unset_parameters = kernel.prepare(&self.config.settings)?;
         kernel.device()?;
         let failed =
@@ -117,11 +120,11 @@ impl Dataplane for IpvsFamily {
         Ok(report)
     }
 
-    fn verification(&mut self, kernel: &mut Kernel) -> Result<RulesVerification, DataplaneError> {
+    fn verification(&mut self, kernel: &mut IpvsKernel) -> Result<RulesVerification, DataplaneError> {
         let (found, now_ms) = (self.read(kernel)?, self.now_ms());
         let deferred: BTreeSet<Object> = self.ledger.deferred().map(|(object, _)| object).collect();
         let (mut ledger, recorded) = (self.ledger.fresh(), self.ledger.rules().prefix_length());
-        let division = found.tables.get(Table::Nat).prefix_length;
+        let division = found.tables.get(RulesTable::Nat).prefix_length;
         Ok(Box::new(move |source| {
             let plan = ledger.full(source, &found, now_ms);
             let is_new = |op: &&Op| op.object().is_none_or(|object| !deferred.contains(&object));
@@ -136,12 +139,12 @@ impl Dataplane for IpvsFamily {
         }))
     }
 
-    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
+    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> IpvsPlan {
         let now_ms = self.now_ms();
         self.ledger.changed(state, node, dirty, now_ms)
     }
 
-    fn apply(&mut self, kernel: &mut Kernel, plan: Plan) -> Result<Report, DataplaneError> {
+    fn apply(&mut self, kernel: &mut IpvsKernel, plan: IpvsPlan) -> Result<Report, DataplaneError> {
         self.rules.count(&plan.script);
         let result = self.write(kernel, &plan);
         self.plan_drain();
@@ -150,14 +153,14 @@ impl Dataplane for IpvsFamily {
 
     /// Detects flushed rules, sets or virtual servers, and a device that somebody removed or
     /// brought up. Checks only one address and one virtual server.
-    fn check(&mut self, kernel: &mut Kernel) -> Result<Finding, DataplaneError> {
+    fn check(&mut self, kernel: &mut IpvsKernel) -> Result<Finding, DataplaneError> {
         let sign = self.rules.check(self.ledger.rules().jumps())?;
         let sign = sign.map_or_else(|| self.check_device_and_sets(kernel), |sign| Ok(Some(sign)))?;
         // Before the first full sync, the ledger does not contain the objects of the kernel.
         Ok(Finding::of(if sign.is_some() || !self.is_synced { sign } else { self.check_contents(kernel)? }))
     }
 
-    fn decode(&mut self, kernel: &mut Kernel) -> Result<forwarding::Table, DataplaneError> {
+    fn decode(&mut self, kernel: &mut IpvsKernel) -> Result<forwarding::Table, DataplaneError> {
         let rules = self.rules.programs.for_decoder()?;
         let config = self.ledger.config();
         let (family, ports) = (config.family, &config.node_port_addresses);
@@ -185,7 +188,7 @@ impl Dataplane for IpvsFamily {
             .min()
     }
 
-    fn maintain(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
+    fn maintain(&mut self, kernel: &mut IpvsKernel, now: Instant) -> Result<(), DataplaneError> {
         match self.retry_schedulers(kernel, now) {
             Err(error) if error.kind != ErrorKind::PlanAgain => Err(error),
             found => DataplaneError::join(found, self.retry_all(kernel, now)),
@@ -205,7 +208,7 @@ impl Dataplane for IpvsFamily {
     /// faulty objects needs no search.
     fn find_faults(
         &mut self,
-        _: &mut Kernel,
+        _: &mut IpvsKernel,
         source: &dyn StateSource,
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
     ) -> Result<Vec<Fault>, DataplaneError> {
@@ -218,7 +221,7 @@ impl Dataplane for IpvsFamily {
 }
 
 impl IpvsFamily {
-    fn read(&self, kernel: &mut Kernel) -> Result<Existing, DataplaneError> {
+    fn read(&self, kernel: &mut IpvsKernel) -> Result<ExistingObjects, DataplaneError> {
         let device = kernel.device_in_use()?;
         let tables = self.rules.programs.existing_tables()?;
         read::existing(kernel, device, self.family(), tables)
@@ -230,7 +233,7 @@ impl IpvsFamily {
         self.ledger.set_config(IpvsConfig { leaves_out_sctp, ..self.ledger.config().clone() });
     }
 
-    fn write(&mut self, kernel: &mut Kernel, plan: &Plan) -> Result<Report, DataplaneError> {
+    fn write(&mut self, kernel: &mut IpvsKernel, plan: &IpvsPlan) -> Result<Report, DataplaneError> {
         let (device, family) = (kernel.device_in_use()?, self.family());
         let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
         let mut outcome = StepsOutcome::default();
@@ -252,7 +255,7 @@ impl IpvsFamily {
     }
 
     /// Executes steps that do not belong to a plan.
-    pub(super) fn run_steps(&mut self, kernel: &mut Kernel, ops: &[Op]) -> Result<(), DataplaneError> {
+    pub(super) fn run_steps(&mut self, kernel: &mut IpvsKernel, ops: &[Op]) -> Result<(), DataplaneError> {
         let device = kernel.device_in_use()?;
         let mut outcome = StepsOutcome::default();
         write::run(kernel, device, self.family(), ops, &mut outcome)?;
@@ -357,7 +360,7 @@ impl IpvsFamily {
         (!services.is_empty()).then_some(Degradation { sentence, services })
     }
 
-    fn check_device_and_sets(&self, kernel: &mut Kernel) -> Result<Option<String>, DataplaneError> {
+    fn check_device_and_sets(&self, kernel: &mut IpvsKernel) -> Result<Option<String>, DataplaneError> {
         match kernel.link()? {
             None => return Ok(Some(format!("somebody else has removed device {DEVICE}"))),
             Some(link) if link.is_up() => return Ok(Some(format!("somebody else has brought device {DEVICE} up"))),
@@ -370,7 +373,7 @@ impl IpvsFamily {
 
     /// Checks the number of elements in every set. Checks that the node treats one service address
     /// as its own, and that one virtual server exists.
-    fn check_contents(&self, kernel: &mut Kernel) -> Result<Option<String>, DataplaneError> {
+    fn check_contents(&self, kernel: &mut IpvsKernel) -> Result<Option<String>, DataplaneError> {
         for set in Set::ALL {
             let name = set.name(self.family());
             let header = kernel.sets()?.header(&name).map_err(of_sets)?;

@@ -35,7 +35,7 @@ pub(super) const NO_DUMMY_DEVICES: &str = "this kernel has no dummy devices: loa
 /// in the network namespace of the calling thread. Opening a connection makes the kernel load
 /// missing modules, if it can.
 #[derive(Debug, Default)]
-pub struct Kernel {
+pub struct IpvsKernel {
     ipvs: Option<Ipvs>,
     sets: Option<IpSets>,
     routing: Option<Routing>,
@@ -45,7 +45,7 @@ pub struct Kernel {
     flushes: Flushes,
 }
 
-impl KernelHandle for Kernel {
+impl KernelHandle for IpvsKernel {
     fn reset(&mut self) {
         (self.ipvs, self.sets, self.routing) = (None, None, None);
     }
@@ -68,7 +68,7 @@ fn or_open<T, E>(slot: &mut Option<T>, open: impl FnOnce() -> Result<T, E>) -> R
     Ok(slot.insert(value))
 }
 
-impl Kernel {
+impl IpvsKernel {
     /// For a variant of iptables, which must not be `Auto`.
     pub(super) fn new(variant: Variant) -> Self {
         Self { flushes: Flushes::of(variant), ..Self::default() }

@@ -7,14 +7,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::ipvs::{Object, Op, Plan};
+use headgate_core::ipvs::{IpvsPlan, Object, Op};
 use ipvs_netlink::DestinationEntry;
 use tracing::info;
 
 use super::{
     super::{DataplaneError, ErrorKind},
     IpvsFamily, convert,
-    kernel::{Kernel, of_ipvs},
+    kernel::{IpvsKernel, of_ipvs},
     probe,
 };
 
@@ -27,7 +27,7 @@ impl IpvsFamily {
     /// # Errors
     /// [`ErrorKind::PlanAgain`] if the kernel has a scheduler that was missing. The error contains
     /// the services that ask for this scheduler. Other kinds mean that the check failed.
-    pub(super) fn retry_schedulers(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
+    pub(super) fn retry_schedulers(&mut self, kernel: &mut IpvsKernel, now: Instant) -> Result<(), DataplaneError> {
         let (mut found, mut services) = (Vec::new(), BTreeSet::new());
         for scheduler in self.missing_schedulers.due(now) {
             match probe::require_scheduler(kernel.ipvs()?, scheduler) {
@@ -50,7 +50,7 @@ impl IpvsFamily {
         Err(DataplaneError::plan_again(message, services))
     }
 
-    pub(super) fn retry_all(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
+    pub(super) fn retry_all(&mut self, kernel: &mut IpvsKernel, now: Instant) -> Result<(), DataplaneError> {
         if self.drain_at.is_some_and(|at| at <= now) {
             self.drain_at = None;
             let drained = self.drain(kernel);
@@ -71,7 +71,7 @@ impl IpvsFamily {
 
     /// Reads the number of connections of draining destinations, and removes the destinations
     /// without connections.
-    fn drain(&mut self, kernel: &mut Kernel) -> Result<(), DataplaneError> {
+    fn drain(&mut self, kernel: &mut IpvsKernel) -> Result<(), DataplaneError> {
         let now_ms = self.now_ms();
         let draining: Vec<_> = self.ledger.draining().collect();
         let mut ops: Vec<Op> = Vec::new();
@@ -81,14 +81,14 @@ impl IpvsFamily {
                 |entry: &DestinationEntry| u64::from(entry.active_connections) + u64::from(entry.inactive_connections);
             let connections: BTreeMap<SocketAddr, u64> =
                 found.iter().map(|entry| (entry.destination.address, count(entry))).collect();
-            let Plan { before, after, .. } = self.ledger.drained(key, &connections, now_ms);
+            let IpvsPlan { before, after, .. } = self.ledger.drained(key, &connections, now_ms);
             ops.extend(before.into_iter().chain(after));
         }
         if ops.is_empty() { Ok(()) } else { self.run_steps(kernel, &ops) }
     }
 
     /// Writes the rejected objects that are due again. The cost depends only on these objects.
-    fn retry_rejected(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
+    fn retry_rejected(&mut self, kernel: &mut IpvsKernel, now: Instant) -> Result<(), DataplaneError> {
         let due = self.rejected.due(now);
         if due.is_empty() {
             return Ok(());

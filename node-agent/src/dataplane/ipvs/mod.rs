@@ -16,20 +16,20 @@ mod read;
 mod sysctl;
 mod write;
 
-pub use config::Config;
+pub use config::IpvsOptions;
 pub use family::IpvsFamily;
 
 use std::sync::Arc;
 
 use headgate_core::{
     Family,
-    ipvs::{IpvsConfig, Ledger},
+    ipvs::{IpvsConfig, IpvsLedger},
 };
 use ipnet::IpNet;
 use ipvs_netlink::Ipvs;
 
 use self::{
-    kernel::{Kernel, of_ipvs},
+    kernel::{IpvsKernel, of_ipvs},
     sysctl::IpvsSysctls,
 };
 use super::{
@@ -75,13 +75,13 @@ impl DualStack<IpvsFamily> {
     /// # Errors
     /// [`ErrorKind::Unavailable`] if something is missing. The message names everything that is
     /// missing, and how to get it.
-    pub fn new(config: Config) -> Result<Self, DataplaneError> {
+    pub fn new(config: IpvsOptions) -> Result<Self, DataplaneError> {
         let variant = xtables::choose(config.variant)?;
         let mut own = xtables::leftovers(variant);
         own.push(servers_and_sets(config.settings.exclude_cidrs.clone()));
         let config = Arc::new(config);
         let make = |family: Family| {
-            let ledger = Ledger::new(IpvsConfig {
+            let ledger = IpvsLedger::new(IpvsConfig {
                 scheduler: config.settings.scheduler,
                 exclude_cidrs: config.settings.exclude_cidrs.clone(),
                 masquerade: config.masquerade.clone(),
@@ -89,7 +89,7 @@ impl DualStack<IpvsFamily> {
             });
             IpvsFamily::new(FamilyRules::new(family, variant), ledger, Arc::clone(&config))
         };
-        let dataplane = Self::assemble("ipvs", Kernel::new(variant), own, config.families.clone(), make);
+        let dataplane = Self::assemble("ipvs", IpvsKernel::new(variant), own, config.families.clone(), make);
         probe::require(config.settings.scheduler, &dataplane.families())?;
         Ok(dataplane)
     }

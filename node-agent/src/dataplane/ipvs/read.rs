@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, net::IpAddr};
 use headgate_core::{
     Family, Protocol,
     iptables::ExistingTables,
-    ipvs::{Existing, Set, existing::ExistingServer},
+    ipvs::{ExistingObjects, Set, existing::ExistingServer},
 };
 use headgate_netlink::route::{Change as RouteChange, Prefix, Routing};
 use headgate_oracle::{
@@ -22,19 +22,19 @@ use super::{
         ip_sets::{destroy_if_there, of_sets},
     },
     convert,
-    kernel::{Kernel, of_ipvs, of_routing},
+    kernel::{IpvsKernel, of_ipvs, of_routing},
 };
 
 /// Reads all objects of one family. The cost grows with the number of objects. If a set has our
 /// name but other properties, this function creates the set again, with its elements. If the set
 /// has another type, this function destroys the set instead.
 pub(super) fn existing(
-    kernel: &mut Kernel,
+    kernel: &mut IpvsKernel,
     device: u32,
     family: Family,
     tables: ExistingTables,
-) -> Result<Existing, DataplaneError> {
-    let mut existing = Existing { tables, ..Existing::default() };
+) -> Result<ExistingObjects, DataplaneError> {
+    let mut existing = ExistingObjects { tables, ..ExistingObjects::default() };
     read_device(kernel.routing()?, device, family, NetworkAddresses::Remove, &mut existing)?;
     read_sets(kernel.sets()?, family, MismatchedSets::Recreate, &mut existing)?;
     read_servers(kernel.ipvs()?, family, &mut existing)?;
@@ -58,7 +58,7 @@ pub(super) fn read_device(
     device: u32,
     family: Family,
     network_addresses: NetworkAddresses,
-    existing: &mut Existing,
+    existing: &mut ExistingObjects,
 ) -> Result<(), DataplaneError> {
     let addresses = routing.addresses(device).map_err(of_routing)?;
     let of_family = addresses.into_iter().filter(|prefix| Family::of(prefix.address) == family);
@@ -95,7 +95,7 @@ pub(super) fn read_sets(
     sets: &mut IpSets,
     family: Family,
     mismatched_sets: MismatchedSets,
-    existing: &mut Existing,
+    existing: &mut ExistingObjects,
 ) -> Result<(), DataplaneError> {
     for set in Set::ALL {
         let Some(found) = sets.set(&set.name(family)).map_err(of_sets)? else { continue };
@@ -168,7 +168,11 @@ fn replace(sets: &mut IpSets, wanted: &Specification, found: &ipset_netlink::Set
 }
 
 /// Reads the virtual servers of one family that are identified by address, with their destinations.
-pub(super) fn read_servers(ipvs: &mut Ipvs, family: Family, existing: &mut Existing) -> Result<(), DataplaneError> {
+pub(super) fn read_servers(
+    ipvs: &mut Ipvs,
+    family: Family,
+    existing: &mut ExistingObjects,
+) -> Result<(), DataplaneError> {
     for found in ipvs.services().map_err(of_ipvs)? {
         let id = found.service.id;
         let Some(key) = convert::server_key(id).filter(|key| Family::of(key.address) == family) else { continue };
@@ -183,7 +187,7 @@ pub(super) fn read_servers(ipvs: &mut Ipvs, family: Family, existing: &mut Exist
 
 /// Reads the kernel for a decoder. Changes nothing.
 pub(super) fn for_decoder(
-    kernel: &mut Kernel,
+    kernel: &mut IpvsKernel,
     family: Family,
     node_addresses: &BTreeSet<IpAddr>,
     node_port_addresses: &[IpAddr],

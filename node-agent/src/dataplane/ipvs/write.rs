@@ -14,7 +14,7 @@ use ipvs_netlink::{Command, Refusal};
 use super::{
     super::{DataplaneError, ErrorKind, ip_sets::of_sets},
     convert,
-    kernel::{Kernel, of_ipvs, of_routing},
+    kernel::{IpvsKernel, of_ipvs, of_routing},
     read,
 };
 
@@ -69,7 +69,7 @@ fn part(op: &Op) -> KernelPart {
 /// The kernel cannot be reached or lacks a set type. If a set or the device does not exist, only a
 /// full sync helps. After an error, it is unknown which steps were executed.
 pub(super) fn run(
-    kernel: &mut Kernel,
+    kernel: &mut IpvsKernel,
     device: u32,
     family: Family,
     ops: &[Op],
@@ -87,7 +87,7 @@ pub(super) fn run(
     Ok(())
 }
 
-fn set(kernel: &mut Kernel, family: Family, op: Op, rejected: &mut Vec<RejectedOp>) -> Result<(), DataplaneError> {
+fn set(kernel: &mut IpvsKernel, family: Family, op: Op, rejected: &mut Vec<RejectedOp>) -> Result<(), DataplaneError> {
     let sets = kernel.sets()?;
     let result = match op {
         Op::CreateSet(set) => sets.create(&convert::specification(set, family, 0)),
@@ -105,7 +105,7 @@ fn set(kernel: &mut Kernel, family: Family, op: Op, rejected: &mut Vec<RejectedO
 }
 
 fn elements(
-    kernel: &mut Kernel,
+    kernel: &mut IpvsKernel,
     family: Family,
     ops: &[Op],
     rejected: &mut Vec<RejectedOp>,
@@ -146,7 +146,7 @@ fn elements(
 }
 
 fn addresses(
-    kernel: &mut Kernel,
+    kernel: &mut IpvsKernel,
     device: u32,
     ops: &[Op],
     rejected: &mut Vec<RejectedOp>,
@@ -200,7 +200,7 @@ fn command(op: &Op) -> Option<Command> {
     })
 }
 
-fn servers(kernel: &mut Kernel, ops: &[Op], outcome: &mut StepsOutcome) -> Result<(), DataplaneError> {
+fn servers(kernel: &mut IpvsKernel, ops: &[Op], outcome: &mut StepsOutcome) -> Result<(), DataplaneError> {
     let commands: Vec<Command> = ops.iter().filter_map(command).collect();
     let refusals = kernel.ipvs()?.execute(&commands).map_err(of_ipvs)?;
     let StepsOutcome { rejected, absent } = outcome;

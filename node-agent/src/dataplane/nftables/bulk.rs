@@ -4,7 +4,7 @@
 //! needs much memory, both in the agent and in the kernel. No packet reaches the endpoints of a
 //! group until a frontend leads to the group, so the endpoints can be written first.
 
-use headgate_core::nftables::{Element, Plan};
+use headgate_core::nftables::{Element, NftablesPlan};
 use nftables_netlink::Transaction;
 
 use super::{super::DataplaneError, Connection, NftablesFamily, elements, layout::table_name};
@@ -15,7 +15,11 @@ const PART: usize = 8192;
 impl NftablesFamily {
     /// Writes endpoints of a plan for a table without elements, as long as they fill a transaction.
     /// Returns the number of these endpoints. Writes nothing for other plans.
-    pub(super) fn write_endpoints(&mut self, kernel: &mut Connection, plan: &Plan) -> Result<usize, DataplaneError> {
+    pub(super) fn write_endpoints(
+        &mut self,
+        kernel: &mut Connection,
+        plan: &NftablesPlan,
+    ) -> Result<usize, DataplaneError> {
         let (family, mut written) = (self.layout_config.family, 0);
         let table = table_name(family);
         if !plan.adds_everything {

@@ -39,7 +39,7 @@ use headgate_core::{
     Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
-    nftables::{Element, Existing, Ledger, Lookup, NftablesConfig, Plan},
+    nftables::{Element, ExistingElements, Lookup, NftablesConfig, NftablesLedger, NftablesPlan},
 };
 use nftables_netlink::{Nftables, NftablesError, Transaction, probe};
 
@@ -55,7 +55,7 @@ use crate::{node_inputs::NodeInputs, sysctl::route_localnet};
 
 /// The configuration of both families.
 #[derive(Debug, Clone)]
-pub struct Config {
+pub struct NftablesOptions {
     /// The families, in the order of programming.
     pub families: Vec<Family>,
     /// Which connections are masqueraded. nftables mode uses no packet mark and ignores the bit.
@@ -95,7 +95,7 @@ pub type NftablesDataplane = DualStack<NftablesFamily>;
 /// One family.
 #[derive(Debug)]
 pub struct NftablesFamily {
-    ledger: Ledger,
+    ledger: NftablesLedger,
     layout_config: LayoutConfig,
     replies_to_ping: bool,
     /// The layout that is in the kernel.
@@ -110,7 +110,7 @@ pub struct NftablesFamily {
 #[derive(Debug, Default)]
 pub struct FoundTable {
     has_table: bool,
-    existing: Existing,
+    existing: ExistingElements,
     layout: Layout,
     /// True if the table contains something that this agent never writes.
     is_foreign: bool,
@@ -119,7 +119,7 @@ pub struct FoundTable {
 /// The changes of one step.
 #[derive(Debug, Default)]
 pub struct TableStep {
-    plan: Plan,
+    plan: NftablesPlan,
     layout: Option<Layout>,
     /// The layout in the kernel, as a full sync found it.
     found: Option<Layout>,
@@ -159,7 +159,7 @@ impl DualStack<NftablesFamily> {
     /// # Errors
     /// [`ErrorKind::Unavailable`] if the kernel lacks nftables or an expression; the message names
     /// it.
-    pub fn new(config: &Config) -> Result<Self, DataplaneError> {
+    pub fn new(config: &NftablesOptions) -> Result<Self, DataplaneError> {
         let (kernel, make) = open(config)?;
         Ok(Self::assemble("nftables", kernel, vec![tables()], config.families.clone(), make))
     }
@@ -170,7 +170,9 @@ impl DualStack<NftablesFamily> {
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`] if the kernel lacks nftables or an expression; the message names it.
-pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> NftablesFamily + use<>), DataplaneError> {
+pub(super) fn open(
+    config: &NftablesOptions,
+) -> Result<(Connection, impl Fn(Family) -> NftablesFamily + use<>), DataplaneError> {
     let mut connection = Nftables::open().map_err(|error| failure("mode nftables cannot run", &error))?;
     let mut lacking = |features: &[Feature]| {
         for family in &config.families {
@@ -195,8 +197,9 @@ pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> Nf
     let (can_hash, has_fib) = (has(Feature::Hash)?, has(Feature::Fib)?);
     let owns_tables = config.owns_tables && has(Feature::OwnerAndPersist)?;
     let kernel = Connection::new(connection, owns_tables);
-    let Config { masquerade, localhost_node_ports, conntrack_tcp_be_liberal, replies_to_ping, .. } = config.clone();
-    let Config { counts_services, has_proxy, .. } = *config;
+    let NftablesOptions { masquerade, localhost_node_ports, conntrack_tcp_be_liberal, replies_to_ping, .. } =
+        config.clone();
+    let NftablesOptions { counts_services, has_proxy, .. } = *config;
     let make = move |family| {
         let masquerade = masquerade.clone();
         let core = NftablesConfig { masquerade, can_hash, counts_services, has_proxy, ..NftablesConfig::new(family) };
@@ -213,7 +216,7 @@ pub(super) fn open(config: &Config) -> Result<(Connection, impl Fn(Family) -> Nf
             listeners: BTreeMap::new(),
         };
         NftablesFamily {
-            ledger: Ledger::new(core),
+            ledger: NftablesLedger::new(core),
             layout_config,
             layout: Layout::default(),
             rejected: Rejected::new(),
@@ -449,7 +452,7 @@ impl NftablesFamily {
             // The table is written anew, in the same transaction.
             found.is_foreign = true;
             found.layout = Layout::default();
-            plan = self.ledger.full(source, Existing::default());
+            plan = self.ledger.full(source, ExistingElements::default());
             layout = Layout::new(&self.layout_config, self.ledger.shape());
         }
         TableStep {

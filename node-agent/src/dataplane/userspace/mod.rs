@@ -27,7 +27,7 @@ use std::{
 
 use headgate_core::{
     Demand, Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
-    userspace::{Ledger, Operation, Plan},
+    userspace::{Operation, UserspaceLedger, UserspacePlan},
 };
 use headgate_userspace::{TcpSettings, UdpSettings};
 
@@ -85,7 +85,7 @@ impl Default for ProxySettings {
 pub struct UserspaceFamily<R> {
     /// The rules that lead to endpoints, and the redirects.
     direct: R,
-    ledger: Ledger,
+    ledger: UserspaceLedger,
     proxy: Arc<Proxy>,
     /// The listeners for datagrams.
     datagrams: DatagramListeners,
@@ -97,7 +97,7 @@ pub struct UserspaceFamily<R> {
 #[derive(Debug)]
 pub struct ProxiedStep<P> {
     direct: P,
-    pools: Plan,
+    pools: UserspacePlan,
 }
 
 /// Connects to nftables and starts the proxy behind its rules, which listens and gets no
@@ -107,12 +107,12 @@ pub struct ProxiedStep<P> {
 /// [`super::ErrorKind::Unavailable`] if the kernel lacks nftables or an expression, or refuses the
 /// proxy a socket or a thread. The message names it.
 pub fn over_nftables(
-    config: nftables::Config,
+    config: nftables::NftablesOptions,
     proxy: ProxySettings,
 ) -> Result<DualStack<UserspaceFamily<NftablesFamily>>, DataplaneError> {
     // The proxy changes the gate with a connection of its own, so no connection owns the tables.
     // The rules would not count the packets of connections that the proxy carries.
-    let config = nftables::Config { owns_tables: false, counts_services: false, has_proxy: true, ..config };
+    let config = nftables::NftablesOptions { owns_tables: false, counts_services: false, has_proxy: true, ..config };
     let (kernel, make) = nftables::open(&config)?;
     let own = vec![nftables::tables()];
     assemble("userspace", kernel, own, config.families, (connect_to_nftables, proxy), make)
@@ -125,7 +125,7 @@ pub fn over_nftables(
 /// [`super::ErrorKind::Unavailable`] if this machine lacks iptables or IP sets, or refuses
 /// the proxy a socket or a thread. The message names it.
 pub fn over_iptables(
-    config: &iptables::Config,
+    config: &iptables::IptablesOptions,
     proxy: ProxySettings,
 ) -> Result<DualStack<UserspaceFamily<IptablesFamily>>, DataplaneError> {
     let variant = xtables::choose(config.variant)?;
@@ -153,7 +153,7 @@ fn assemble<R: GatedRules>(
         direct.set_listeners(listeners.get(&family).cloned().unwrap_or_default());
         UserspaceFamily {
             direct,
-            ledger: Ledger::new(family, R::LISTENING),
+            ledger: UserspaceLedger::new(family, R::LISTENING),
             proxy: Arc::clone(&proxy),
             datagrams: DatagramListeners::new(family),
             obsolete: Vec::new(),
@@ -273,14 +273,14 @@ impl<R: GatedRules> UserspaceFamily<R> {
 
 /// The part of a family that the proxy needs.
 struct Proxied<'a> {
-    ledger: &'a mut Ledger,
+    ledger: &'a mut UserspaceLedger,
     proxy: &'a Proxy,
     datagrams: &'a mut DatagramListeners,
     obsolete: &'a mut Vec<Operation>,
 }
 
 impl Proxied<'_> {
-    fn execute(&mut self, pools: Plan) {
+    fn execute(&mut self, pools: UserspacePlan) {
         self.obsolete.extend(pools.after);
         self.proxy.execute(pools.before, self.datagrams);
     }
@@ -295,7 +295,7 @@ struct Ahead<'a> {
 
 impl StateSource for Ahead<'_> {
     fn look(&self, read: &mut dyn FnMut(&State, &NodeFacts, &Dirty)) {
-        let (mut proxied, mut pools) = (self.proxied.borrow_mut(), Plan::default());
+        let (mut proxied, mut pools) = (self.proxied.borrow_mut(), UserspacePlan::default());
         self.source.look(&mut |state, node, changed| {
             pools = proxied.ledger.changed(state, node, changed);
             read(state, node, changed);

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use headgate_core::{
     Family, Protocol,
-    iptables::{Ledger, names::gate_set},
+    iptables::{RulesLedger, names::gate_set},
 };
 use ipset_netlink::{Change, Element, IpSets, SetType, Specification};
 
@@ -80,7 +80,7 @@ pub(super) fn require(families: &[Family], variant: Variant) -> Result<(), Datap
             continue;
         }
         create(family)?;
-        let tried = Programs::new(family, variant).try_out(&Ledger::trial_of_gate(family));
+        let tried = Programs::new(family, variant).try_out(&RulesLedger::trial_of_gate(family));
         if found.is_none() {
             destroy_if_there(&mut sets, gate_set(family))?;
         }
@@ -116,7 +116,7 @@ fn remove(family: Family) -> Result<(), DataplaneError> {
     // Services, and not these chains. Until then, or if it uses the other variant of iptables, the
     // chains stay without rules. The set stays, too, so that the next attempt looks for them.
     let programs = [Variant::Legacy, Variant::Nft].map(|variant| Programs::new(family, variant));
-    let delete = |programs: &Programs| programs.delete(&Ledger::cleanup_of_gates(&programs.existing_tables()?));
+    let delete = |programs: &Programs| programs.delete(&RulesLedger::cleanup_of_gates(&programs.existing_tables()?));
     DataplaneError::join_all(programs.iter().filter(|programs| programs.are_installed()).map(delete))?;
     destroy_if_there(&mut sets, name)
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use headgate_core::{Family, ServiceKey, StateSource, iptables::Ledger};
+use headgate_core::{Family, ServiceKey, StateSource, iptables::RulesLedger};
 
 use super::{
     super::{DataplaneError, ErrorKind, Fault},
@@ -15,10 +15,10 @@ use crate::bisect;
 const MAX_ATTEMPTS: u32 = 256;
 
 /// Bisects `suspects`, or all services that are not quarantined, by trying their rules.
-/// [`Ledger::trial`] writes these rules to chains that receive no packets.
+/// [`RulesLedger::trial`] writes these rules to chains that receive no packets.
 pub(in crate::dataplane) fn find_faults(
     programs: &Programs,
-    ledger: &Ledger,
+    ledger: &RulesLedger,
     source: &dyn StateSource,
     suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
 ) -> Result<Vec<Fault>, DataplaneError> {
@@ -37,11 +37,11 @@ pub(in crate::dataplane) fn find_faults(
         }
     };
     let found = bisect::find_faults(&services, "", MAX_ATTEMPTS, attempt);
-    programs.restore(&Ledger::end_of_trials())?;
+    programs.restore(&RulesLedger::end_of_trials())?;
     Ok(found?.into_iter().flat_map(|group| faults(programs.family(), group)).collect())
 }
 
-fn all_services(ledger: &Ledger, source: &dyn StateSource) -> Vec<Arc<ServiceKey>> {
+fn all_services(ledger: &RulesLedger, source: &dyn StateSource) -> Vec<Arc<ServiceKey>> {
     let mut services = Vec::new();
     source.look(&mut |state, _, _| {
         services = state.entries().map(|(key, _)| Arc::clone(key)).filter(|key| !ledger.is_quarantined(key)).collect();

@@ -17,7 +17,7 @@ use std::{
 
 use headgate_core::{
     Family,
-    iptables::{Table, names::CANARY},
+    iptables::{RulesTable, names::CANARY},
 };
 use nftables_netlink::{Changed, Presence};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
@@ -102,13 +102,15 @@ fn follow_sizes(wake: WakeLoop, syncs: Syncs) -> io::Result<mpsc::Sender<()>> {
 
 /// The sizes of the built-in chains of the tables with Services, for both families.
 fn sizes() -> Vec<Option<u32>> {
-    let tables = |family| [Table::Nat, Table::Filter].map(|table| size(&Programs::new(family, Variant::Legacy), table));
+    let tables = |family| {
+        [RulesTable::Nat, RulesTable::Filter].map(|table| size(&Programs::new(family, Variant::Legacy), table))
+    };
     Family::BOTH.into_iter().flat_map(tables).collect()
 }
 
 /// The size of the rules in the built-in chains. `None` if the table does not exist.
 #[allow(unsafe_code)]
-fn size(programs: &Programs, table: Table) -> Option<u32> {
+fn size(programs: &Programs, table: RulesTable) -> Option<u32> {
     /// `IPT_SO_GET_INFO` and `IP6T_SO_GET_INFO`.
     const GET_INFO: libc::c_int = 64;
     if !programs.may_have(table) {

@@ -14,7 +14,7 @@ pub(super) use variant::choose;
 
 use headgate_core::{
     Family,
-    iptables::{Jump, Script, Table, Tally},
+    iptables::{Jump, RulesTable, Script, Tally},
 };
 
 pub(super) use self::{flushes::Flushes, rules::Kept};
@@ -43,7 +43,7 @@ impl FamilyRules {
     /// Counts the rules of a script that is about to be written.
     pub(super) fn count(&mut self, script: &Script) {
         let written = |table| u32::try_from(script.rules_written(table)).unwrap_or(u32::MAX);
-        self.last_written = [written(Table::Nat), written(Table::Filter)];
+        self.last_written = [written(RulesTable::Nat), written(RulesTable::Filter)];
     }
 
     /// Returns the statistics from the tally of a ledger.
@@ -71,7 +71,7 @@ pub(super) fn note_written(
     report: &mut Report,
     script: &Script,
     kept: Vec<Kept>,
-    mut is_new: impl FnMut(Table, &str) -> bool,
+    mut is_new: impl FnMut(RulesTable, &str) -> bool,
 ) {
     for Kept { table, name, sentence } in kept {
         report.warnings.extend(is_new(table, &name).then_some(sentence));

@@ -7,7 +7,7 @@ use std::{
 
 use headgate_core::{
     Family,
-    iptables::{Existing, ExistingReader, Ledger, Script, Table},
+    iptables::{ExistingReader, ExistingRules, RulesLedger, RulesTable, Script},
 };
 
 use super::super::{DataplaneError, ErrorKind};
@@ -74,22 +74,26 @@ impl Programs {
     }
 
     /// Reads our chains in a table. The result is empty if the table does not exist yet.
-    pub(in crate::dataplane) fn existing(&self, table: Table) -> Result<Existing, DataplaneError> {
+    pub(in crate::dataplane) fn existing(&self, table: RulesTable) -> Result<ExistingRules, DataplaneError> {
         self.existing_by(table, ExistingReader::new(table))
     }
 
     /// Like [`Self::existing`], with a reader for this table.
     pub(in crate::dataplane) fn existing_by(
         &self,
-        table: Table,
+        table: RulesTable,
         mut reader: ExistingReader,
-    ) -> Result<Existing, DataplaneError> {
+    ) -> Result<ExistingRules, DataplaneError> {
         self.save(table, |line| reader.line(line))?;
         Ok(reader.finish())
     }
 
     /// Reads a table with `iptables-save`, and calls `take` with each line.
-    pub(in crate::dataplane) fn save(&self, table: Table, mut take: impl FnMut(&str)) -> Result<(), DataplaneError> {
+    pub(in crate::dataplane) fn save(
+        &self,
+        table: RulesTable,
+        mut take: impl FnMut(&str),
+    ) -> Result<(), DataplaneError> {
         if !self.may_have(table) {
             return Ok(());
         }
@@ -124,7 +128,7 @@ impl Programs {
     /// False for a legacy table that does not exist yet: a program that reads the table would
     /// create it. Programs run in the network namespace of the thread that starts them, so this
     /// function reads `/proc/thread-self/net` and not `/proc/net`.
-    pub(super) fn may_have(&self, table: Table) -> bool {
+    pub(super) fn may_have(&self, table: RulesTable) -> bool {
         let names = match self.family {
             Family::V4 => "/proc/thread-self/net/ip_tables_names",
             Family::V6 => "/proc/thread-self/net/ip6_tables_names",
@@ -160,7 +164,7 @@ impl Programs {
     /// empties these chains. Returns the reason if the script is rejected.
     pub(in crate::dataplane) fn try_out(&self, trial: &Script) -> Result<Option<String>, DataplaneError> {
         let tried = self.restore(trial);
-        self.restore(&Ledger::end_of_trials())?;
+        self.restore(&RulesLedger::end_of_trials())?;
         match tried {
             Ok(()) => Ok(None),
             Err(error) if error.kind == ErrorKind::Rejected => Ok(Some(error.message)),
@@ -169,13 +173,18 @@ impl Programs {
     }
 
     /// True when a chain exists.
-    pub(in crate::dataplane) fn has_chain(&self, table: Table, chain: &str) -> Result<bool, DataplaneError> {
+    pub(in crate::dataplane) fn has_chain(&self, table: RulesTable, chain: &str) -> Result<bool, DataplaneError> {
         let output = self.test(table, &["-S", chain, "1"])?;
         self.is_found(table, &output)
     }
 
     /// True when a rule exists in a chain. `rule` has the form that `iptables-save` prints.
-    pub(in crate::dataplane) fn has_rule(&self, table: Table, chain: &str, rule: &str) -> Result<bool, DataplaneError> {
+    pub(in crate::dataplane) fn has_rule(
+        &self,
+        table: RulesTable,
+        chain: &str,
+        rule: &str,
+    ) -> Result<bool, DataplaneError> {
         let words = split_rule(rule);
         let mut arguments = vec!["-C", chain];
         arguments.extend(words.iter().map(String::as_str));
@@ -193,14 +202,14 @@ impl Programs {
         self.is_found(table, &output)
     }
 
-    fn test(&self, table: Table, arguments: &[&str]) -> Result<Output, DataplaneError> {
+    fn test(&self, table: RulesTable, arguments: &[&str]) -> Result<Output, DataplaneError> {
         let program = self.name("");
         let mut command = Command::new(&program);
         command.args(["-w", LOCK_WAIT_SECONDS, "-t", table.as_str()]).args(arguments);
         command.output().map_err(|error| start_error(&program, &error))
     }
 
-    fn is_found(&self, table: Table, output: &Output) -> Result<bool, DataplaneError> {
+    fn is_found(&self, table: RulesTable, output: &Output) -> Result<bool, DataplaneError> {
         match output.status.code() {
             Some(0) => Ok(true),
             Some(1) => Ok(false),

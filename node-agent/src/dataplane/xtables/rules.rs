@@ -4,7 +4,7 @@
 use std::convert::Infallible;
 
 use headgate_core::iptables::{
-    ExistingReader, ExistingTables, Jump, Ledger, Script, Table, beside_ipvs, names::CANARY,
+    ExistingReader, ExistingTables, Jump, RulesLedger, RulesTable, Script, beside_ipvs, names::CANARY,
 };
 use headgate_oracle::iptables;
 
@@ -18,7 +18,7 @@ use crate::bisect;
 #[derive(Debug)]
 pub(in crate::dataplane) struct Kept {
     /// The table of the chain.
-    pub(in crate::dataplane) table: Table,
+    pub(in crate::dataplane) table: RulesTable,
     /// The name of the chain.
     pub(in crate::dataplane) name: String,
     /// A warning for the log: the chain, and the kernel's error.
@@ -29,7 +29,7 @@ impl Programs {
     /// Reads our chains in all tables.
     pub(in crate::dataplane) fn existing_tables(&self) -> Result<ExistingTables, DataplaneError> {
         let mut tables = ExistingTables::default();
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             tables.set(table, self.existing(table)?);
         }
         Ok(tables)
@@ -38,7 +38,7 @@ impl Programs {
     /// Reads all rules for a decoder.
     pub(in crate::dataplane) fn for_decoder(&self) -> Result<iptables::Rules, DataplaneError> {
         let mut rules = iptables::Rules::default();
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             self.save(table, |line| rules.line(line))?;
         }
         Ok(rules)
@@ -62,8 +62,8 @@ impl Programs {
     }
 
     /// Deletes as many chains as possible. Returns the others.
-    fn delete_chains(&self, chains: &[(Table, String)]) -> Vec<Kept> {
-        let attempt = |chains: &[(Table, String)]| {
+    fn delete_chains(&self, chains: &[(RulesTable, String)]) -> Vec<Kept> {
+        let attempt = |chains: &[(RulesTable, String)]| {
             Ok::<_, Infallible>(self.restore(&Script::deleting(chains)).err().map(|error| error.message))
         };
         let refused = bisect::find_faults(chains, "", u32::MAX, attempt).unwrap_or_default();
@@ -84,9 +84,9 @@ impl Programs {
     /// Describes the first missing jump or canary chain, if any. Flushing a table removes the
     /// canary chain or the jumps.
     pub(in crate::dataplane) fn missing(&self, jumps: &[Jump]) -> Result<Option<String>, DataplaneError> {
-        let in_words = |what: &str, table: Table| format!("{what} of table {table} ({})", self.family());
-        if !self.has_chain(Table::Mangle, CANARY)? {
-            return Ok(Some(in_words(&format!("chain {CANARY}"), Table::Mangle)));
+        let in_words = |what: &str, table: RulesTable| format!("{what} of table {table} ({})", self.family());
+        if !self.has_chain(RulesTable::Mangle, CANARY)? {
+            return Ok(Some(in_words(&format!("chain {CANARY}"), RulesTable::Mangle)));
         }
         for jump in jumps {
             if !self.has_rule(jump.table, jump.from, &jump.rule)? {
@@ -98,13 +98,13 @@ impl Programs {
 
     /// Removes all our rules and chains.
     pub(in crate::dataplane) fn cleanup(&self) -> Result<(), DataplaneError> {
-        self.delete(&Ledger::cleanup(&self.existing_tables()?))
+        self.delete(&RulesLedger::cleanup(&self.existing_tables()?))
     }
 
     /// Removes our rules and chains, except those that a kube-proxy in mode ipvs uses.
     pub(in crate::dataplane) fn cleanup_beside_ipvs(&self) -> Result<(), DataplaneError> {
         let mut existing = ExistingTables::default();
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             let reader = ExistingReader::sparing(table, beside_ipvs::chains(table));
             existing.set(table, self.existing_by(table, reader)?);
         }

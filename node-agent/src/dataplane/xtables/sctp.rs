@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use headgate_core::{Demand, iptables::Ledger};
+use headgate_core::{Demand, iptables::RulesLedger};
 
 use super::{
     super::{
@@ -90,5 +90,5 @@ impl FamilyRules {
 }
 
 fn can_match(programs: &Programs) -> Result<bool, DataplaneError> {
-    Ok(programs.try_out(&Ledger::trial_of_sctp())?.is_none())
+    Ok(programs.try_out(&RulesLedger::trial_of_sctp())?.is_none())
 }

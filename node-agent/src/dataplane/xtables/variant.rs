@@ -1,7 +1,7 @@
 //! Chooses the iptables variant that the node already uses. If the agent used the other variant,
 //! the kernel would evaluate the rules of both variants, in an undefined order.
 
-use headgate_core::{Family, iptables::Table};
+use headgate_core::{Family, iptables::RulesTable};
 
 use super::{
     super::{DataplaneError, ErrorKind},
@@ -60,7 +60,7 @@ impl Use {
 fn used(variant: Variant) -> Use {
     let mut used = Use::default();
     for programs in Family::BOTH.map(|family| Programs::new(family, variant)) {
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             if let Err(error) = programs.save(table, |line| used.count(line)) {
                 tracing::debug!(%error, "cannot count the rules of an iptables variant");
             }

@@ -7,7 +7,7 @@ use std::{cell::Cell, collections::VecDeque};
 
 use headgate_core::{
     forwarding,
-    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, ruleset},
+    iptables::{ExistingTables, RenderConfig, RulesLedger, RulesTable, Script, ruleset},
 };
 
 use self::fake_kernel::FakeKernel;
@@ -17,7 +17,7 @@ use crate::dataplane::{RulesDifferences, RulesVerification};
 /// A dataplane with a real ledger and a kernel in memory. The first partial sync fails as if
 /// another process held the lock.
 struct LedgerFamily {
-    ledger: Ledger,
+    ledger: RulesLedger,
     failures_left: u32,
     /// Called before a verification reads the state, with the number of earlier calls.
     during: During,
@@ -92,13 +92,13 @@ impl Dataplane for LedgerFamily {
     fn decode(&mut self, kernel: &mut LedgerKernel) -> Result<forwarding::Table, DataplaneError> {
         let mut rules = headgate_oracle::iptables::Rules::default();
         let kernel = kernel.0.lock().unwrap();
-        Table::ALL.iter().for_each(|table| kernel.save(*table).lines().for_each(|line| rules.line(line)));
+        RulesTable::ALL.iter().for_each(|table| kernel.save(*table).lines().for_each(|line| rules.line(line)));
         Ok(headgate_oracle::iptables::decode(&rules, Family::V4, None, &BTreeSet::new()))
     }
 }
 
 fn existing(kernel: &FakeKernel) -> ExistingTables {
-    ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat())
+    ExistingTables::parse(&RulesTable::ALL.map(|table| kernel.save(table)).concat())
 }
 
 /// A loop with [`LedgerFamily`].
@@ -121,7 +121,7 @@ fn ledger_dataplane(
     findings: &Findings,
 ) -> Box<dyn NodeDataplane> {
     let make = |family| LedgerFamily {
-        ledger: Ledger::new(ruleset(RenderConfig::new(family))),
+        ledger: RulesLedger::new(ruleset(RenderConfig::new(family))),
         failures_left,
         during: Arc::clone(during),
         findings: Arc::clone(findings),
@@ -165,11 +165,11 @@ fn a_verification_finds_a_wrong_ledger_and_a_changed_kernel_and_repairs_both() {
     run.batch(3, vec![endpoint("db", 8, 5432)]);
     run.wait_programmed(3);
     assert_eq!(verified(&run), Vec::<String>::new());
-    let nat = kernel.lock().unwrap().save(Table::Nat);
+    let nat = kernel.lock().unwrap().save(RulesTable::Nat);
     assert_eq!(nat.matches("DNAT --to-destination").count(), 4, "{nat}");
 
     // Another program deletes a rule.
-    let save = kernel.lock().unwrap().save(Table::Nat);
+    let save = kernel.lock().unwrap().save(RulesTable::Nat);
     let rule = save.lines().find(|line| line.contains("DNAT --to-destination")).unwrap();
     kernel.lock().unwrap().restore(&format!("*nat\n-D {}\nCOMMIT\n", rule.trim_start_matches("-A "))).unwrap();
     let differences = verified(&run);
@@ -202,7 +202,7 @@ fn a_verification_makes_one_full_sync_for_each_rule_that_it_does_not_understand(
     assert!(!differences.is_empty());
     run.batch(2, vec![endpoint("web", 2, 8080)]);
     run.wait_programmed(2);
-    assert!(!kernel.lock().unwrap().save(Table::Nat).contains(foreign));
+    assert!(!kernel.lock().unwrap().save(RulesTable::Nat).contains(foreign));
     assert_eq!(repairs(), 1);
     // The differences name another endpoint now.
     assert_ne!(verified(&run), differences);
@@ -216,7 +216,7 @@ fn a_verification_makes_one_full_sync_for_each_rule_that_it_does_not_understand(
     assert_eq!(repairs(), 3);
     run.batch(4, vec![endpoint("web", 3, 8080)]);
     run.wait_programmed(4);
-    assert!(!kernel.lock().unwrap().save(Table::Nat).contains(foreign));
+    assert!(!kernel.lock().unwrap().save(RulesTable::Nat).contains(foreign));
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn a_change_whose_first_attempt_fails_is_in_the_kernel_when_it_is_reported_as_pr
     run.wait_programmed(1);
     run.batch(2, vec![endpoint("web", 2, 8080)]);
     run.wait_programmed(2);
-    let nat = kernel.lock().unwrap().save(Table::Nat);
+    let nat = kernel.lock().unwrap().save(RulesTable::Nat);
     let translations = nat.lines().filter(|line| line.contains("DNAT --to-destination")).count();
     assert_eq!(translations, 2, "{nat}");
 }
@@ -266,7 +266,7 @@ impl Stepped {
     /// Removes the rule of Service svc003, as another program would.
     fn remove_rule(&self) {
         let mut kernel = self.kernel.lock().unwrap();
-        let saved = kernel.save(Table::Nat);
+        let saved = kernel.save(RulesTable::Nat);
         let is_of_service = |line: &&str| line.ends_with(" --to-destination 10.1.0.33:8080");
         let rule = saved.lines().find(is_of_service).unwrap().trim_start_matches("-A ");
         kernel.restore(&format!("*nat\n-D {rule}\nCOMMIT\n")).unwrap();
@@ -274,7 +274,7 @@ impl Stepped {
 
     /// The number of DNAT rules in the kernel.
     fn translations(&self) -> usize {
-        self.kernel.lock().unwrap().save(Table::Nat).matches("DNAT --to-destination").count()
+        self.kernel.lock().unwrap().save(RulesTable::Nat).matches("DNAT --to-destination").count()
     }
 
     /// The numbers of repairs and of differences.
@@ -298,7 +298,7 @@ fn changes_are_programmed_while_the_rules_are_verified_and_are_not_differences()
         if !change.is_empty() {
             state.apply(update(parts as u64, change));
         }
-        let nat = kernel.lock().unwrap().save(Table::Nat);
+        let nat = kernel.lock().unwrap().save(RulesTable::Nat);
         seen.lock().unwrap().push(nat.lines().filter(|line| line.contains("DNAT --to-destination")).count());
     };
     let mut run = Stepped::new([], during);
@@ -372,7 +372,7 @@ fn lost_notifications_lead_to_one_verification_at_once_and_without_its_result_to
 fn notifications_are_not_lost_twice_when_the_check_of_another_family_fails() {
     let findings: Findings = Arc::new(Mutex::new([Ok(Finding::Unknown), Err(retry())].into()));
     let make = |family| LedgerFamily {
-        ledger: Ledger::new(ruleset(RenderConfig::new(family))),
+        ledger: RulesLedger::new(ruleset(RenderConfig::new(family))),
         failures_left: 0,
         during: Arc::new(Mutex::new(|_| ())),
         findings: Arc::clone(&findings),

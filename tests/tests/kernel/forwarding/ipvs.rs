@@ -3,7 +3,7 @@
 use headgate_core::explain::Mode;
 use headgate_node_agent::dataplane::{
     iptables::Variant,
-    ipvs::{Config, IpvsDataplane},
+    ipvs::{IpvsDataplane, IpvsOptions},
 };
 use headgate_tests::uml;
 
@@ -13,7 +13,7 @@ use super::{Rig, masquerade, namespace};
 fn virtual_servers_are_verified() {
     uml::inside(|| {
         let verified = || {
-            let config = Config { variant: Variant::Legacy, masquerade: masquerade(), ..Config::default() };
+            let config = IpvsOptions { variant: Variant::Legacy, masquerade: masquerade(), ..IpvsOptions::default() };
             Rig::new(Mode::Ipvs, Box::new(IpvsDataplane::new(config)?))?.ensure_equal()
         };
         namespace("ipvs").run(verified).unwrap();

@@ -1,6 +1,6 @@
 //! Rules of the project that the compiler, clippy and rustfmt do not check: dependencies of crates,
-//! layers of modules, budgets of lines, the form of text, links in documents, and compatibility of
-//! the protocol.
+//! layers of modules, budgets of lines, names of types, the form of text, links in documents, and
+//! compatibility of the protocol.
 
 mod behaviours;
 mod budgets;
@@ -10,6 +10,7 @@ mod imports;
 mod layers;
 mod logs;
 mod monitoring;
+mod names;
 mod protocol;
 mod real_servers;
 mod text;

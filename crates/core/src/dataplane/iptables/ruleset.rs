@@ -3,7 +3,7 @@
 use super::service_rules;
 use crate::{
     dataplane::rules::{
-        FixedChain, Jump, RenderConfig, Ruleset, Script, Table,
+        FixedChain, Jump, RenderConfig, RulesTable, Ruleset, Script,
         line::Line,
         names::{
             DispatchChain, EXTERNAL_SERVICES, FORWARD, GATE_INPUT, LOCALNET_GUARD, NODE_PORTS, POSTROUTING,
@@ -52,7 +52,7 @@ fn gate_chains(config: &RenderConfig) -> impl Iterator<Item = FixedChain> {
             .comment("the proxy, while it accepts connections")
             .while_gate_is_closed(config.family)
             .jump(format_args!("DNAT --to-destination {listener}"));
-        FixedChain { table: Table::Nat, name: chain.name(), rules }
+        FixedChain { table: RulesTable::Nat, name: chain.name(), rules }
     })
 }
 
@@ -66,7 +66,7 @@ fn gate_input(config: &RenderConfig) -> Option<FixedChain> {
         .protocol(Protocol::Tcp)
         .add("-m conntrack --ctstate DNAT")
         .jump("ACCEPT");
-    Some(FixedChain { table: Table::Filter, name: GATE_INPUT, rules })
+    Some(FixedChain { table: RulesTable::Filter, name: GATE_INPUT, rules })
 }
 
 /// Renders the rule of KUBE-POSTROUTING that excludes connections to the proxy from masquerading,
@@ -83,7 +83,7 @@ fn jumps(config: &RenderConfig) -> Vec<Jump> {
     let portals = "kubernetes service portals";
     let visible = "kubernetes externally-visible service portals";
     let firewall = "kubernetes load balancer firewall";
-    let (nat, filter) = (Table::Nat, Table::Filter);
+    let (nat, filter) = (RulesTable::Nat, RulesTable::Filter);
     let mut jumps = Vec::new();
     // The guard comes first, because KUBE-NODEPORTS accepts packets to health-check node ports.
     // Packets that another host sends to 127.0.0.1 must not reach KUBE-NODEPORTS.
@@ -124,7 +124,7 @@ fn external_output_jump(comment: &str) -> Jump {
         .add("-m conntrack --ctstate NEW -m addrtype ! --dst-type LOCAL")
         .comment(comment)
         .jump(EXTERNAL_SERVICES);
-    Jump { table: Table::Filter, from: "OUTPUT", rule: rule.trim().to_owned() }
+    Jump { table: RulesTable::Filter, from: "OUTPUT", rule: rule.trim().to_owned() }
 }
 
 /// Returns a script that creates the chain [`LOCALNET_GUARD`] and its jumps, for a node without
@@ -141,7 +141,7 @@ pub fn localnet_guard_script() -> Script {
 
 fn localnet_guard_jumps() -> [Jump; 2] {
     ["INPUT", "OUTPUT"]
-        .map(|from| jump(Table::Filter, from, LOCALNET_GUARD, "block incoming localnet connections", false))
+        .map(|from| jump(RulesTable::Filter, from, LOCALNET_GUARD, "block incoming localnet connections", false))
 }
 
 /// Creates the chain that protects 127.0.0.0/8. With `route_localnet`, other hosts could reach
@@ -154,5 +154,5 @@ fn localnet_guard() -> FixedChain {
         .comment("block incoming localnet connections")
         .add("-m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT")
         .jump("DROP");
-    FixedChain { table: Table::Filter, name: LOCALNET_GUARD, rules }
+    FixedChain { table: RulesTable::Filter, name: LOCALNET_GUARD, rules }
 }

@@ -6,7 +6,7 @@ mod scripts;
 use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use super::{
-    Existing, ExistingTables, Layout, Ledger, RenderConfig, Script, Table,
+    ExistingRules, ExistingTables, Layout, RenderConfig, RulesLedger, RulesTable, Script,
     names::{ChainKind, ChainName},
     ruleset,
 };
@@ -46,8 +46,8 @@ fn state(changes: impl IntoIterator<Item = Change>) -> (State, Dirty) {
     (state, dirty)
 }
 
-fn full(config: RenderConfig, state: &State) -> (Ledger, String) {
-    let mut ledger = Ledger::new(ruleset(config));
+fn full(config: RenderConfig, state: &State) -> (RulesLedger, String) {
+    let mut ledger = RulesLedger::new(ruleset(config));
     let (script, _) = ledger.full(&FixedState(state, &node()), ExistingTables::default());
     (ledger, script.to_string())
 }
@@ -111,19 +111,20 @@ fn stale_chains_are_deleted_and_foreign_chains_are_kept() {
     let save = "*nat\n:PREROUTING ACCEPT [0:0]\n:DOCKER - [0:0]\n:KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n\
         -A PREROUTING -j DOCKER\n-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n";
     let existing = ExistingTables::parse(save);
-    let (script, _) = Ledger::new(ruleset(config())).full(&FixedState(&State::default(), &node()), existing.clone());
+    let (script, _) =
+        RulesLedger::new(ruleset(config())).full(&FixedState(&State::default(), &node()), existing.clone());
     let script = script.to_string();
     assert!(script.contains("-X KUBE-SVC-XPGD46QRK7WJZT7O\n"));
     assert!(!script.contains("DOCKER"));
     assert!(!script.contains("-I PREROUTING"), "the jump already exists");
     assert!(script.contains("-I OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES"));
-    let cleanup = Ledger::cleanup(&existing).to_string();
+    let cleanup = RulesLedger::cleanup(&existing).to_string();
     assert_eq!(
         cleanup,
         "*nat\n:KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n\
          -D PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n-X KUBE-SVC-XPGD46QRK7WJZT7O\nCOMMIT\n"
     );
-    assert!(Existing::parse(Table::Filter, save).chains.is_empty());
+    assert!(ExistingRules::parse(RulesTable::Filter, save).chains.is_empty());
 }
 
 #[test]
@@ -134,7 +135,7 @@ fn dispatch_groups_are_resized_when_the_cluster_grows() {
         |i: u32| Service { key: key(i), cluster_ips: vec![address(i)], ..service("svc1", "172.30.0.41") };
     let mut kernel = FakeKernel::default();
     let mut state = State::default();
-    let mut ledger = Ledger::new(ruleset(config()));
+    let mut ledger = RulesLedger::new(ruleset(config()));
     kernel.restore(&ledger.full(&FixedState(&state, &node()), ExistingTables::default()).0.to_string()).unwrap();
     for i in 0..4000 {
         let mut dirty = Dirty::default();
@@ -143,7 +144,7 @@ fn dispatch_groups_are_resized_when_the_cluster_grows() {
         }
         kernel.restore(&ledger.changed(&state, &node(), &dirty).0.to_string()).unwrap();
     }
-    let save = kernel.save(Table::Nat);
+    let save = kernel.save(RulesTable::Nat);
     let mut lengths: HashMap<&str, usize> = HashMap::new();
     for line in save.lines() {
         if let Some(chain) = line.strip_prefix("-A ").and_then(|rule| rule.split(' ').next()) {
@@ -189,8 +190,8 @@ fn only_rules_of_sctp_ports_are_left_out_if_iptables_cannot_match_sctp() {
         assert!(!left_out.contains("-m sctp") && script(config, &with, &empty).contains("-m sctp"), "{layout:?}");
     }
     let mut kernel = FakeKernel::default();
-    kernel.restore(&Ledger::trial_of_sctp().to_string()).unwrap();
-    assert!(kernel.save(Table::Nat).contains("-p sctp -m sctp"));
-    kernel.restore(&Ledger::end_of_trials().to_string()).unwrap();
-    assert!(!kernel.save(Table::Nat).contains("sctp"));
+    kernel.restore(&RulesLedger::trial_of_sctp().to_string()).unwrap();
+    assert!(kernel.save(RulesTable::Nat).contains("-p sctp -m sctp"));
+    kernel.restore(&RulesLedger::end_of_trials().to_string()).unwrap();
+    assert!(!kernel.save(RulesTable::Nat).contains("sctp"));
 }

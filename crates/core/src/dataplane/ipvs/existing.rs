@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    super::ipsets::{Element, Set},
+    super::ipsets::{IpSetElement, Set},
     config::IpvsConfig,
     objects::{ServerKey, Settings},
 };
@@ -25,10 +25,10 @@ pub struct ExistingServer {
 
 /// The objects in the kernel for one family.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Existing {
+pub struct ExistingObjects {
     /// Sets with names of Headgate and the right type, with their elements. The caller destroys
     /// sets with such a name and another type before it reads the kernel.
-    pub sets: BTreeMap<Set, BTreeSet<Element>>,
+    pub sets: BTreeMap<Set, BTreeSet<IpSetElement>>,
     /// Addresses of Headgate's device.
     pub device_addresses: BTreeSet<IpAddr>,
     /// Virtual servers with an address, including servers of other programs. Virtual servers with a
@@ -38,11 +38,11 @@ pub struct Existing {
     pub tables: ExistingTables,
 }
 
-impl Existing {
+impl ExistingObjects {
     /// Returns the element that marks a virtual server as Headgate's, or `None` if the server
     /// belongs to another program.
     #[must_use]
-    pub fn mark(&self, key: &ServerKey, config: &IpvsConfig) -> Option<(Set, Element)> {
+    pub fn mark(&self, key: &ServerKey, config: &IpvsConfig) -> Option<(Set, IpSetElement)> {
         self.mark_preferring(key, config, |_| false)
     }
 
@@ -53,8 +53,8 @@ impl Existing {
         &self,
         key: &ServerKey,
         config: &IpvsConfig,
-        is_needed: impl Fn(&(Set, Element)) -> bool,
-    ) -> Option<(Set, Element)> {
+        is_needed: impl Fn(&(Set, IpSetElement)) -> bool,
+    ) -> Option<(Set, IpSetElement)> {
         if config.excludes(key.address) {
             return None;
         }
@@ -73,7 +73,7 @@ impl Existing {
     /// NodePorts contain no addresses, and kube-proxy does not create [`Set::NodePortServers`].
     fn is_kube_proxys_node_port(&self, key: &ServerKey) -> bool {
         let element = match key.protocol {
-            Protocol::Tcp | Protocol::Udp => Element::Port(key.port),
+            Protocol::Tcp | Protocol::Udp => IpSetElement::Port(key.port),
             Protocol::Sctp => key.element(),
         };
         let is_node_port =

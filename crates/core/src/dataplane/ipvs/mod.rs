@@ -2,9 +2,9 @@
 //!
 //! A [`service::ServicePlan`] contains the kernel objects of a service: virtual servers with their
 //! destinations, elements of [sets](super::ipsets), and addresses for the dummy device. The
-//! [`Ledger`] records the programmed objects and returns [`Plan`]s with only the differences.
-//! iptables rules masquerade, reject and drop packets, which virtual servers cannot do. The ledger
-//! of [`super::rules`] programs these rules.
+//! [`IpvsLedger`] records the programmed objects and returns [`IpvsPlan`]s with only the
+//! differences. iptables rules masquerade, reject and drop packets, which virtual servers cannot
+//! do. The ledger of [`super::rules`] programs these rules.
 //!
 //! # Differences from kube-proxy's IPVS mode
 //!
@@ -68,12 +68,12 @@ mod short_circuit;
 #[cfg(test)]
 mod tests;
 
-pub use super::ipsets::{Element, Set, SetKind};
+pub use super::ipsets::{IpSetElement, Set, SetKind};
 pub use config::{IpvsConfig, SchedulerProblem};
-pub use existing::Existing;
-pub use ledger::Ledger;
+pub use existing::ExistingObjects;
+pub use ledger::IpvsLedger;
 pub use objects::{Object, ServerKey, Settings};
-pub use plan::{Op, Plan};
+pub use plan::{IpvsPlan, Op};
 pub use scheduler::Scheduler;
 
 /// The dummy device that has the addresses of services.

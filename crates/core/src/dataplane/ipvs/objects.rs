@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    super::ipsets::{Element, Set},
+    super::ipsets::{IpSetElement, Set},
     scheduler::Scheduler,
 };
 use crate::model::Protocol;
@@ -25,8 +25,8 @@ pub struct ServerKey {
 impl ServerKey {
     /// Returns the element of a set that matches the address and port of this server.
     #[must_use]
-    pub fn element(&self) -> Element {
-        Element::IpPort(self.address, self.protocol, self.port)
+    pub fn element(&self) -> IpSetElement {
+        IpSetElement::IpPort(self.address, self.protocol, self.port)
     }
 }
 
@@ -61,7 +61,7 @@ impl Settings {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Object {
     /// An element of a set.
-    Element(Set, Element),
+    Element(Set, IpSetElement),
     /// An address of Headgate's device.
     Address(IpAddr),
     /// A virtual server.

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use super::{
-    super::ipsets::{Element, Set},
+    super::ipsets::{IpSetElement, Set},
     objects::{Object, ServerKey, Settings},
 };
 use crate::dataplane::rules::Script;
@@ -14,7 +14,7 @@ pub enum Op {
     /// Creates a set.
     CreateSet(Set),
     /// Adds an element that is not in the set.
-    AddElement(Set, Element),
+    AddElement(Set, IpSetElement),
     /// Adds an address with prefix length 32 or 128 to Headgate's device.
     AddAddress(IpAddr),
     /// Adds a virtual server without destinations.
@@ -32,7 +32,7 @@ pub enum Op {
     /// Removes an address from Headgate's device.
     DeleteAddress(IpAddr),
     /// Removes an element that is in the set.
-    DeleteElement(Set, Element),
+    DeleteElement(Set, IpSetElement),
     /// Removes a set that no rule refers to.
     DestroySet(Set),
 }
@@ -61,7 +61,7 @@ impl Op {
 
 /// Changes of the kernel. The caller carries out `before`, then the script, then `after`.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Plan {
+pub struct IpvsPlan {
     /// Additions and changes. An object comes before the objects that refer to it.
     pub before: Vec<Op>,
     /// Changes of iptables rules.
@@ -72,7 +72,7 @@ pub struct Plan {
     pub services_planned: u32,
 }
 
-impl Plan {
+impl IpvsPlan {
     /// True if the plan changes nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {

@@ -12,7 +12,7 @@ use crate::{
     dataplane::{
         ipsets::Set,
         rules::{
-            FixedChain, Jump, NodePortAddresses, RenderConfig, Ruleset, Table,
+            FixedChain, Jump, NodePortAddresses, RenderConfig, RulesTable, Ruleset,
             line::Line,
             names::{
                 DispatchChain, FORWARD, IN_FILTER, LOAD_BALANCER, MARK_MASQ, NODE_PORT, OUT_FILTER, POSTROUTING,
@@ -61,20 +61,20 @@ fn set_chains(family: Family) -> Vec<FixedChain> {
         rules
     };
     vec![
-        chain(Table::Mangle, SOURCE_RANGES, source_ranges(family)),
-        chain(Table::Mangle, OUT_FILTER, to_ranges(OUT_FILTER)),
-        chain(Table::Nat, LOAD_BALANCER, load_balancer(family)),
-        chain(Table::Nat, NODE_PORT, node_port_masquerade(family)),
-        chain(Table::Filter, NODE_PORT, health_checks(family)),
-        chain(Table::Filter, SOURCE_RANGES, source_ranges(family)),
-        chain(Table::Filter, PROXY_FIREWALL, to_ranges(PROXY_FIREWALL)),
-        chain(Table::Filter, IN_FILTER, in_filter(family)),
-        chain(Table::Filter, OUT_FILTER, out_filter(family)),
+        chain(RulesTable::Mangle, SOURCE_RANGES, source_ranges(family)),
+        chain(RulesTable::Mangle, OUT_FILTER, to_ranges(OUT_FILTER)),
+        chain(RulesTable::Nat, LOAD_BALANCER, load_balancer(family)),
+        chain(RulesTable::Nat, NODE_PORT, node_port_masquerade(family)),
+        chain(RulesTable::Filter, NODE_PORT, health_checks(family)),
+        chain(RulesTable::Filter, SOURCE_RANGES, source_ranges(family)),
+        chain(RulesTable::Filter, PROXY_FIREWALL, to_ranges(PROXY_FIREWALL)),
+        chain(RulesTable::Filter, IN_FILTER, in_filter(family)),
+        chain(RulesTable::Filter, OUT_FILTER, out_filter(family)),
     ]
 }
 
 fn jumps() -> Vec<Jump> {
-    let (mangle, nat, filter) = (Table::Mangle, Table::Nat, Table::Filter);
+    let (mangle, nat, filter) = (RulesTable::Mangle, RulesTable::Nat, RulesTable::Filter);
     let portals = "kubernetes service portals";
     let access = "kubernetes ipvs access filter";
     vec![

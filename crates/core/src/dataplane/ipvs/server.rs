@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    super::ipsets::{Element, Set},
+    super::ipsets::{IpSetElement, Set},
     objects::{ServerKey, Settings},
     plan::Op,
 };
@@ -22,7 +22,7 @@ pub struct Wanted {
     /// policy share these destinations.
     pub destinations: Arc<[(SocketAddr, u32)]>,
     /// The element that marks the server as Headgate's.
-    pub mark: (Set, Element),
+    pub mark: (Set, IpSetElement),
     /// True if Headgate's device must have the address of the server.
     pub is_on_device: bool,
 }
@@ -46,13 +46,13 @@ pub(super) struct Server {
     destinations: BTreeMap<SocketAddr, DestinationState>,
     /// `mark` and `is_on_device` are the fields of [`Wanted`]. Their values come from the service
     /// that wants the server or, if no service wants it, from the last service that wanted it.
-    pub(super) mark: (Set, Element),
+    pub(super) mark: (Set, IpSetElement),
     pub(super) is_on_device: bool,
 }
 
 impl Server {
     /// Creates a server without destinations.
-    pub(super) fn new(key: ServerKey, settings: Settings, mark: (Set, Element), is_on_device: bool) -> Self {
+    pub(super) fn new(key: ServerKey, settings: Settings, mark: (Set, IpSetElement), is_on_device: bool) -> Self {
         Self { key, settings, destinations: BTreeMap::new(), mark, is_on_device }
     }
 
@@ -61,7 +61,7 @@ impl Server {
     pub(super) fn found(
         key: ServerKey,
         settings: Settings,
-        mark: (Set, Element),
+        mark: (Set, IpSetElement),
         is_on_device: bool,
         destinations: &BTreeMap<SocketAddr, u32>,
         since: impl Fn(&SocketAddr) -> u64,

@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    super::ipsets::{Element, Set},
+    super::ipsets::{IpSetElement, Set},
     config::{IpvsConfig, SchedulerProblem},
     objects::{ServerKey, Settings},
     server::Wanted,
@@ -39,7 +39,7 @@ pub struct ServicePlan {
     /// Virtual servers.
     pub servers: BTreeMap<ServerKey, (AddressKind, Wanted)>,
     /// Elements of sets.
-    pub elements: BTreeSet<(Set, Element)>,
+    pub elements: BTreeSet<(Set, IpSetElement)>,
     /// Addresses that Headgate's device must have, even if no virtual server has the address.
     pub device_addresses: BTreeSet<IpAddr>,
     /// A problem with the annotations of the service.
@@ -64,7 +64,7 @@ pub fn plan(
         Port { config, service, failing, view, settings, cluster: None, local: None }.plan(&mut plan);
     }
     if service.health_check_node_port != 0 && !views.is_empty() {
-        plan.elements.insert((Set::HealthCheckNodePort, Element::Port(service.health_check_node_port)));
+        plan.elements.insert((Set::HealthCheckNodePort, IpSetElement::Port(service.health_check_node_port)));
     }
     plan
 }
@@ -127,7 +127,7 @@ impl Port<'_> {
         let (protocol, port, policy) = (self.view.protocol, self.view.node_port, self.view.external_traffic_policy);
         let sets = [Some(Set::node_port(protocol)), policy.is_local().then(|| Set::node_port_local(protocol))];
         if protocol != Protocol::Sctp {
-            plan.elements.extend(sets.into_iter().flatten().map(|set| (set, Element::Port(port))));
+            plan.elements.extend(sets.into_iter().flatten().map(|set| (set, IpSetElement::Port(port))));
         }
         for address in &self.config.node_port_addresses {
             if crate::model::Family::of(*address) != self.view.family {
@@ -149,7 +149,7 @@ impl Port<'_> {
         plan: &mut ServicePlan,
         kind: AddressKind,
         key: ServerKey,
-        mark: (Set, Element),
+        mark: (Set, IpSetElement),
         is_on_device: bool,
         policy: TrafficPolicy,
     ) {
@@ -198,13 +198,13 @@ impl Port<'_> {
             return;
         }
         let ServerKey { address, protocol, port } = self.key(address);
-        plan.elements.insert((Set::LoadBalancerFirewall, Element::IpPort(address, protocol, port)));
+        plan.elements.insert((Set::LoadBalancerFirewall, IpSetElement::IpPort(address, protocol, port)));
         for range in &ranges.ranges {
-            let element = Element::IpPortNet(address, protocol, port, *range);
+            let element = IpSetElement::IpPortNet(address, protocol, port, *range);
             plan.elements.insert((Set::LoadBalancerSourceCidr, element));
         }
         if ranges.admits_node {
-            let element = Element::IpPortIp(address, protocol, port, address);
+            let element = IpSetElement::IpPortIp(address, protocol, port, address);
             plan.elements.insert((Set::LoadBalancerSourceIp, element));
         }
     }
@@ -215,7 +215,7 @@ impl Port<'_> {
         let view = self.view;
         for endpoint in view.reachable_endpoints().iter().filter(|endpoint| endpoint.may_be_local) {
             let Destination { address, port, .. } = *endpoint;
-            plan.elements.insert((Set::LoopBack, Element::IpPortIp(address, view.protocol, port, address)));
+            plan.elements.insert((Set::LoopBack, IpSetElement::IpPortIp(address, view.protocol, port, address)));
         }
     }
 }

@@ -43,7 +43,7 @@ fn endpoint(address: &str, node: &str) -> Change {
 
 struct Rig {
     kernel: FakeKernel,
-    ledger: Ledger,
+    ledger: IpvsLedger,
     state: State,
     node: NodeFacts,
 }
@@ -52,7 +52,7 @@ impl Rig {
     fn new(config: IpvsConfig) -> Self {
         let mut rig = Self {
             kernel: FakeKernel::new(&config),
-            ledger: Ledger::new(config),
+            ledger: IpvsLedger::new(config),
             state: State::default(),
             node: node(),
         };
@@ -61,7 +61,7 @@ impl Rig {
         rig
     }
 
-    fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> Plan {
+    fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> IpvsPlan {
         let mut dirty = Dirty::default();
         changes.into_iter().for_each(|change| _ = self.state.apply(change, &mut dirty));
         let plan = self.ledger.changed(&self.state, &self.node, &dirty, 0);
@@ -93,7 +93,7 @@ fn names_of_sets_are_the_same_as_in_kube_proxy() {
         assert!(names.iter().all(|name| name.len() <= 31));
         assert!(Set::ALL.iter().all(|set| Set::parse(&set.name(family), family) == Some(*set)));
     }
-    let element = Element::IpPortNet(ip("fd00::1"), Protocol::Udp, 53, "2001:db8::/32".parse().unwrap());
+    let element = IpSetElement::IpPortNet(ip("fd00::1"), Protocol::Udp, 53, "2001:db8::/32".parse().unwrap());
     assert_eq!(element.to_string(), "fd00::1,udp:53,2001:db8::/32");
 }
 

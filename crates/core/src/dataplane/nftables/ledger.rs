@@ -2,8 +2,8 @@
 //! these elements.
 //!
 //! A plan is one transaction: the kernel executes either the whole plan or nothing. The ledger
-//! assumes that plans succeed. After a plan has failed, the caller must use [`Ledger::full`] for
-//! the next plan.
+//! assumes that plans succeed. After a plan has failed, the caller must use
+//! [`NftablesLedger::full`] for the next plan.
 
 mod quarantine;
 
@@ -33,7 +33,7 @@ use crate::{
 
 /// The programmed elements of one family.
 #[derive(Debug)]
-pub struct Ledger {
+pub struct NftablesLedger {
     config: NftablesConfig,
     programmed: HashMap<Arc<ServiceKey>, ProgrammedElements>,
     /// The elements that several services may need.
@@ -56,7 +56,7 @@ struct ProgrammedElements {
 
 /// The elements in the kernel for one family.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Existing {
+pub struct ExistingElements {
     /// The elements, in any order.
     pub elements: Vec<Element>,
     /// The shape for which the rules in the kernel were written.
@@ -65,7 +65,7 @@ pub struct Existing {
 
 /// One transaction.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct NftablesPlan {
     /// Elements to delete. The deletions come before the additions, because an added element may
     /// have the key of a deleted element.
     pub delete: Vec<Element>,
@@ -81,7 +81,7 @@ pub struct Plan {
     pub services_planned: u32,
 }
 
-impl Plan {
+impl NftablesPlan {
     /// True if the plan changes nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -90,13 +90,13 @@ impl Plan {
 
     /// The number of elements that the plan adds.
     #[must_use]
-    pub fn added_count(&self, ledger: &Ledger) -> usize {
+    pub fn added_count(&self, ledger: &NftablesLedger) -> usize {
         self.add.len() + if self.adds_everything { ledger.element_count() } else { 0 }
     }
 
     /// Returns the elements that the plan adds. `ledger` made the plan and has made no other plan
     /// since.
-    pub fn added<'a>(&'a self, ledger: &'a Ledger) -> impl Iterator<Item = Element> + 'a {
+    pub fn added<'a>(&'a self, ledger: &'a NftablesLedger) -> impl Iterator<Item = Element> + 'a {
         let everything = self.adds_everything.then(|| ledger.elements());
         self.add.iter().copied().chain(everything.into_iter().flatten())
     }
@@ -121,7 +121,7 @@ struct Found<'a> {
     taken: HashSet<u32>,
 }
 
-impl Ledger {
+impl NftablesLedger {
     /// The maximum number of unused chains, besides spare chains, that a full sync keeps. Only full
     /// syncs delete chains, so a group that grows and shrinks repeatedly does not add and delete
     /// chains each time.
@@ -181,7 +181,7 @@ impl Ledger {
     }
 
     /// Plans the changes of the dirty services. The cost depends only on these services.
-    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
+    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> NftablesPlan {
         let mut round = ElementRound::default();
         for key in &dirty.services {
             if self.quarantine.contains(key) {
@@ -200,8 +200,8 @@ impl Ledger {
     /// plan does not depend on what the ledger recorded before. Adopts the numbers and slots of
     /// groups in the kernel. The plan is empty if the kernel already has the wanted elements. It
     /// includes what changes meanwhile.
-    pub fn full(&mut self, source: &dyn StateSource, existing: Existing) -> Plan {
-        let Existing { elements: mut existing, shape: existing_shape } = existing;
+    pub fn full(&mut self, source: &dyn StateSource, existing: ExistingElements) -> NftablesPlan {
+        let ExistingElements { elements: mut existing, shape: existing_shape } = existing;
         existing.sort_unstable();
         let mut found = Found::of(&existing);
         let mut quarantine = std::mem::take(&mut self.quarantine);
@@ -413,14 +413,14 @@ impl Ledger {
         }
     }
 
-    fn finish(&self, round: ElementRound, services_planned: usize) -> Plan {
+    fn finish(&self, round: ElementRound, services_planned: usize) -> NftablesPlan {
         let services_planned = u32::try_from(services_planned).unwrap_or(u32::MAX);
         let ElementRound { shared, removed, added, is_shape_changed } = round;
         let mut delete: Vec<Element> = removed.difference(&added).copied().collect();
         delete.extend(self.shared.to_remove(&shared));
         let mut add: Vec<Element> = added.difference(&removed).copied().collect();
         add.extend(self.shared.to_add(&shared));
-        Plan {
+        NftablesPlan {
             delete,
             add,
             adds_everything: false,

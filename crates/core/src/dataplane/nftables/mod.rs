@@ -2,9 +2,9 @@
 //! frontend.
 //!
 //! The number of rules does not depend on the number of Services or endpoints. A Service adds
-//! [`Element`]s to maps and sets, and a change adds and removes only a few elements. The [`Ledger`]
-//! records the elements and plans only the differences. The agent encodes elements and the
-//! [`Shape`] as netlink messages.
+//! [`Element`]s to maps and sets, and a change adds and removes only a few elements. The
+//! [`NftablesLedger`] records the elements and plans only the differences. The agent encodes
+//! elements and the [`Shape`] as netlink messages.
 //!
 //! # From a frontend to an endpoint
 //!
@@ -22,9 +22,9 @@
 //! the endpoint of the last slot moves to the free slot. So the change of one endpoint writes at
 //! most two slots, and the target of each frontend of the group.
 //!
-//! Numbers and slots are arbitrary. After a restart, [`Ledger::full`] adopts the numbers and slots
-//! in the kernel. Only the slots of a hashed group are not arbitrary: they depend on the endpoints
-//! alone.
+//! Numbers and slots are arbitrary. After a restart, [`NftablesLedger::full`] adopts the numbers
+//! and slots in the kernel. Only the slots of a hashed group are not arbitrary: they depend on the
+//! endpoints alone.
 
 mod config;
 mod element;
@@ -38,6 +38,6 @@ mod tests;
 
 pub use config::NftablesConfig;
 pub use element::{Counted, Element, ElementKey, Lookup, Pick, Refusal, Selection, Shape, Target};
-pub use ledger::{Existing, Ledger, Plan};
+pub use ledger::{ExistingElements, NftablesLedger, NftablesPlan};
 pub use rendezvous::HASHED_SLOTS;
 pub(super) use service::plan as port_plan;

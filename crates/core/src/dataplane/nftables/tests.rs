@@ -4,7 +4,7 @@
 use std::{collections::HashSet, net::IpAddr};
 
 use super::{
-    Existing, Ledger, Lookup, NftablesConfig, Selection,
+    ExistingElements, Lookup, NftablesConfig, NftablesLedger, Selection,
     group::{EndpointGroup, GroupKey, Numbers},
 };
 use crate::{
@@ -79,8 +79,8 @@ fn a_service_uses_random_slots_where_the_kernel_cannot_hash() {
     state.apply(Change::from(service), &mut Dirty::default());
     state.apply(Change::Endpoint(key, endpoint), &mut Dirty::default());
     let selection = |can_hash| {
-        let mut ledger = Ledger::new(NftablesConfig { can_hash, ..NftablesConfig::new(Family::V4) });
-        ledger.full(&FixedState(&state, &NodeFacts::named("node")), Existing::default());
+        let mut ledger = NftablesLedger::new(NftablesConfig { can_hash, ..NftablesConfig::new(Family::V4) });
+        ledger.full(&FixedState(&state, &NodeFacts::named("node")), ExistingElements::default());
         ledger.elements().find_map(|element| Some(Lookup::of(&element)?.2.selection)).unwrap()
     };
     assert_eq!((selection(true), selection(false)), (Selection::ByClient, Selection::Random(1)));

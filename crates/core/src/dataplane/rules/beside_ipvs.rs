@@ -5,7 +5,7 @@
 //! packets in mode iptables.
 
 use super::{
-    ExistingTables, Script, Table,
+    ExistingTables, RulesTable, Script,
     existing::{is_ours, target},
     names::{
         FORWARD, IN_FILTER, LOAD_BALANCER, MARK_MASQ, NODE_PORT, OUT_FILTER, POSTROUTING, PROXY_FIREWALL, SERVICES,
@@ -15,11 +15,11 @@ use super::{
 
 /// The chains that kube-proxy uses in mode ipvs.
 #[must_use]
-pub fn chains(table: Table) -> &'static [&'static str] {
+pub fn chains(table: RulesTable) -> &'static [&'static str] {
     match table {
-        Table::Mangle => &[],
-        Table::Nat => &[SERVICES, POSTROUTING, NODE_PORT, LOAD_BALANCER, MARK_MASQ],
-        Table::Filter => &[FORWARD, NODE_PORT, PROXY_FIREWALL, SOURCE_RANGES, IN_FILTER, OUT_FILTER],
+        RulesTable::Mangle => &[],
+        RulesTable::Nat => &[SERVICES, POSTROUTING, NODE_PORT, LOAD_BALANCER, MARK_MASQ],
+        RulesTable::Filter => &[FORWARD, NODE_PORT, PROXY_FIREWALL, SOURCE_RANGES, IN_FILTER, OUT_FILTER],
     }
 }
 
@@ -31,7 +31,7 @@ pub fn chains(table: Table) -> &'static [&'static str] {
 /// its own rules yet. A retry helps after kube-proxy has written them.
 pub fn cleanup(existing: &ExistingTables) -> Result<Script, String> {
     let mut script = Script::default();
-    for table in Table::ALL {
+    for table in RulesTable::ALL {
         let (existing, spared) = (existing.get(table), chains(table));
         let is_in_spared = |rule: &&String| rule.split(' ').next().is_some_and(|chain| spared.contains(&chain));
         if let Some(rule) = existing.referenced.values().find(is_in_spared) {
@@ -60,7 +60,7 @@ mod tests {
 
     fn read(save: &str) -> ExistingTables {
         let mut tables = ExistingTables::default();
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             let mut reader = ExistingReader::sparing(table, chains(table));
             save.lines().for_each(|line| reader.line(line));
             tables.set(table, reader.finish());

@@ -17,7 +17,7 @@ use std::{
 use ipnet::IpNet;
 
 use super::{
-    Table,
+    RulesTable,
     line::Line,
     names::{ChainKind, ChainName, DispatchChain, MARK_MASQ},
     ruleset::Ruleset,
@@ -143,7 +143,7 @@ impl Dispatch {
     }
 
     /// Returns the names of all group chains. The ledger uses them to find stale chains.
-    pub fn group_chains(&self) -> impl Iterator<Item = (Table, ChainName)> {
+    pub fn group_chains(&self) -> impl Iterator<Item = (RulesTable, ChainName)> {
         self.groups.iter().flat_map(|(chain, groups)| {
             groups.keys().filter_map(|group| Some((chain.table(), group_chain(*chain, *group)?)))
         })
@@ -152,7 +152,7 @@ impl Dispatch {
     /// Returns the number of rules in a table that groups need in addition to the lines of
     /// services: the jumps to groups, and their masquerading rules. The cost is linear in the
     /// number of groups.
-    pub(super) fn group_overhead(&self, table: Table) -> usize {
+    pub(super) fn group_overhead(&self, table: RulesTable) -> usize {
         let masquerade = if self.masquerades_cluster_ips() { 2 } else { 0 };
         let of_table = self.groups.iter().filter(|(chain, _)| chain.table() == table);
         let groups = of_table.flat_map(|(chain, groups)| groups.keys().map(|group| (*chain, *group)));

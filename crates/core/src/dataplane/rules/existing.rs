@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    Table,
+    RulesTable,
     names::{self, ChainName, SERVICES},
 };
 
@@ -36,7 +36,7 @@ impl RulesHash {
 
 /// The chains of Headgate in one table, and the rules of the built-in chains.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Existing {
+pub struct ExistingRules {
     /// Chains with names of Headgate, with the hash of their rules, or `None` if the hash is
     /// unknown.
     pub chains: HashMap<String, Option<RulesHash>>,
@@ -54,23 +54,23 @@ pub struct Existing {
 /// memory as a whole.
 #[derive(Debug)]
 pub struct ExistingReader {
-    table: Table,
+    table: RulesTable,
     foreign: &'static [&'static str],
     is_in_table: bool,
-    existing: Existing,
+    existing: ExistingRules,
 }
 
 impl ExistingReader {
     /// Creates a reader for one table.
     #[must_use]
-    pub fn new(table: Table) -> Self {
+    pub fn new(table: RulesTable) -> Self {
         Self::sparing(table, &[])
     }
 
     /// Creates a reader for one table that takes chains with these names for foreign chains.
     #[must_use]
-    pub fn sparing(table: Table, foreign: &'static [&'static str]) -> Self {
-        Self { table, foreign, is_in_table: false, existing: Existing::default() }
+    pub fn sparing(table: RulesTable, foreign: &'static [&'static str]) -> Self {
+        Self { table, foreign, is_in_table: false, existing: ExistingRules::default() }
     }
 
     fn is_ours(&self, name: &str) -> bool {
@@ -103,7 +103,7 @@ impl ExistingReader {
         let (chain, rest) = rule.split_once(' ').unwrap_or((rule, ""));
         if let Some(Some(hash)) = self.existing.chains.get_mut(chain) {
             hash.add(line);
-            if chain == SERVICES && self.table == Table::Nat {
+            if chain == SERVICES && self.table == RulesTable::Nat {
                 self.existing.prefix_length = self.existing.prefix_length.or_else(|| group_prefix_length(rest));
             }
         } else if BASE_CHAINS.contains(&chain) {
@@ -119,7 +119,7 @@ impl ExistingReader {
 
     /// Returns the rules that were read.
     #[must_use]
-    pub fn finish(self) -> Existing {
+    pub fn finish(self) -> ExistingRules {
         self.existing
     }
 }
@@ -140,10 +140,10 @@ fn group_prefix_length(rule: &str) -> Option<u8> {
     prefix.split_once('/')?.1.parse().ok()
 }
 
-impl Existing {
+impl ExistingRules {
     /// Parses one table in the output of `iptables-save`.
     #[must_use]
-    pub fn parse(table: Table, save: &str) -> Self {
+    pub fn parse(table: RulesTable, save: &str) -> Self {
         let mut reader = ExistingReader::new(table);
         save.lines().for_each(|line| reader.line(line));
         reader.finish()
@@ -170,12 +170,12 @@ impl Existing {
     /// True if a rule outside of Headgate's chains jumps to a chain of Headgate, so that packets
     /// may reach that chain.
     #[must_use]
-    pub fn leads_to_ours(&self, table: Table) -> bool {
+    pub fn leads_to_ours(&self, table: RulesTable) -> bool {
         !self.referenced.is_empty() || self.jumps_to_ours(table).next().is_some()
     }
 
     /// Returns the rules of the built-in chains that jump to a chain of Headgate, as (chain, rule).
-    pub fn jumps_to_ours(&self, table: Table) -> impl Iterator<Item = (&str, &str)> {
+    pub fn jumps_to_ours(&self, table: RulesTable) -> impl Iterator<Item = (&str, &str)> {
         self.base_rules.iter().filter_map(
             move |rule| {
                 if is_ours(table, target(rule)?) { rule.split_once(' ') } else { None }
@@ -184,32 +184,33 @@ impl Existing {
     }
 }
 
-/// The rules in the kernel, for all tables that Headgate writes, in the order of [`Table::ALL`].
+/// The rules in the kernel, for all tables that Headgate writes, in the order of
+/// [`RulesTable::ALL`].
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct ExistingTables([Existing; Table::ALL.len()]);
+pub struct ExistingTables([ExistingRules; RulesTable::ALL.len()]);
 
 impl ExistingTables {
     /// Sets the rules of one table.
-    pub fn set(&mut self, table: Table, existing: Existing) {
+    pub fn set(&mut self, table: RulesTable, existing: ExistingRules) {
         self.0[table as usize] = existing;
     }
 
     /// Parses the complete output of `iptables-save`.
     #[must_use]
     pub fn parse(save: &str) -> Self {
-        Self(Table::ALL.map(|table| Existing::parse(table, save)))
+        Self(RulesTable::ALL.map(|table| ExistingRules::parse(table, save)))
     }
 
     /// Returns the rules of one table.
     #[must_use]
-    pub fn get(&self, table: Table) -> &Existing {
+    pub fn get(&self, table: RulesTable) -> &ExistingRules {
         &self.0[table as usize]
     }
 }
 
 /// True for names of chains that Headgate, or the kube-proxy that it replaced, has created.
 #[must_use]
-pub fn is_ours(table: Table, name: &str) -> bool {
+pub fn is_ours(table: RulesTable, name: &str) -> bool {
     names::all(table).contains(&name) || ChainName::parse(name).is_some()
 }
 
@@ -224,7 +225,7 @@ mod tests {
             "-A KUBE-SERVICES -j KUBE-NODEPORTS\n-A SOMEBODY -m comment --comment \"a -j KUBE-NODEPORTS\" -j KUBE-SERVICES\n",
             "-A SOMEBODY -g KUBE-MARK-MASQ\n-A SOMEBODY -j DNAT --to-destination 10.0.0.1\n-A SOMEBODY\nCOMMIT\n",
         );
-        let existing = Existing::parse(Table::Nat, save);
+        let existing = ExistingRules::parse(RulesTable::Nat, save);
         let referenced: Vec<&str> = existing.referenced.keys().map(String::as_str).collect();
         assert_eq!(referenced, ["KUBE-MARK-MASQ", "KUBE-SERVICES"]);
         assert!(

@@ -2,7 +2,7 @@
 //! rules.
 //!
 //! A dataplane passes its rules as a [`Ruleset`]: fixed chains, jumps, and a function that renders
-//! the rules of a service with the help of [`service`]. The [`Ledger`] records which rules are
+//! the rules of a service with the help of [`service`]. The [`RulesLedger`] records which rules are
 //! programmed and writes [`Script`]s with only the differences. [`dispatch`] manages the chains
 //! that contain rules of many services.
 //!
@@ -23,8 +23,8 @@ pub mod service;
 pub mod tally;
 
 pub use config::{Layout, NodePortAddresses, RenderConfig};
-pub use existing::{Existing, ExistingReader, ExistingTables, RulesHash};
-pub use ledger::Ledger;
+pub use existing::{ExistingReader, ExistingRules, ExistingTables, RulesHash};
+pub use ledger::RulesLedger;
 pub use ruleset::{FixedChain, Jump, Ruleset};
 pub use script::Script;
 pub use tally::Tally;
@@ -33,7 +33,7 @@ use std::fmt;
 
 /// The tables that Headgate writes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Table {
+pub enum RulesTable {
     /// The canary, an empty chain: if the canary is missing, another program has flushed the
     /// tables. In IPVS mode, also the rules for the source ranges of load balancer IPs.
     Mangle,
@@ -43,7 +43,7 @@ pub enum Table {
     Filter,
 }
 
-impl Table {
+impl RulesTable {
     /// All tables.
     pub const ALL: [Self; 3] = [Self::Mangle, Self::Nat, Self::Filter];
 
@@ -58,7 +58,7 @@ impl Table {
     }
 }
 
-impl fmt::Display for Table {
+impl fmt::Display for RulesTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
     }

@@ -10,7 +10,7 @@ use std::fmt;
 use data_encoding::BASE32_NOPAD;
 use sha2::{Digest as _, Sha256};
 
-use super::Table;
+use super::RulesTable;
 use crate::{behaviours::endpoint_choice::Destination, behaviours::view::ServicePortView, model::Family};
 
 /// `KUBE-SERVICES`, in nat and filter.
@@ -105,10 +105,10 @@ pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
 /// Returns the fixed names of all chains that a dataplane of Headgate may have
 /// created in a table. A cleanup removes these chains.
 #[must_use]
-pub fn all(table: Table) -> &'static [&'static str] {
+pub fn all(table: RulesTable) -> &'static [&'static str] {
     match table {
-        Table::Mangle => &[CANARY, OUT_FILTER, SOURCE_RANGES],
-        Table::Nat => {
+        RulesTable::Mangle => &[CANARY, OUT_FILTER, SOURCE_RANGES],
+        RulesTable::Nat => {
             const {
                 &[
                     SERVICES,
@@ -126,7 +126,7 @@ pub fn all(table: Table) -> &'static [&'static str] {
                 ]
             }
         }
-        Table::Filter => &[
+        RulesTable::Filter => &[
             SERVICES,
             EXTERNAL_SERVICES,
             NODE_PORTS,
@@ -183,10 +183,10 @@ impl DispatchChain {
 
     /// The table of the chain.
     #[must_use]
-    pub fn table(self) -> Table {
+    pub fn table(self) -> RulesTable {
         match self {
-            Self::NatHairpin | Self::NatServices | Self::NatNodePorts => Table::Nat,
-            _ => Table::Filter,
+            Self::NatHairpin | Self::NatServices | Self::NatNodePorts => RulesTable::Nat,
+            _ => RulesTable::Filter,
         }
     }
 

@@ -4,7 +4,7 @@
 use std::net::IpAddr;
 
 use super::{
-    Table,
+    RulesTable,
     config::{NodePortAddresses, RenderConfig},
     line::Line,
     names::{CANARY, DispatchChain, FORWARD, HAIRPIN, INVALID_COUNTER, MARK_MASQ, NODE_PORTS, POSTROUTING},
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::model::Family;
 
-/// The rules of one family of a dataplane. The [`super::Ledger`] programs these rules.
+/// The rules of one family of a dataplane. The [`super::RulesLedger`] programs these rules.
 #[derive(Debug, Clone)]
 pub struct Ruleset {
     /// The configuration of the rules.
@@ -56,8 +56,8 @@ impl Ruleset {
             rule
         };
         [
-            FixedChain { table: Table::Nat, name: POSTROUTING, rules: hairpin(POSTROUTING) + &self.postrouting },
-            FixedChain { table: Table::Filter, name: FORWARD, rules: self.forward.clone() + &hairpin(FORWARD) },
+            FixedChain { table: RulesTable::Nat, name: POSTROUTING, rules: hairpin(POSTROUTING) + &self.postrouting },
+            FixedChain { table: RulesTable::Filter, name: FORWARD, rules: self.forward.clone() + &hairpin(FORWARD) },
         ]
     }
 }
@@ -66,7 +66,7 @@ impl Ruleset {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Jump {
     /// Table.
-    pub table: Table,
+    pub table: RulesTable,
     /// The built-in chain.
     pub from: &'static str,
     /// The rule without `-A FROM`, as `iptables-save` prints it.
@@ -77,7 +77,7 @@ pub struct Jump {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FixedChain {
     /// Table.
-    pub table: Table,
+    pub table: RulesTable,
     /// Name.
     pub name: &'static str,
     /// Complete rules, each a line `-A NAME …`.
@@ -87,12 +87,12 @@ pub struct FixedChain {
 /// The canaries: one empty chain in each table. If a canary is missing, another program has flushed
 /// the tables.
 pub(in crate::dataplane) fn canaries() -> [FixedChain; 3] {
-    Table::ALL.map(|table| FixedChain { table, name: CANARY, rules: String::new() })
+    RulesTable::ALL.map(|table| FixedChain { table, name: CANARY, rules: String::new() })
 }
 
 /// Creates a jump. With `new_only` it matches only packets that begin a connection.
 pub(in crate::dataplane) fn jump(
-    table: Table,
+    table: RulesTable,
     from: &'static str,
     target: &str,
     comment: &str,
@@ -144,7 +144,7 @@ pub(in crate::dataplane) fn mark_masq(config: &RenderConfig) -> FixedChain {
     let mut rules = String::new();
     let mark = config.masquerade.mark();
     Line::append(&mut rules, MARK_MASQ).jump(format_args!("MARK --set-xmark {mark:#x}/{mark:#x}"));
-    FixedChain { table: Table::Nat, name: MARK_MASQ, rules }
+    FixedChain { table: RulesTable::Nat, name: MARK_MASQ, rules }
 }
 
 /// Renders the rules of KUBE-POSTROUTING that masquerade marked packets.

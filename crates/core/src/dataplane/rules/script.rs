@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{ExistingTables, RulesHash, Table, names::ChainName};
+use super::{ExistingTables, RulesHash, RulesTable, names::ChainName};
 use crate::model::ServiceKey;
 
 /// Number of rules in one step of the table nat, in a script that writes this table in steps.
@@ -16,8 +16,8 @@ const RULES_PER_STEP: usize = 512;
 /// table is written in steps.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Script {
-    /// The parts of the tables, in the order of [`Table::ALL`].
-    parts: [Part; Table::ALL.len()],
+    /// The parts of the tables, in the order of [`RulesTable::ALL`].
+    parts: [Part; RulesTable::ALL.len()],
     chains_written: u32,
     chains_deleted: u32,
     filter_first: bool,
@@ -64,7 +64,7 @@ impl Part {
 }
 
 impl Script {
-    fn part(&mut self, table: Table) -> &mut Part {
+    fn part(&mut self, table: RulesTable) -> &mut Part {
         &mut self.parts[table as usize]
     }
 
@@ -79,25 +79,25 @@ impl Script {
         self.existing.take().unwrap_or_default()
     }
 
-    fn is_in_kernel(&self, table: Table, name: &impl Display, hash: RulesHash) -> bool {
+    fn is_in_kernel(&self, table: RulesTable, name: &impl Display, hash: RulesHash) -> bool {
         let has = |existing: &ExistingTables| existing.get(table).has_chain_with(&name.to_string(), hash);
         self.existing.as_ref().is_some_and(has)
     }
 
     /// Creates or replaces a chain. `rules` consists of complete lines. While a full script is
     /// planned, leaves out a chain that the kernel already has.
-    pub fn write_chain(&mut self, table: Table, name: &impl Display, rules: &str) {
+    pub fn write_chain(&mut self, table: RulesTable, name: &impl Display, rules: &str) {
         if self.existing.is_some() && self.is_in_kernel(table, name, RulesHash::of(rules)) {
             return;
         }
-        if table == Table::Nat && self.is_in_steps {
+        if table == RulesTable::Nat && self.is_in_steps {
             self.put_chain_in_steps(name, rules);
         } else {
             self.put_chain(table, name, rules);
         }
     }
 
-    fn put_chain(&mut self, table: Table, name: &impl Display, rules: &str) {
+    fn put_chain(&mut self, table: RulesTable, name: &impl Display, rules: &str) {
         self.chains_written += 1;
         let part = self.part(table);
         part.declarations.insert(declaration(name));
@@ -125,10 +125,10 @@ impl Script {
 
     /// Creates or replaces a chain of a service in nat. `hash` is the hash of `rules`.
     pub(super) fn write_service_chain(&mut self, key: &Arc<ServiceKey>, name: ChainName, rules: &str, hash: RulesHash) {
-        if self.is_in_kernel(Table::Nat, &name, hash) {
+        if self.is_in_kernel(RulesTable::Nat, &name, hash) {
             return;
         }
-        self.put_chain(Table::Nat, &name, rules);
+        self.put_chain(RulesTable::Nat, &name, rules);
         if self.services.last() != Some(key) {
             self.services.push(Arc::clone(key));
         }
@@ -140,7 +140,7 @@ impl Script {
             return;
         }
         write(self);
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             let rules = self.rules_written(table);
             *self.part(table) = Part { rules, ..Part::default() };
         }
@@ -148,7 +148,7 @@ impl Script {
     }
 
     /// Empties a chain at the start of the part for its table and deletes it at the end.
-    pub fn delete_chain(&mut self, table: Table, name: &impl Display) {
+    pub fn delete_chain(&mut self, table: RulesTable, name: &impl Display) {
         let part = self.part(table);
         part.declarations.insert(declaration(name));
         // Writing to a String cannot fail.
@@ -157,7 +157,7 @@ impl Script {
     }
 
     /// Adds the insertion of a rule at the head of a chain.
-    pub fn insert_first(&mut self, table: Table, chain: &str, rule: &str) {
+    pub fn insert_first(&mut self, table: RulesTable, chain: &str, rule: &str) {
         let part = self.part(table);
         let _ = writeln!(part.body, "-I {chain} {rule}");
         part.rules += 1;
@@ -165,7 +165,7 @@ impl Script {
     }
 
     /// Adds the deletion of a rule.
-    pub fn delete_rule(&mut self, table: Table, chain: &str, rule: &str) {
+    pub fn delete_rule(&mut self, table: RulesTable, chain: &str, rule: &str) {
         let _ = writeln!(self.part(table).body, "-D {chain} {rule}");
         self.chains_written += 1;
     }
@@ -182,9 +182,9 @@ impl Script {
     /// deleted. If the kernel rejects one deletion, the whole part for that table fails. Callers
     /// then use this function.
     #[must_use]
-    pub fn split_deletions(mut self) -> (Self, Vec<(Table, String)>) {
+    pub fn split_deletions(mut self) -> (Self, Vec<(RulesTable, String)>) {
         let mut deletions = Vec::new();
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             let text = std::mem::take(&mut self.part(table).deletions);
             deletions.extend(text.lines().filter_map(|line| Some((table, line.strip_prefix("-X ")?.to_owned()))));
         }
@@ -193,7 +193,7 @@ impl Script {
 
     /// Returns a script that deletes these empty chains.
     #[must_use]
-    pub fn deleting(chains: &[(Table, String)]) -> Self {
+    pub fn deleting(chains: &[(RulesTable, String)]) -> Self {
         let mut script = Self::default();
         for (table, name) in chains {
             let _ = writeln!(script.part(*table).deletions, "-X {name}");
@@ -209,8 +209,8 @@ impl Script {
 
     /// Number of rules that the script writes to a table.
     #[must_use]
-    pub fn rules_written(&self, table: Table) -> usize {
-        let in_steps = self.steps.iter().filter(|_| table == Table::Nat).map(|step| step.rules);
+    pub fn rules_written(&self, table: RulesTable) -> usize {
+        let in_steps = self.steps.iter().filter(|_| table == RulesTable::Nat).map(|step| step.rules);
         self.parts[table as usize].rules + in_steps.sum::<usize>()
     }
 
@@ -235,14 +235,18 @@ impl Script {
     /// Returns the text in pieces of complete lines, in order, so that a caller can write it to a
     /// pipe without copying it.
     pub fn pieces(&self) -> impl Iterator<Item = &str> {
-        let steps = self.steps.iter().map(|step| (Table::Nat, step));
-        let order = if self.filter_first { [Table::Filter, Table::Nat] } else { [Table::Nat, Table::Filter] };
-        let tables = [Table::Mangle].into_iter().chain(order).map(|table| (table, &self.parts[table as usize]));
+        let steps = self.steps.iter().map(|step| (RulesTable::Nat, step));
+        let order = if self.filter_first {
+            [RulesTable::Filter, RulesTable::Nat]
+        } else {
+            [RulesTable::Nat, RulesTable::Filter]
+        };
+        let tables = [RulesTable::Mangle].into_iter().chain(order).map(|table| (table, &self.parts[table as usize]));
         steps.chain(tables).filter(|(_, part)| !part.is_empty()).flat_map(|(table, part)| {
             let head = match table {
-                Table::Mangle => "*mangle\n",
-                Table::Nat => "*nat\n",
-                Table::Filter => "*filter\n",
+                RulesTable::Mangle => "*mangle\n",
+                RulesTable::Nat => "*nat\n",
+                RulesTable::Filter => "*filter\n",
             };
             std::iter::once(head).chain(part.texts()).chain(["COMMIT\n"])
         })

@@ -4,7 +4,7 @@
 use std::{collections::BTreeSet, fmt::Display, net::IpAddr};
 
 use super::{
-    Table,
+    RulesTable,
     config::RenderConfig,
     line::Line,
     names::{ChainKind, ChainName, DispatchChain, GateChain, LOCALHOST_COUNTER, MARK_MASQ},
@@ -373,7 +373,7 @@ impl<'a> PortRules<'a> {
     pub(in crate::dataplane) fn dispatch_line<'t>(
         &self,
         text: &'t mut String,
-        table: Table,
+        table: RulesTable,
         selector: Selector,
         comment: &str,
     ) -> Line<'t> {
@@ -384,7 +384,7 @@ impl<'a> PortRules<'a> {
         line = line.protocol(self.view.protocol);
         let space = if comment.is_empty() { "" } else { " " };
         let comment = format_args!("{}{space}{comment}", self.name);
-        line = if table == Table::Nat { self.comment(line, comment) } else { line.comment(comment) };
+        line = if table == RulesTable::Nat { self.comment(line, comment) } else { line.comment(comment) };
         match selector {
             Selector::ClusterIp(_) | Selector::Address(_) => line.port(self.view.protocol, self.view.port),
             Selector::NodePort(protocol, port) => line.port(protocol, port),

@@ -1,6 +1,6 @@
 //! Counts of the programmed rules, updated with each change.
 
-use super::{Table, service::ServiceRules};
+use super::{RulesTable, service::ServiceRules};
 use crate::behaviours::view::NoLocalEndpoints;
 
 /// Counts for one service or for all services.
@@ -19,7 +19,7 @@ impl Tally {
     pub(super) fn of(rules: &ServiceRules) -> Self {
         let mut tally = Self { no_local: rules.no_local, ..Self::default() };
         for chain in &rules.chains {
-            tally.add_rules(Table::Nat, &chain.rules);
+            tally.add_rules(RulesTable::Nat, &chain.rules);
         }
         for line in &rules.dispatch {
             tally.add_rules(line.chain.table(), &line.rule);
@@ -28,17 +28,17 @@ impl Tally {
     }
 
     /// Adds the number of `rules`, one rule per line.
-    pub(super) fn add_rules(&mut self, table: Table, rules: &str) {
+    pub(super) fn add_rules(&mut self, table: RulesTable, rules: &str) {
         let lines = u32::try_from(rules.lines().count()).unwrap_or(u32::MAX);
         self.add_count(table, lines);
     }
 
-    pub(super) fn add_count(&mut self, table: Table, count: u32) {
+    pub(super) fn add_count(&mut self, table: RulesTable, count: u32) {
         match table {
-            Table::Nat => self.nat_rules = self.nat_rules.saturating_add(count),
-            Table::Filter => self.filter_rules = self.filter_rules.saturating_add(count),
+            RulesTable::Nat => self.nat_rules = self.nat_rules.saturating_add(count),
+            RulesTable::Filter => self.filter_rules = self.filter_rules.saturating_add(count),
             // Rules in mangle are not counted.
-            Table::Mangle => {}
+            RulesTable::Mangle => {}
         }
     }
 
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
     use crate::{
         dataplane::iptables::ruleset,
-        dataplane::rules::{ExistingTables, Layout, Ledger, RenderConfig},
+        dataplane::rules::{ExistingTables, Layout, RenderConfig, RulesLedger},
         dataplane::source::FixedState,
         fake_kernel::iptables::FakeKernel,
         model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
@@ -86,7 +86,7 @@ mod tests {
         Change::Endpoint(ServiceKey::new("ns", &format!("s{number}")), endpoint)
     }
 
-    fn rules_in(kernel: &FakeKernel, table: Table) -> u32 {
+    fn rules_in(kernel: &FakeKernel, table: RulesTable) -> u32 {
         let count = kernel.save(table).lines().filter(|line| line.starts_with("-A ")).count();
         count.try_into().unwrap()
     }
@@ -97,9 +97,9 @@ mod tests {
             let (mut state, mut kernel) = (State::default(), FakeKernel::default());
             let mut config = RenderConfig { layout, ..RenderConfig::new(Family::V4) };
             config.masquerade.all = true;
-            let mut ledger = Ledger::new(ruleset(config));
+            let mut ledger = RulesLedger::new(ruleset(config));
             let facts = NodeFacts::named("n");
-            let mut step = |ledger: &mut Ledger, changes: Vec<Change>, is_full: bool| {
+            let mut step = |ledger: &mut RulesLedger, changes: Vec<Change>, is_full: bool| {
                 let mut dirty = Dirty::default();
                 changes.into_iter().for_each(|change| _ = state.apply(change, &mut dirty));
                 let (script, _) = if is_full {
@@ -109,8 +109,8 @@ mod tests {
                 };
                 kernel.restore(&script.to_string()).unwrap();
                 let tally = ledger.tally();
-                assert_eq!(tally.nat_rules, rules_in(&kernel, Table::Nat), "{layout:?}");
-                assert_eq!(tally.filter_rules, rules_in(&kernel, Table::Filter), "{layout:?}");
+                assert_eq!(tally.nat_rules, rules_in(&kernel, RulesTable::Nat), "{layout:?}");
+                assert_eq!(tally.filter_rules, rules_in(&kernel, RulesTable::Filter), "{layout:?}");
                 (tally.no_local.internal, tally.no_local.external)
             };
             let (cluster, local) = (TrafficPolicy::Cluster, TrafficPolicy::Local);

@@ -18,7 +18,7 @@ use nftables_netlink::{Chain, Nftables, Transaction};
 use nix::sched::{CloneFlags, unshare};
 
 use super::{
-    Config, NftablesDataplane,
+    NftablesDataplane, NftablesOptions,
     layout::{Layout, table_name},
     why_replaced,
 };
@@ -36,7 +36,7 @@ fn a_table_of_an_earlier_run_is_not_blamed_on_another_program() {
 #[test]
 fn only_a_full_sync_forgets_what_another_program_changed() {
     unshare(CloneFlags::CLONE_NEWNET).expect("this test makes a network namespace and needs root");
-    let config = Config {
+    let config = NftablesOptions {
         families: vec![Family::V4],
         masquerade: MasqueradeConfig::default(),
         localhost_node_ports: false,

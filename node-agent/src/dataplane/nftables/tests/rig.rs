@@ -14,7 +14,7 @@ use headgate_core::{
     Service, ServiceKey, ServicePort, State, TrafficPolicy,
     iptables::NodePortAddresses,
     masquerade::LocalDetector,
-    nftables::{Element, Ledger, NftablesConfig, Plan},
+    nftables::{Element, NftablesConfig, NftablesLedger, NftablesPlan},
 };
 use headgate_oracle::nftables::NftablesDump;
 use nftables_netlink::{Expression, Nftables, Table, Transaction};
@@ -146,7 +146,7 @@ pub(super) struct Rig {
     pub(super) kernel: Nftables,
     pub(super) state: State,
     pub(super) node: NodeFacts,
-    pub(super) ledger: Ledger,
+    pub(super) ledger: NftablesLedger,
     pub(super) layout: Layout,
 }
 
@@ -182,17 +182,18 @@ impl Rig {
             kernel: Nftables::open().unwrap(),
             state: State::default(),
             node: NodeFacts { addresses: vec![address(family, NODES, 1)], ..NodeFacts::named("here") },
-            ledger: Ledger::new(NftablesConfig::new(family)),
+            ledger: NftablesLedger::new(NftablesConfig::new(family)),
             layout: Layout::default(),
             config,
         };
-        let plan = rig.ledger.full(&FixedState(&rig.state, &rig.node), headgate_core::nftables::Existing::default());
+        let plan =
+            rig.ledger.full(&FixedState(&rig.state, &rig.node), headgate_core::nftables::ExistingElements::default());
         rig.commit(&plan);
         rig
     }
 
     /// Applies changes in one transaction, as the agent does.
-    pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>) -> Plan {
+    pub(super) fn apply(&mut self, changes: impl IntoIterator<Item = Change>) -> NftablesPlan {
         let mut dirty = Dirty::default();
         changes.into_iter().for_each(|change| _ = self.state.apply(change, &mut dirty));
         let plan = self.ledger.changed(&self.state, &self.node, &dirty);
@@ -203,13 +204,13 @@ impl Rig {
     /// Replaces the addresses of the node's interfaces, in a transaction of their own.
     pub(super) fn set_interfaces(&mut self, interfaces: Vec<IpAddr>) {
         self.config.interfaces = interfaces;
-        self.commit(&Plan::default());
+        self.commit(&NftablesPlan::default());
     }
 
     /// Changes which addresses answer NodePorts.
     pub(super) fn set_node_port_addresses(&mut self, addresses: NodePortAddresses) {
         self.config.node_port_addresses = addresses;
-        self.commit(&Plan::default());
+        self.commit(&NftablesPlan::default());
     }
 
     /// The table in the kernel.
@@ -243,7 +244,7 @@ impl Rig {
         Servers { family: self.family, sockets: endpoints.into_iter().map(open).collect() }
     }
 
-    fn commit(&mut self, plan: &Plan) {
+    fn commit(&mut self, plan: &NftablesPlan) {
         let table = table_name(self.family);
         let mut transaction = Transaction::new();
         transaction.add_table(&Table::new(table.clone()));

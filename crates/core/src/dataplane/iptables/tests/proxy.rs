@@ -17,13 +17,13 @@ pub(super) fn with_proxy() -> RenderConfig {
 fn the_chains_of_the_gate_are_removed_without_those_of_kube_proxy() {
     let (mut kernel, mut without) = (FakeKernel::default(), FakeKernel::default());
     let script = |config| {
-        Ledger::new(ruleset(config)).full(&FixedState(&State::default(), &node()), ExistingTables::default()).0
+        RulesLedger::new(ruleset(config)).full(&FixedState(&State::default(), &node()), ExistingTables::default()).0
     };
     kernel.restore(&script(with_proxy()).to_string()).unwrap();
     without.restore(&script(config()).to_string()).unwrap();
-    let saved = ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat());
-    kernel.restore(&Ledger::cleanup_of_gates(&saved).to_string()).unwrap();
-    assert_eq!(kernel.save(Table::Filter), without.save(Table::Filter));
+    let saved = ExistingTables::parse(&RulesTable::ALL.map(|table| kernel.save(table)).concat());
+    kernel.restore(&RulesLedger::cleanup_of_gates(&saved).to_string()).unwrap();
+    assert_eq!(kernel.save(RulesTable::Filter), without.save(RulesTable::Filter));
     let to_proxy = "-A KUBE-POSTROUTING -d 169.254.77.1/32 -j RETURN\n";
-    assert_eq!(kernel.save(Table::Nat).replace(to_proxy, ""), without.save(Table::Nat));
+    assert_eq!(kernel.save(RulesTable::Nat).replace(to_proxy, ""), without.save(RulesTable::Nat));
 }

@@ -21,7 +21,7 @@ fn steps_of_a_first_sync_are_bounded_and_produce_the_same_rules() {
         (Layout::Compact, proxy::with_proxy()),
     ] {
         let config = RenderConfig { layout, ..base };
-        let mut ledger = Ledger::new(ruleset(config.clone()));
+        let mut ledger = RulesLedger::new(ruleset(config.clone()));
         let nothing = ExistingTables::default();
         let mut text = String::new();
         let mut write = |script: &Script| text.push_str(&script.to_string());
@@ -34,7 +34,7 @@ fn steps_of_a_first_sync_are_bounded_and_produce_the_same_rules() {
         let nat = text.split("COMMIT\n").filter(|step| step.contains("*nat\n"));
         let longest = nat.map(|step| step.lines().filter(|line| line.contains(" -j ")).count()).max().unwrap();
         assert!(longest < 3000, "{layout:?}: a step has {longest} rules");
-        assert_eq!(script.rules_written(Table::Nat), kernel.rule_count(Table::Nat), "{layout:?}");
+        assert_eq!(script.rules_written(RulesTable::Nat), kernel.rule_count(RulesTable::Nat), "{layout:?}");
     }
 }
 
@@ -42,16 +42,16 @@ fn steps_of_a_first_sync_are_bounded_and_produce_the_same_rules() {
 #[test]
 fn jumps_in_the_wrong_order_are_inserted_again() {
     let mut kernel = FakeKernel::default();
-    let saved = |kernel: &FakeKernel| ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat());
+    let saved = |kernel: &FakeKernel| ExistingTables::parse(&RulesTable::ALL.map(|table| kernel.save(table)).concat());
     let sync = |kernel: &mut FakeKernel| {
-        let mut ledger = Ledger::new(ruleset(config()));
+        let mut ledger = RulesLedger::new(ruleset(config()));
         let (script, _) = ledger.full(&FixedState(&State::default(), &node()), saved(kernel));
         kernel.restore(&script.to_string()).unwrap();
         script
     };
     sync(&mut kernel);
     let input = |kernel: &FakeKernel| {
-        let saved = kernel.save(Table::Filter);
+        let saved = kernel.save(RulesTable::Filter);
         rules(&saved, "INPUT").into_iter().map(str::to_owned).collect::<Vec<_>>()
     };
     let wanted = input(&kernel);

@@ -2,14 +2,14 @@
 //! objects.
 //!
 //! The ledger assumes that plans succeed, except for the operations that the caller passes to
-//! [`Ledger::record`] as rejected. After any other failure, the caller must use [`Ledger::full`]
-//! for the next plan.
+//! [`IpvsLedger::record`] as rejected. After any other failure, the caller must use
+//! [`IpvsLedger::full`] for the next plan.
 //!
 //! Operations are independent: if the kernel rejects an operation, the agent still carries out the
 //! other operations. The object of a rejected operation becomes *deferred*. The ledger counts it as
 //! programmed and can return the operation that creates it. Each plan for a service that wants the
 //! object contains this operation again, and the caller may also try it at any time
-//! ([`Ledger::retries`]).
+//! ([`IpvsLedger::retries`]).
 
 mod outcome;
 
@@ -22,14 +22,14 @@ use std::{
 
 use super::{
     super::{
-        ipsets::{Element, Set},
+        ipsets::{IpSetElement, Set},
         refcount::{RefCounts, Touched},
     },
     config::{IpvsConfig, SchedulerProblem},
     deferred::Deferred,
-    existing::Existing,
+    existing::ExistingObjects,
     objects::{Object, ServerKey, Settings},
-    plan::{Op, Plan},
+    plan::{IpvsPlan, Op},
     rules::ruleset,
     scheduler::Scheduler,
     server::{Server, Wanted},
@@ -38,7 +38,7 @@ use super::{
 use crate::{
     behaviours::view::views_of_all_endpoints,
     dataplane::{
-        rules::{self, Tally},
+        rules::{RulesLedger, RulesTable, Tally},
         source::{self, StateSource},
     },
     model::ServiceKey,
@@ -48,9 +48,9 @@ use crate::{
 
 /// The programmed objects of one family.
 #[derive(Debug)]
-pub struct Ledger {
+pub struct IpvsLedger {
     config: IpvsConfig,
-    rules: rules::Ledger,
+    rules: RulesLedger,
     programmed: HashMap<Arc<ServiceKey>, ServicePlan>,
     /// Services that want a virtual server, in order. The first service gets the server. Nearly
     /// always, only one service wants a server.
@@ -61,7 +61,7 @@ pub struct Ledger {
     draining: BTreeSet<ServerKey>,
     /// Elements of sets. Each service and each virtual server that needs an element counts as a
     /// user.
-    elements: RefCounts<(Set, Element)>,
+    elements: RefCounts<(Set, IpSetElement)>,
     /// Number of elements of each set.
     set_sizes: BTreeMap<Set, usize>,
     /// Addresses of the device. Each service and each virtual server that needs an address counts
@@ -79,18 +79,18 @@ struct ObjectRound {
     /// listed here, because `elements` and `device_addresses` record that the kernel lacks these
     /// objects.
     retries: BTreeSet<Object>,
-    /// Changes of servers for [`Plan::before`] and [`Plan::after`], in order.
+    /// Changes of servers for [`IpvsPlan::before`] and [`IpvsPlan::after`], in order.
     before: Vec<Op>,
     after: Vec<Op>,
-    elements: Touched<(Set, Element)>,
+    elements: Touched<(Set, IpSetElement)>,
     device_addresses: Touched<IpAddr>,
 }
 
-impl Ledger {
+impl IpvsLedger {
     /// Creates a ledger in which nothing is programmed.
     #[must_use]
     pub fn new(config: IpvsConfig) -> Self {
-        let rules = rules::Ledger::new(ruleset(&config));
+        let rules = RulesLedger::new(ruleset(&config));
         Self {
             config,
             rules,
@@ -132,22 +132,22 @@ impl Ledger {
 
     /// The ledger of the iptables rules.
     #[must_use]
-    pub fn rules(&self) -> &rules::Ledger {
+    pub fn rules(&self) -> &RulesLedger {
         &self.rules
     }
 
-    /// See [`rules::Ledger::set_quarantined`].
+    /// See [`RulesLedger::set_quarantined`].
     pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         self.rules.set_quarantined(services);
     }
 
-    /// See [`rules::Ledger::confirm`].
+    /// See [`RulesLedger::confirm`].
     pub fn confirm(&mut self) {
         self.rules.confirm();
     }
 
-    /// See [`rules::Ledger::note_undeletable`].
-    pub fn note_undeletable(&mut self, table: rules::Table, name: &str) -> bool {
+    /// See [`RulesLedger::note_undeletable`].
+    pub fn note_undeletable(&mut self, table: RulesTable, name: &str) -> bool {
         self.rules.note_undeletable(table, name)
     }
 
@@ -183,10 +183,10 @@ impl Ledger {
     }
 
     /// Plans the changes of the dirty services. The cost depends only on these services, except in
-    /// the case that [`rules::Ledger::changed`] describes.
+    /// the case that [`RulesLedger::changed`] describes.
     ///
     /// `now_ms` is the time of a monotonic clock. Only differences between such times count.
-    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> Plan {
+    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> IpvsPlan {
         let (script, planned) = self.rules.changed(state, node, dirty);
         let mut round = ObjectRound::default();
         // An address may move from one service to another. Each server is programmed once, after
@@ -209,7 +209,7 @@ impl Ledger {
     }
 
     /// Plans the changes from `existing`, the objects in the kernel, to the wanted objects. The
-    /// plan is empty if the kernel already has the wanted objects. [`rules::Ledger::full`]
+    /// plan is empty if the kernel already has the wanted objects. [`RulesLedger::full`]
     /// describes the script of the plan.
     ///
     /// The earlier contents of the ledger do not affect the operations, with one exception: the
@@ -220,7 +220,7 @@ impl Ledger {
     /// this server becomes a server of Headgate.
     ///
     /// The state may change meanwhile: the caller passes the changed services to [`Self::changed`].
-    pub fn full(&mut self, source: &dyn StateSource, existing: &Existing, now_ms: u64) -> Plan {
+    pub fn full(&mut self, source: &dyn StateSource, existing: &ExistingObjects, now_ms: u64) -> IpvsPlan {
         let mut new = Self::new(self.config.clone());
         std::mem::swap(&mut new.rules, &mut self.rules);
         new.deferred = self.deferred.cleared();
@@ -243,7 +243,7 @@ impl Ledger {
         // A server that a service wants belongs to Headgate, even if another program created it.
         let wanted: BTreeSet<ServerKey> = self.candidates.keys().copied().collect();
         for (key, found) in &existing.servers {
-            let is_needed = |element: &(Set, Element)| self.elements.contains(element);
+            let is_needed = |element: &(Set, IpSetElement)| self.elements.contains(element);
             let found_mark = || existing.mark_preferring(key, &self.config, is_needed);
             let Some(mark) = self.wanted(key).map(|wanted| wanted.mark).or_else(found_mark) else {
                 continue;
@@ -287,7 +287,7 @@ impl Ledger {
     /// Plans the removal of drained destinations of a virtual server. `connections` contains for
     /// each destination the number of its connections in the kernel, active and inactive. The cost
     /// is linear in the number of destinations of this server.
-    pub fn drained(&mut self, key: ServerKey, connections: &BTreeMap<SocketAddr, u64>, now_ms: u64) -> Plan {
+    pub fn drained(&mut self, key: ServerKey, connections: &BTreeMap<SocketAddr, u64>, now_ms: u64) -> IpvsPlan {
         let mut round = ObjectRound::default();
         if let Some(server) = self.servers.get_mut(&key) {
             server.drain(connections, self.config.drain_limit_ms, now_ms, &mut round.after);
@@ -301,8 +301,12 @@ impl Ledger {
     /// The destinations in `busy` stay, with weight 0. Their virtual servers and addresses stay,
     /// too, and so do all sets, because sets mark the virtual servers of Headgate.
     #[must_use]
-    pub fn cleanup(config: &IpvsConfig, existing: &Existing, busy: &BTreeSet<(ServerKey, SocketAddr)>) -> Plan {
-        let mut plan = Plan { script: rules::Ledger::cleanup(&existing.tables), ..Plan::default() };
+    pub fn cleanup(
+        config: &IpvsConfig,
+        existing: &ExistingObjects,
+        busy: &BTreeSet<(ServerKey, SocketAddr)>,
+    ) -> IpvsPlan {
+        let mut plan = IpvsPlan { script: RulesLedger::cleanup(&existing.tables), ..IpvsPlan::default() };
         let mut kept = BTreeSet::new();
         for (key, server) in existing.servers.iter().filter(|(key, _)| existing.mark(key, config).is_some()) {
             let (busy, idle): (Vec<_>, Vec<_>) =
@@ -502,14 +506,14 @@ impl Ledger {
         }
     }
 
-    fn need_element(&mut self, element: (Set, Element), round: &mut ObjectRound) {
+    fn need_element(&mut self, element: (Set, IpSetElement), round: &mut ObjectRound) {
         let is_deferred = self.deferred.contains(&Object::Element(element.0, element.1));
         if self.elements.add(element, is_deferred, &mut round.elements) {
             *self.set_sizes.entry(element.0).or_default() += 1;
         }
     }
 
-    fn release_element(&mut self, element: (Set, Element), round: &mut ObjectRound) {
+    fn release_element(&mut self, element: (Set, IpSetElement), round: &mut ObjectRound) {
         let object = Object::Element(element.0, element.1);
         if self.elements.remove(element, self.deferred.contains(&object), &mut round.elements) {
             self.set_sizes.entry(element.0).and_modify(|size| *size -= 1);
@@ -520,7 +524,7 @@ impl Ledger {
     fn need_address(&mut self, address: IpAddr, round: &mut ObjectRound) {
         let is_deferred = self.deferred.contains(&Object::Address(address));
         self.device_addresses.add(address, is_deferred, &mut round.device_addresses);
-        self.need_element((Set::DeviceAddresses, Element::Ip(address)), round);
+        self.need_element((Set::DeviceAddresses, IpSetElement::Ip(address)), round);
     }
 
     fn release_address(&mut self, address: IpAddr, round: &mut ObjectRound) {
@@ -528,13 +532,13 @@ impl Ledger {
         if self.device_addresses.remove(address, self.deferred.contains(&object), &mut round.device_addresses) {
             self.deferred.remove(&object);
         }
-        self.release_element((Set::DeviceAddresses, Element::Ip(address)), round);
+        self.release_element((Set::DeviceAddresses, IpSetElement::Ip(address)), round);
     }
 
     /// Puts the operations of a round in order.
-    fn plan_of_round(&self, round: ObjectRound) -> Plan {
+    fn plan_of_round(&self, round: ObjectRound) -> IpvsPlan {
         let ObjectRound { retries, before, after, elements, device_addresses: addresses } = round;
-        let mut plan = Plan::default();
+        let mut plan = IpvsPlan::default();
         plan.before.extend(self.elements.to_add(&elements).map(|(set, element)| Op::AddElement(set, element)));
         plan.before.extend(self.device_addresses.to_add(&addresses).map(Op::AddAddress));
         plan.before.extend(retries.into_iter().filter_map(|object| self.op_for(object)));

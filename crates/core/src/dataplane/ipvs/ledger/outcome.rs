@@ -7,15 +7,15 @@ use std::{
 
 use super::{
     super::{
-        super::ipsets::{Element, Set},
+        super::ipsets::{IpSetElement, Set},
         objects::Object,
         plan::Op,
     },
-    Ledger,
+    IpvsLedger,
 };
 use crate::model::ServiceKey;
 
-impl Ledger {
+impl IpvsLedger {
     /// Records that the kernel carried out all operations of `ops` except those in `rejected`. The
     /// objects of rejected operations become deferred if a service wants them. Returns the other
     /// rejected operations, such as removals. If the result is not empty, the caller must use
@@ -65,7 +65,7 @@ impl Ledger {
         for (service, plan) in self.plans() {
             let elements = plan.elements.iter().map(|(set, element)| Object::Element(*set, *element));
             let addresses = plan.device_addresses.iter().flat_map(|address| {
-                [Object::Address(*address), Object::Element(Set::DeviceAddresses, Element::Ip(*address))]
+                [Object::Address(*address), Object::Element(Set::DeviceAddresses, IpSetElement::Ip(*address))]
             });
             for object in elements.chain(addresses).filter(|object| searched.contains(object)) {
                 owners.insert(object, Arc::clone(service));

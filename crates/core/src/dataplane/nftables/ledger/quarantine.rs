@@ -8,11 +8,11 @@ use std::{
 
 use super::{
     super::element::{Element, port_number},
-    ElementRound, Ledger, Plan, ProgrammedElements,
+    ElementRound, NftablesLedger, NftablesPlan, ProgrammedElements,
 };
 use crate::{model::ServiceKey, node_facts::NodeFacts, state::State};
 
-impl Ledger {
+impl NftablesLedger {
     /// Records that the kernel has accepted all plans so far. [`Self::set_quarantined`] treats the
     /// changes of unconfirmed plans as rejected.
     pub fn confirm(&mut self) {
@@ -54,7 +54,7 @@ impl Ledger {
     /// Returns the plan that would program some services, whether or not they are quarantined. The
     /// records stay as they are, so the caller must not execute the plan. A trial of the plan shows
     /// whether the kernel accepts these services.
-    pub fn trial(&mut self, state: &State, node: &NodeFacts, services: &BTreeSet<Arc<ServiceKey>>) -> Plan {
+    pub fn trial(&mut self, state: &State, node: &NodeFacts, services: &BTreeSet<Arc<ServiceKey>>) -> NftablesPlan {
         let shape = self.shape.clone();
         let before: Vec<ProgrammedElements> =
             services.iter().map(|key| self.programmed.get(key).cloned().unwrap_or_default()).collect();

@@ -3,7 +3,7 @@
 //!
 //! The ledger keeps a hash of each chain instead of its text. It assumes that the kernel accepts
 //! every script. After a script has failed, the record may differ from the kernel, and the caller
-//! must use [`Ledger::full`] for the next script.
+//! must use [`RulesLedger::full`] for the next script.
 
 mod quarantine;
 
@@ -16,7 +16,7 @@ use std::{
 
 use self::quarantine::Before;
 use super::{
-    Existing, ExistingTables, RulesHash, Table,
+    ExistingRules, ExistingTables, RulesHash, RulesTable,
     config::RenderConfig,
     dispatch::Dispatch,
     existing::BASE_CHAINS,
@@ -39,7 +39,7 @@ use crate::{
 
 /// The programmed rules of one family.
 #[derive(Debug)]
-pub struct Ledger {
+pub struct RulesLedger {
     ruleset: Arc<Ruleset>,
     programmed: HashMap<Arc<ServiceKey>, ProgrammedRules>,
     dispatch: Dispatch,
@@ -47,7 +47,7 @@ pub struct Ledger {
     groups_sized_for: usize,
     /// Chains that are not wanted, but that the kernel does not delete because foreign rules jump
     /// to them.
-    undeletable: BTreeSet<(Table, String)>,
+    undeletable: BTreeSet<(RulesTable, String)>,
     quarantine: Quarantine<Before>,
     /// Counts for all services.
     tally: Tally,
@@ -64,7 +64,7 @@ struct ProgrammedRules {
     tally: Tally,
 }
 
-impl Ledger {
+impl RulesLedger {
     /// Creates a ledger in which nothing is programmed.
     #[must_use]
     pub fn new(ruleset: Ruleset) -> Self {
@@ -143,7 +143,7 @@ impl Ledger {
         }
         self.dispatch.write_changed(&mut script);
         for name in stale {
-            script.delete_chain(Table::Nat, &name);
+            script.delete_chain(RulesTable::Nat, &name);
         }
         (script, planned)
     }
@@ -173,8 +173,8 @@ impl Ledger {
         existing: ExistingTables,
         write: Option<&mut dyn FnMut(&Script)>,
     ) -> (Script, u32) {
-        let nat = existing.get(Table::Nat);
-        let mut write = write.filter(|_| !nat.leads_to_ours(Table::Nat));
+        let nat = existing.get(RulesTable::Nat);
+        let mut write = write.filter(|_| !nat.leads_to_ours(RulesTable::Nat));
         self.begin_full();
         let mut is_compact = false;
         source.look(&mut |state, _, _| {
@@ -212,7 +212,7 @@ impl Ledger {
         }
         let undeletable = std::mem::take(&mut self.undeletable);
         let existing = script.take_existing();
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             self.write_jumps(table, existing.get(table), &mut script);
             self.delete_stale(table, existing.get(table), &undeletable, &mut script);
         }
@@ -231,7 +231,7 @@ impl Ledger {
     #[must_use]
     pub fn cleanup(existing: &ExistingTables) -> Script {
         let mut script = Script::default();
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             let existing = existing.get(table);
             for (chain, rule) in existing.jumps_to_ours(table) {
                 script.delete_rule(table, chain, rule);
@@ -248,12 +248,12 @@ impl Ledger {
     pub fn cleanup_of_gates(existing: &ExistingTables) -> Script {
         let mut script = Script::default();
         let jump = format!("-j {GATE_INPUT}");
-        let jumps = existing.get(Table::Filter).jumps_to_ours(Table::Filter);
+        let jumps = existing.get(RulesTable::Filter).jumps_to_ours(RulesTable::Filter);
         for (chain, rule) in jumps.filter(|(_, rule)| rule.ends_with(&jump)) {
-            script.delete_rule(Table::Filter, chain, rule);
+            script.delete_rule(RulesTable::Filter, chain, rule);
         }
-        let chains = GateChain::ALL.map(|chain| (Table::Nat, chain.name())).into_iter();
-        let chains = chains.chain([(Table::Filter, GATE_INPUT)]);
+        let chains = GateChain::ALL.map(|chain| (RulesTable::Nat, chain.name())).into_iter();
+        let chains = chains.chain([(RulesTable::Filter, GATE_INPUT)]);
         for (table, name) in chains.filter(|(table, name)| existing.get(*table).chains.contains_key(*name)) {
             script.delete_chain(table, &name);
         }
@@ -266,7 +266,7 @@ impl Ledger {
     pub fn tally(&self) -> Tally {
         let mut tally = self.tally;
         tally.add(self.fixed_tally);
-        for table in [Table::Nat, Table::Filter] {
+        for table in [RulesTable::Nat, RulesTable::Filter] {
             tally.add_count(table, u32::try_from(self.dispatch.group_overhead(table)).unwrap_or(u32::MAX));
         }
         tally
@@ -278,7 +278,7 @@ impl Ledger {
             tally.add_rules(chain.table, &chain.rules);
         }
         self.ruleset.jumps.iter().for_each(|jump| tally.add_count(jump.table, 1));
-        tally.add_count(Table::Nat, self.ruleset.last_service_rules.len().try_into().unwrap_or(u32::MAX));
+        tally.add_count(RulesTable::Nat, self.ruleset.last_service_rules.len().try_into().unwrap_or(u32::MAX));
         tally
     }
 
@@ -288,7 +288,7 @@ impl Ledger {
         self.ruleset.chains.iter().cloned().chain(self.ruleset.leading_to_dispatch(is_compact))
     }
 
-    fn jumps_of(&self, table: Table) -> impl Iterator<Item = &Jump> {
+    fn jumps_of(&self, table: RulesTable) -> impl Iterator<Item = &Jump> {
         self.ruleset.jumps.iter().filter(move |jump| jump.table == table)
     }
 
@@ -376,7 +376,7 @@ impl Ledger {
     /// Inserts missing jumps at the head of the built-in chains, and deletes jumps to chains of
     /// Headgate that are not wanted. Existing jumps keep their position. If the jumps of a built-in
     /// chain are in the wrong order, all jumps of that chain are deleted and inserted again.
-    fn write_jumps(&self, table: Table, existing: &Existing, script: &mut Script) {
+    fn write_jumps(&self, table: RulesTable, existing: &ExistingRules, script: &mut Script) {
         let wanted: Vec<_> = self.jumps_of(table).collect();
         let unwanted = existing.jumps_to_ours(table);
         for (chain, rule) in unwanted.filter(|(c, r)| !wanted.iter().any(|jump| jump.from == *c && jump.rule == *r)) {
@@ -400,9 +400,9 @@ impl Ledger {
     /// try again in smaller scripts.
     fn delete_stale(
         &mut self,
-        table: Table,
-        existing: &Existing,
-        undeletable: &BTreeSet<(Table, String)>,
+        table: RulesTable,
+        existing: &ExistingRules,
+        undeletable: &BTreeSet<(RulesTable, String)>,
         script: &mut Script,
     ) {
         let wanted = self.wanted_chains(table);
@@ -422,20 +422,20 @@ impl Ledger {
 
     /// Records that the kernel rejected the deletion of a chain, and that the chain still exists
     /// without rules. Returns false if the chain was already recorded.
-    pub fn note_undeletable(&mut self, table: Table, name: &str) -> bool {
+    pub fn note_undeletable(&mut self, table: RulesTable, name: &str) -> bool {
         self.undeletable.insert((table, name.to_owned()))
     }
 
     /// Returns the names of all programmed chains of a table. The cost is linear in the number of
     /// chains.
-    fn wanted_chains(&self, table: Table) -> BTreeSet<String> {
+    fn wanted_chains(&self, table: RulesTable) -> BTreeSet<String> {
         let fixed = self.fixed_chains(self.dispatch.is_compact()).filter(|chain| chain.table == table);
         let mut wanted: BTreeSet<String> = fixed.map(|chain| chain.name.to_owned()).collect();
         let dispatch = self.dispatch.chains().filter(|chain| chain.table() == table);
         wanted.extend(dispatch.map(|chain| chain.name().to_owned()));
         let groups = self.dispatch.group_chains().filter(|(of, _)| *of == table);
         wanted.extend(groups.map(|(_, name)| name.to_string()));
-        if table == Table::Nat {
+        if table == RulesTable::Nat {
             let own = self.programmed.values().flat_map(|programmed| programmed.chains.iter());
             wanted.extend(own.map(|(name, _)| name.to_string()));
         }
@@ -446,12 +446,12 @@ impl Ledger {
     /// program changed them. The rules of chains are not included.
     fn expected(&self) -> ExistingTables {
         let mut expected = ExistingTables::default();
-        for table in Table::ALL {
+        for table in RulesTable::ALL {
             let base_rules = self.jumps_of(table).map(|jump| format!("{} {}", jump.from, jump.rule)).collect();
             let left = self.undeletable.iter().filter(|(of, _)| *of == table).map(|(_, name)| name.clone());
             let referenced = left.clone().map(|name| (name, String::new())).collect();
             let chains = self.wanted_chains(table).into_iter().chain(left).map(|name| (name, None)).collect();
-            expected.set(table, Existing { chains, base_rules, referenced, prefix_length: None });
+            expected.set(table, ExistingRules { chains, base_rules, referenced, prefix_length: None });
         }
         expected
     }
@@ -467,7 +467,7 @@ fn by_chain<'a>(jumps: &[&'a Jump]) -> impl Iterator<Item = (&'static str, Vec<&
 
 /// True if the new lines reject or drop packets that the old lines do not match.
 fn rejects_more(new: &[DispatchLine], old: &[(DispatchChain, Selector)]) -> bool {
-    let may_reject = |chain: DispatchChain| chain.table() == Table::Filter && !chain.is_hairpin();
+    let may_reject = |chain: DispatchChain| chain.table() == RulesTable::Filter && !chain.is_hairpin();
     new.iter().any(|line| may_reject(line.chain) && !old.contains(&(line.chain, line.selector)))
 }
 

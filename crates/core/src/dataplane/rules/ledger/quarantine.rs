@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use super::{ExistingTables, Ledger, ProgrammedRules, Table};
+use super::{ExistingTables, ProgrammedRules, RulesLedger, RulesTable};
 use crate::{
     dataplane::rules::{
         line::Line,
@@ -24,7 +24,7 @@ pub(super) struct Before {
     pub(super) lines: Option<Vec<DispatchLine>>,
 }
 
-impl Ledger {
+impl RulesLedger {
     /// Records that the kernel has accepted all scripts so far. [`Self::set_quarantined`] treats
     /// the changes of unconfirmed scripts as rejected.
     pub fn confirm(&mut self) {
@@ -60,7 +60,7 @@ impl Ledger {
 
     /// Records the last good rules of a quarantined service as programmed, if the kernel has them.
     pub(super) fn keep_last_good(&mut self, key: &Arc<ServiceKey>, existing: &ExistingTables) {
-        let chains = &existing.get(Table::Nat).chains;
+        let chains = &existing.get(RulesTable::Nat).chains;
         let is_in_kernel = |last_good: &Before| {
             let mut own = last_good.programmed.chains.iter();
             own.all(|(name, hash)| {
@@ -100,17 +100,17 @@ impl Ledger {
         for key in services {
             let rules = self.render(state, node, key);
             for chain in rules.chains {
-                script.write_chain(Table::Nat, &chain.name, &chain.rules);
+                script.write_chain(RulesTable::Nat, &chain.name, &chain.rules);
             }
             for line in rules.dispatch {
-                let canary = if line.chain.table() == Table::Nat { &mut nat } else { &mut filter };
+                let canary = if line.chain.table() == RulesTable::Nat { &mut nat } else { &mut filter };
                 canary.push_str("-A ");
                 canary.push_str(CANARY);
                 canary.push_str(&line.rule);
             }
         }
-        script.write_chain(Table::Nat, &CANARY, &nat);
-        script.write_chain(Table::Filter, &CANARY, &filter);
+        script.write_chain(RulesTable::Nat, &CANARY, &nat);
+        script.write_chain(RulesTable::Filter, &CANARY, &filter);
         script
     }
 
@@ -120,8 +120,8 @@ impl Ledger {
     pub fn trial_of_counters() -> Script {
         let rule = |counter| format!("-A {CANARY} -m nfacct --nfacct-name {counter}\n");
         let mut script = Script::default();
-        script.write_chain(Table::Nat, &CANARY, &rule(LOCALHOST_COUNTER));
-        script.write_chain(Table::Filter, &CANARY, &rule(INVALID_COUNTER));
+        script.write_chain(RulesTable::Nat, &CANARY, &rule(LOCALHOST_COUNTER));
+        script.write_chain(RulesTable::Filter, &CANARY, &rule(INVALID_COUNTER));
         script
     }
 
@@ -130,7 +130,7 @@ impl Ledger {
     #[must_use]
     pub fn trial_of_sctp() -> Script {
         let mut script = Script::default();
-        script.write_chain(Table::Nat, &CANARY, &format!("-A {CANARY} -p sctp -m sctp --dport 1\n"));
+        script.write_chain(RulesTable::Nat, &CANARY, &format!("-A {CANARY} -p sctp -m sctp --dport 1\n"));
         script
     }
 
@@ -141,7 +141,7 @@ impl Ledger {
         let mut rule = String::new();
         Line::append(&mut rule, CANARY).while_gate_is_closed(family).end();
         let mut script = Script::default();
-        script.write_chain(Table::Nat, &CANARY, &rule);
+        script.write_chain(RulesTable::Nat, &CANARY, &rule);
         script
     }
 
@@ -149,8 +149,8 @@ impl Ledger {
     #[must_use]
     pub fn end_of_trials() -> Script {
         let mut script = Script::default();
-        script.write_chain(Table::Nat, &CANARY, "");
-        script.write_chain(Table::Filter, &CANARY, "");
+        script.write_chain(RulesTable::Nat, &CANARY, "");
+        script.write_chain(RulesTable::Filter, &CANARY, "");
         script
     }
 }
