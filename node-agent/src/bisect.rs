@@ -12,7 +12,8 @@ pub(crate) struct FaultyItems<K> {
 ///
 /// `attempt` tries some of the items, and returns why they fail, or `None` if they work. To find
 /// one faulty item among `n`, the search makes about `2·log2(n)` attempts on ever fewer items.
-/// After `max_attempts`, each group that still holds a faulty item is returned as one [`FaultyItems`].
+/// After `max_attempts`, each group that still holds a faulty item is returned as one
+/// [`FaultyItems`].
 ///
 /// Returns nothing when each item works by itself.
 ///

@@ -101,8 +101,8 @@ impl Endpoints {
         self.slices.is_empty() && self.services.iter().all(HashMap::is_empty) && self.before.is_empty()
     }
 
-    /// How often an address has been looked up in a slice or moved in the index so far, as a measure
-    /// of the work.
+    /// How often an address has been looked up in a slice or moved in the index so far, as a
+    /// measure of the work.
     #[cfg(test)]
     pub(super) fn visits(&self) -> u64 {
         self.visits.get()
@@ -171,8 +171,8 @@ impl Endpoints {
         }
     }
 
-    /// Removes an address of a slice from the index. If the main slice has left the service, another
-    /// slice takes its place.
+    /// Removes an address of a slice from the index. If the main slice has left the service,
+    /// another slice takes its place.
     fn leave(&mut self, service: &ServiceKey, address: IpAddr, key: &Arc<ObjectKey>) {
         let of_family = &mut self.services[family(address)];
         let Some(Carriers { main, others }) = of_family.get_mut(service) else { return };

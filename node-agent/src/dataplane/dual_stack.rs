@@ -108,7 +108,8 @@ pub trait NodeDataplane: Send {
     /// families; see [`Dataplane::check`].
     ///
     /// # Errors
-    /// The check of a family failed, and the other one found no sign. It is unknown whether the rules are complete.
+    /// The check of a family failed, and the other one found no sign. It is unknown whether the
+    /// rules are complete.
     fn check(&mut self) -> Result<Finding, DataplaneError>;
 
     /// Reads the kernel, and returns what it forwards in each family; see [`Dataplane::decode`].

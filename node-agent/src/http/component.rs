@@ -64,8 +64,8 @@ async fn healthz(State(pings): State<Pings>, Query(query): Query<Vec<(String, St
     (StatusCode::OK, TEXT, if is_verbose { body } else { "ok".to_owned() })
 }
 
-/// Serves `/metrics/slis`: the results of `ping`, with the metric names of Kubernetes' service level
-/// indicators.
+/// Serves `/metrics/slis`: the results of `ping`, with the metric names of Kubernetes' service
+/// level indicators.
 async fn slis(State(pings): State<Pings>, request: HeaderMap) -> impl IntoResponse {
     let (last, all) = (Family::<Labels<2>, Gauge>::default(), Family::<Labels<3>, Counter>::default());
     let pings = pings.load(Relaxed);

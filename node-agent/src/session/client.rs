@@ -24,7 +24,7 @@ use super::{
     machine::Violation,
     outbox::Outbox,
     renewal::Renewal,
-    replicas::{Replicas, Target},
+    replicas::{Replica, Replicas},
     stream::{Stream, blocking, status},
     stream_end::{StreamEnd, WELCOME_TIMEOUT},
 };
@@ -89,7 +89,7 @@ impl Session {
     }
 
     /// Connects, follows one stream, and returns the reason for its end.
-    async fn follow(&mut self, replica: &Target, replicas: &Replicas, failover: Failover) -> StreamEnd {
+    async fn follow(&mut self, replica: &Replica, replicas: &Replicas, failover: Failover) -> StreamEnd {
         self.welcomed_at = None;
         let connection = match replica.control_plane.connect(replica.address, self.config.tls.as_ref()).await {
             Ok(connection) => connection,

@@ -12,7 +12,7 @@ use crate::control_planes::ControlPlane;
 
 /// One replica at one address.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Target {
+pub struct Replica {
     /// The configured URL. The replica's certificate must be valid for the host in this URL.
     pub control_plane: ControlPlane,
     /// The address; `None` if the name could not be resolved. In this case, the error of the
@@ -20,7 +20,7 @@ pub struct Target {
     pub address: Option<SocketAddr>,
 }
 
-impl fmt::Display for Target {
+impl fmt::Display for Replica {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.address {
             Some(address) if !self.control_plane.names(address) => write!(f, "{} ({address})", self.control_plane),
@@ -34,8 +34,8 @@ impl fmt::Display for Target {
 #[derive(Debug)]
 pub(super) struct Replicas {
     control_planes: Vec<ControlPlane>,
-    waiting: VecDeque<Target>,
-    last: Option<Target>,
+    waiting: VecDeque<Replica>,
+    last: Option<Replica>,
 }
 
 impl Replicas {
@@ -45,7 +45,7 @@ impl Replicas {
     }
 
     /// Returns the next replica to try; `None` only if no URL is configured.
-    pub(super) async fn next(&mut self) -> Option<Target> {
+    pub(super) async fn next(&mut self) -> Option<Replica> {
         if self.waiting.is_empty() {
             self.waiting = ordered(resolve(&self.control_planes).await, self.last.as_ref());
         }
@@ -54,7 +54,7 @@ impl Replicas {
     }
 
     /// Resolves the names again and returns all replicas except the replica that was tried last.
-    pub(super) fn others(&self) -> impl Future<Output = Vec<Target>> + Send + use<> {
+    pub(super) fn others(&self) -> impl Future<Output = Vec<Replica>> + Send + use<> {
         let (control_planes, last) = (self.control_planes.clone(), self.last.clone());
         async move {
             let mut others = resolve(&control_planes).await;
@@ -64,7 +64,7 @@ impl Replicas {
     }
 
     /// Makes this replica the next replica to try.
-    pub(super) fn prefer(&mut self, target: Target) {
+    pub(super) fn prefer(&mut self, target: Replica) {
         self.waiting.push_front(target);
     }
 
@@ -76,17 +76,17 @@ impl Replicas {
 }
 
 /// Returns a random order that ends with `last`.
-fn ordered(mut targets: Vec<Target>, last: Option<&Target>) -> VecDeque<Target> {
+fn ordered(mut targets: Vec<Replica>, last: Option<&Replica>) -> VecDeque<Replica> {
     fastrand::shuffle(&mut targets);
     let (same, mut others): (Vec<_>, Vec<_>) = targets.into_iter().partition(|target| Some(target) == last);
     others.extend(same);
     others.into()
 }
 
-async fn resolve(control_planes: &[ControlPlane]) -> Vec<Target> {
+async fn resolve(control_planes: &[ControlPlane]) -> Vec<Replica> {
     let mut targets = Vec::new();
     for control_plane in control_planes {
-        let target = |address| Target { control_plane: control_plane.clone(), address };
+        let target = |address| Replica { control_plane: control_plane.clone(), address };
         let before = targets.len();
         match tokio::net::lookup_host(control_plane.host_and_port()).await {
             Ok(addresses) => targets.extend(addresses.map(|address| target(Some(address)))),
@@ -162,6 +162,6 @@ mod tests {
         assert!(address.ip().is_loopback() && address.port() == 7443);
         assert_eq!(targets[0].to_string(), format!("https://localhost:7443/ ({address})"));
         let unknown = ControlPlane::parse("https://headgate.invalid:7443", false).unwrap();
-        assert_eq!(resolve(std::slice::from_ref(&unknown)).await, [Target { control_plane: unknown, address: None }]);
+        assert_eq!(resolve(std::slice::from_ref(&unknown)).await, [Replica { control_plane: unknown, address: None }]);
     }
 }

@@ -9,13 +9,13 @@ use headgate_proto::v1::{
 use tokio::{task::JoinSet, time::timeout};
 use tracing::debug;
 
-use super::{failover::Standing, replicas::Target, tls::AgentTls};
+use super::{failover::Standing, replicas::Replica, tls::AgentTls};
 
 /// Maximum time for an answer, including the time to connect.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The replicas that answered, with their standings.
-pub(super) type Standings = Vec<(Target, Standing)>;
+pub(super) type Standings = Vec<(Replica, Standing)>;
 
 /// Asks all replicas at the same time, for the agent of `node`, and returns the answers. Replicas
 /// that do not answer in time are left out. So is a replica that answers with `epoch`, the epoch of
@@ -23,7 +23,7 @@ pub(super) type Standings = Vec<(Target, Standing)>;
 pub(super) async fn ask(
     node: Arc<str>,
     tls: Option<Arc<AgentTls>>,
-    replicas: Vec<Target>,
+    replicas: Vec<Replica>,
     epoch: Option<u64>,
 ) -> Standings {
     let mut asked = JoinSet::new();
@@ -46,7 +46,7 @@ pub(super) async fn ask(
 }
 
 /// Asks one replica for its epoch and standing.
-async fn ask_one(target: &Target, node: &str, tls: Option<&Arc<AgentTls>>) -> Result<(u64, Standing), String> {
+async fn ask_one(target: &Replica, node: &str, tls: Option<&Arc<AgentTls>>) -> Result<(u64, Standing), String> {
     let connection = target.control_plane.connect(target.address, tls).await.map_err(|error| error.to_string())?;
     let request = Asked::Standing(v1::StandingRequest { node_name: node.to_owned() });
     let request = tokio_stream::once(v1::AgentMessage { body: Some(request) });

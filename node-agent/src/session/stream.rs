@@ -23,7 +23,7 @@ use super::{
     metrics::SessionMetrics,
     outbox::Outbox,
     renewal::Renewal,
-    replicas::{Replicas, Target},
+    replicas::{Replica, Replicas},
     standings::{self, Standings},
     stream_end::StreamEnd,
     verified,
@@ -61,7 +61,7 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
     pub(super) async fn run(
         mut self,
         session: &mut Session,
-        replica: &Target,
+        replica: &Replica,
         replicas: &Replicas,
     ) -> Result<StreamEnd, StreamEnd> {
         // The pending request to the other replicas, and its reason.
@@ -135,7 +135,7 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
     fn on_message(
         &mut self,
         session: &mut Session,
-        replica: &Target,
+        replica: &Replica,
         message: v1::ServerMessage,
         now: Instant,
     ) -> Result<Vec<Effect>, Violation> {
@@ -186,7 +186,7 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
         Ok(of_state)
     }
 
-    fn on_welcome(&mut self, session: &mut Session, welcome: &v1::Welcome, replica: &Target, now: Instant) {
+    fn on_welcome(&mut self, session: &mut Session, welcome: &v1::Welcome, replica: &Replica, now: Instant) {
         let source = welcome.source_state().into();
         session.welcomed_at = Some(now);
         self.outbox.requests = session.barriers.begin_stream();
@@ -228,7 +228,7 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
 
     /// Returns the replica to move to, if a replica that answered is better than the current
     /// replica.
-    fn better(&self, trouble: Trouble, held: Option<&HeldState>, answers: Standings) -> Option<Target> {
+    fn better(&self, trouble: Trouble, held: Option<&HeldState>, answers: Standings) -> Option<Replica> {
         // The trouble may have ended while the agent waited for answers.
         if !self.failover.still_applies(trouble) {
             return None;

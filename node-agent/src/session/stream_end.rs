@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::task::JoinError;
 use tonic::Status;
 
-use super::{connect::ConnectError, failover::Trouble, machine::Violation, replicas::Target};
+use super::{connect::ConnectError, failover::Trouble, machine::Violation, replicas::Replica};
 
 /// Maximum time from the connection to `Welcome`. A replica that is behind the agent sends
 /// `Welcome` before it waits until it has caught up.
@@ -29,7 +29,7 @@ pub(super) enum StreamEnd {
     #[error("the replica asked the agent to connect to another replica: {0}")]
     Drained(String),
     #[error("moving to {to}, because {}", .trouble.reason())]
-    Moved { to: Box<Target>, trouble: Trouble },
+    Moved { to: Box<Replica>, trouble: Trouble },
     #[error("the certificate was renewed, and the old certificate expires soon")]
     Renewed,
     #[error("a background task of the agent was stopped")]

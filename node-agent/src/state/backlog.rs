@@ -42,8 +42,8 @@ struct Queue {
     /// When the oldest change in `taken` arrived, by family, IPv4 first. `None` when the family is
     /// in sync.
     taken_since: [Option<Instant>; 2],
-    /// What is counted since the start, and the last successful syncs. The changes that wait are not
-    /// included.
+    /// What is counted since the start, and the last successful syncs. The changes that wait are
+    /// not included.
     counts: ChangeCounts,
     /// Families that the last attempt did not program, because the node does not have them.
     is_absent: [bool; 2],
@@ -117,8 +117,8 @@ pub struct ChangeCounts {
 }
 
 impl Queue {
-    /// Records which families a sync programs, and that it succeeded in those for which `is_in_sync`
-    /// returns true. An empty list means both families.
+    /// Records which families a sync programs, and that it succeeded in those for which
+    /// `is_in_sync` returns true. An empty list means both families.
     fn attempted(&mut self, programmed: &[Family], is_in_sync: impl Fn(Family) -> bool) {
         for (i, family) in Family::BOTH.into_iter().enumerate() {
             self.is_absent[i] = !includes(programmed, family);

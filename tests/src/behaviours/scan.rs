@@ -94,8 +94,8 @@ pub type Evidence = BTreeMap<u8, Vec<ProvingTest>>;
 /// Collects the tests of a backend's rows from all sources under `root`.
 ///
 /// # Errors
-/// A comment lists a row that does not exist, no test follows a comment, a group or a scenario has no
-/// test, or a file cannot be read.
+/// A comment lists a row that does not exist, no test follows a comment, a group or a scenario has
+/// no test, or a file cannot be read.
 pub fn scan(root: &Path, column: Column) -> Result<Evidence, ScanError> {
     let mut evidence = Evidence::new();
     for (folder, _) in CRATES {

@@ -1,14 +1,14 @@
-//! Scenarios that run one after the other on one cluster, because most of the cost of a short scenario
-//! is the start of its cluster.
+//! Scenarios that run one after the other on one cluster, because most of the cost of a short
+//! scenario is the start of its cluster.
 
 use anyhow::{Result, ensure};
 
 use super::{changes, live};
 use crate::testbed::Testbed;
 
-/// The name of a scenario, the rows of the checklist in `docs/behaviours.md` that it shows, and what
-/// it does. The scenario needs a running cluster without Services. It may change manifests, and
-/// nothing else that outlives it.
+/// The name of a scenario, the rows of the checklist in `docs/behaviours.md` that it shows, and
+/// what it does. The scenario needs a running cluster without Services. It may change manifests,
+/// and nothing else that outlives it.
 pub type Scenario = (&'static str, &'static [u8], fn(&Testbed) -> Result<()>);
 
 /// The names of tests in `packets.rs`, each with its scenarios.
@@ -40,7 +40,8 @@ pub const TESTS: [(&str, &[Scenario]); 2] = [
     ),
 ];
 
-/// Runs all scenarios on a cluster, also if one of them fails. Each scenario begins without Services.
+/// Runs all scenarios on a cluster, also if one of them fails. Each scenario begins without
+/// Services.
 ///
 /// # Errors
 /// Some scenarios failed. The error names each of them.

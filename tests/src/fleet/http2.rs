@@ -3,8 +3,8 @@
 //!
 //! The client does not use h2, which allocates buffers of 16, 8 and 4 KB for each connection: a
 //! connection took 38 KB instead of 13 KB at the server, and a message 20 µs of CPU instead of 8 µs
-//! (docs/decisions/005-own-http2-for-sync.md). With 15,000 agents, this would be 400 MB, and one core
-//! could not check the messages as fast as the replica sends them.
+//! (docs/decisions/005-own-http2-for-sync.md). With 15,000 agents, this would be 400 MB, and one
+//! core could not check the messages as fast as the replica sends them.
 
 use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES};
 
@@ -82,8 +82,8 @@ pub(super) struct Http2 {
     header: [u8; HEADER_BYTES],
     header_bytes: usize,
     frame: Frame,
-    /// The received payload of an incomplete frame. DATA frames are processed in place and do not use
-    /// this buffer.
+    /// The received payload of an incomplete frame. DATA frames are processed in place and do not
+    /// use this buffer.
     control: Vec<u8>,
     prefix: [u8; PREFIX_BYTES],
     prefix_bytes: usize,

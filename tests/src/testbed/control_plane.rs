@@ -33,8 +33,8 @@ pub struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Starts a control plane with these options, writes its output to a file `log` in `folder`, and
-    /// waits until it listens. The kernel chooses the ports that no option sets.
+    /// Starts a control plane with these options, writes its output to a file `log` in `folder`,
+    /// and waits until it listens. The kernel chooses the ports that no option sets.
     ///
     /// # Errors
     /// The control plane does not listen in time. The error has its log.

@@ -65,8 +65,8 @@ impl Replica {
         Self { store, metrics, running }
     }
 
-    /// Starts a replica whose source has been listed. Its certificate, for 127.0.0.1, comes from the
-    /// authority that it trusts.
+    /// Starts a replica whose source has been listed. Its certificate, for 127.0.0.1, comes from
+    /// the authority that it trusts.
     pub(crate) async fn start_with_tls(authority: &Authority) -> Self {
         let folder = tempfile::tempdir().unwrap();
         authority.server(|_| {}).write(folder.path(), &[authority]);

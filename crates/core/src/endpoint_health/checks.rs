@@ -64,7 +64,7 @@ enum Next {
 }
 
 #[derive(Debug)]
-struct Target {
+struct CheckedTarget {
     /// The services that request checks of this target, each with its interval in milliseconds.
     users: BTreeMap<Arc<ServiceKey>, u32>,
     is_failing: bool,
@@ -73,7 +73,7 @@ struct Target {
     next: Next,
 }
 
-impl Target {
+impl CheckedTarget {
     fn interval_ms(&self) -> u32 {
         self.users.values().copied().min().unwrap_or(u32::MAX)
     }
@@ -83,7 +83,7 @@ impl Target {
 #[derive(Debug)]
 pub struct Checks {
     timing: CheckTiming,
-    targets: HashMap<SocketAddr, Target>,
+    targets: HashMap<SocketAddr, CheckedTarget>,
     services: HashMap<Arc<ServiceKey>, BTreeSet<SocketAddr>>,
     due: BTreeSet<(u64, SocketAddr)>,
     failing: usize,
@@ -216,7 +216,7 @@ impl Checks {
 
     fn add_user(&mut self, address: SocketAddr, key: &Arc<ServiceKey>, interval_ms: u32, now_ms: u64) {
         let first = now_ms + self.draw(u64::from(interval_ms));
-        let target = self.targets.entry(address).or_insert_with(|| Target {
+        let target = self.targets.entry(address).or_insert_with(|| CheckedTarget {
             users: BTreeMap::new(),
             is_failing: false,
             contradicting: 0,

@@ -248,9 +248,9 @@ impl Routing {
         self.connection.ask(wire::remove_local_route(link, address), |_, _| {})
     }
 
-    /// Lists what `select` returns for the addresses of a link, or of all links for index 0. Kernels
-    /// before 4.20 always list the addresses of all links. `select` also receives the message about
-    /// the address.
+    /// Lists what `select` returns for the addresses of a link, or of all links for index 0.
+    /// Kernels before 4.20 always list the addresses of all links. `select` also receives the
+    /// message about the address.
     fn list_addresses<T>(
         &mut self,
         link: u32,

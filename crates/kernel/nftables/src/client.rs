@@ -241,10 +241,10 @@ impl Nftables {
         }
     }
 
-    /// Lists the objects that `is_wanted`. A change of any table in the network namespace interrupts
-    /// the list. If the kernel interrupts every attempt, two successive lists that are the same are
-    /// complete. They are compared without the other objects, which another program may change all
-    /// the time.
+    /// Lists the objects that `is_wanted`. A change of any table in the network namespace
+    /// interrupts the list. If the kernel interrupts every attempt, two successive lists that are
+    /// the same are complete. They are compared without the other objects, which another program
+    /// may change all the time.
     fn list<T: PartialEq>(
         &mut self,
         request: &Request,

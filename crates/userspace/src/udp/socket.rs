@@ -151,8 +151,8 @@ impl Socket {
         count
     }
 
-    /// Sends the datagrams of a batch to `to`, for a connected socket the address of its endpoint, in
-    /// pieces of as many datagrams as GSO allows. Some drivers and paths refuse GSO only at the
+    /// Sends the datagrams of a batch to `to`, for a connected socket the address of its endpoint,
+    /// in pieces of as many datagrams as GSO allows. Some drivers and paths refuse GSO only at the
     /// first send, with EIO or EINVAL: the datagrams of that piece are then sent one by one. If the
     /// endpoint is unreachable, the rest of the batch is not sent.
     pub(super) fn send(&self, batch: Batch<'_>, to: SocketAddr) -> Result<(), Lost> {

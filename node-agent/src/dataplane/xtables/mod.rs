@@ -80,8 +80,9 @@ pub(super) fn note_written(
 }
 
 /// What a full script that nobody writes would change. `recorded`, `found` and `planned` are the
-/// prefix lengths of address groups in the ledger, in the kernel and in the script. Another division
-/// than the programmed one is no change of another program, if the kernel has the programmed one.
+/// prefix lengths of address groups in the ledger, in the kernel and in the script. Another
+/// division than the programmed one is no change of another program, if the kernel has the
+/// programmed one.
 pub(super) fn differences(
     script: &Script,
     recorded: Option<u8>,

@@ -1,5 +1,5 @@
-//! ProxyHealth-check node ports (`spec.healthCheckNodePort`): an external load balancer asks each node
-//! at this port whether the node has local endpoints for a Service.
+//! ProxyHealth-check node ports (`spec.healthCheckNodePort`): an external load balancer asks each
+//! node at this port whether the node has local endpoints for a Service.
 //!
 //! [`headgate_core::health_check_port`] decides what a port answers. Ports open and close after the
 //! rules are in place. If a port cannot be bound, the server retries and continues with the other

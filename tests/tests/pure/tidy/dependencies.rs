@@ -1,5 +1,5 @@
-//! Dependencies are those that `deny.toml` allows. Core depends on nothing that could do I/O, and the
-//! oracle does none.
+//! Dependencies are those that `deny.toml` allows. Core depends on nothing that could do I/O, and
+//! the oracle does none.
 
 use std::{collections::BTreeSet, fs, process::Command};
 

@@ -103,12 +103,14 @@ numbered! {
         SourcePort = 11,
         /// The destination port, 2 bytes. Needs a direction.
         DestinationPort = 12,
-        /// The IPv4 source address, 4 bytes, in tables of any family (Linux 4.17). Needs a direction.
+        /// The IPv4 source address, 4 bytes, in tables of any family (Linux 4.17). Needs a
+        /// direction.
         SourceIp = 19,
         /// The IPv4 destination address, 4 bytes, in tables of any family (Linux 4.17). Needs a
         /// direction.
         DestinationIp = 20,
-        /// The IPv6 source address, 16 bytes, in tables of any family (Linux 4.17). Needs a direction.
+        /// The IPv6 source address, 16 bytes, in tables of any family (Linux 4.17). Needs a
+        /// direction.
         SourceIp6 = 21,
         /// The IPv6 destination address, 16 bytes, in tables of any family (Linux 4.17). Needs a
         /// direction.
@@ -125,8 +127,8 @@ numbered! {
         Reply = 1,
     }
 
-    /// How a register is compared with a value. Bytes are compared in order, starting with the first
-    /// byte.
+    /// How a register is compared with a value. Bytes are compared in order, starting with the
+    /// first byte.
     pub enum Comparison: u32 {
         /// Equal.
         Equal = 0,
@@ -152,11 +154,11 @@ numbered! {
 
     /// The result that a routing query returns.
     pub enum FibResult: u32 {
-        /// The index of the interface, 4 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists, 1
-        /// byte.
+        /// The index of the interface, 4 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists,
+        /// 1 byte.
         Interface = 1,
-        /// The name of the interface, 16 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists, 1
-        /// byte.
+        /// The name of the interface, 16 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists,
+        /// 1 byte.
         InterfaceName = 2,
         /// The type of the address (`RTN_LOCAL` is 2), 4 bytes.
         AddressType = 3,
