@@ -115,7 +115,6 @@ async fn a_silent_handshake_is_closed_if_a_connection_can_use_its_place() {
     sleep(SMALL.silence * 2).await;
     assert_eq!(rig.counts(), (3, 0), "no connection waits");
     let waiting = rig.silent(1, 1).await.remove(0);
-    assert_eq!(rig.counts(), (3, 1));
     while !mute.is_finished() {
         messages.send(()).await.unwrap();
         sleep(SMALL.silence / 20).await;
