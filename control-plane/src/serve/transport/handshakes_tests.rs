@@ -112,9 +112,11 @@ async fn a_silent_handshake_is_closed_if_a_connection_can_use_its_place() {
     };
     let talking = begin(rig.enter(1).unwrap(), steps).await;
     let [mute, other] = [rig.silent(1, 1).await.remove(0), rig.silent(2, 1).await.remove(0)];
-    sleep(SMALL.silence * 2).await;
+    // Now the handshakes are in the middle between two looks whether a connection waits.
+    sleep(SMALL.silence * 5 / 2).await;
     assert_eq!(rig.counts(), (3, 0), "no connection waits");
     let waiting = rig.silent(1, 1).await.remove(0);
+    assert_eq!(rig.counts(), (3, 1));
     while !mute.is_finished() {
         messages.send(()).await.unwrap();
         sleep(SMALL.silence / 20).await;

@@ -97,7 +97,7 @@ pub(crate) async fn serve_pages(listener: TcpListener, pages: Router) {
                 open.mark_heard(number, Instant::now());
                 pages.clone().call(request)
             });
-            // Clients of gRPC that have a wrong port get an answer, too, so they use HTTP/2 here.
+            // The pages also speak HTTP/2, so that a client of gRPC with a wrong port gets an answer.
             let server = auto::Builder::new(TokioExecutor::new());
             let connection = server.serve_connection(TokioIo::new(stream), answer);
             if let Some(Err(error)) = closed.run_until_cancelled(connection).await {
