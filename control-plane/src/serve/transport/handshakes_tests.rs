@@ -112,7 +112,7 @@ async fn a_silent_handshake_is_closed_if_a_connection_can_use_its_place() {
     };
     let talking = begin(rig.enter(1).unwrap(), steps).await;
     let [mute, other] = [rig.silent(1, 1).await.remove(0), rig.silent(2, 1).await.remove(0)];
-    // Now the handshakes are in the middle between two looks whether a connection waits.
+    // Each handshake looks once in `silence` whether a connection waits. Count between two looks.
     sleep(SMALL.silence * 5 / 2).await;
     assert_eq!(rig.counts(), (3, 0), "no connection waits");
     let waiting = rig.silent(1, 1).await.remove(0);

@@ -97,7 +97,7 @@ pub(crate) async fn serve_pages(listener: TcpListener, pages: Router) {
                 open.mark_heard(number, Instant::now());
                 pages.clone().call(request)
             });
-            // The pages also speak HTTP/2, so that a client of gRPC with a wrong port gets an answer.
+            // The pages also speak HTTP/2, so that a gRPC client with a wrong port gets an answer.
             let server = auto::Builder::new(TokioExecutor::new());
             let connection = server.serve_connection(TokioIo::new(stream), answer);
             if let Some(Err(error)) = closed.run_until_cancelled(connection).await {

@@ -142,9 +142,9 @@ impl ServerTls {
 /// What a read of the files has found: a configuration, or a problem.
 type FoundFiles = Result<Arc<Loaded<Configs>>, String>;
 
-/// Returns whether the result of a read replaces the one in force. It does if the read before has
-/// found the same. Good files also do if the read before has only found something else than is in
-/// force, because a program may write the files more often than they are read.
+/// Returns true if the result of a read replaces the one in force: if the read before found the
+/// same result. A configuration also replaces it if the read before found any other result than the
+/// one in force, because a program may write the files more often than they are read.
 fn counts(found: &FoundFiles, before: &FoundFiles, in_force: &FoundFiles) -> bool {
     !is_same(found, in_force) && (is_same(found, before) || found.is_ok() && !is_same(before, in_force))
 }
