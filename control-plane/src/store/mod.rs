@@ -479,6 +479,8 @@ impl Sink for Store {
             gates.into_iter().for_each(|change| inner.apply_gate(change));
             if effective > 0 {
                 inner.publish(received);
+                // Whoever reads the new state must not read an older version afterwards.
+                self.head_version.store(inner.version, Ordering::Release);
             }
             let changed_nodes: Vec<_> =
                 nodes.into_iter().filter_map(|change| inner.nodes.apply(change, nodes_position)).collect();
@@ -495,7 +497,6 @@ impl Sink for Store {
         };
         self.metrics.count_changes(effective);
         if effective > 0 {
-            self.head_version.store(version, Ordering::Release);
             self.head.send_replace(version);
         }
         self.interests.wake(&touched);

@@ -145,6 +145,20 @@ fn snapshots_encode_a_bucket_again_only_after_a_change_in_it() {
 }
 
 #[test]
+fn who_sees_a_change_also_sees_its_version() {
+    let store = store(Limits::default());
+    store.put([service(1, 80)]);
+    let address = Ipv4Addr::new(10, 1, 0, 1).into();
+    std::thread::scope(|scope| {
+        let writing = scope.spawn(|| (0..5_000).for_each(|port| store.put([endpoint(1, 1, port)])));
+        while !writing.is_finished() {
+            let seen = store.ready_since(&key(1), address).unwrap_or_default();
+            assert!(seen <= store.version(), "the state has version {seen}");
+        }
+    });
+}
+
+#[test]
 fn tombstones_are_bounded_and_move_the_floor() {
     let store = store(Limits { max_tombstones: 10, ..Limits::default() });
     store.put((0..100).map(|host| endpoint(1, host, 80)));
