@@ -15,9 +15,7 @@ use headgate_proto::{References, digests_from_wire, v1};
 
 use super::{
     Inner, Store,
-    buckets::BucketFrames,
-    deltas::Delta,
-    encode::{Span, positions_from_wire, positions_to_wire, present_all, server_frame},
+    encode::{BucketFrames, Delta, Span, positions_from_wire, positions_to_wire, present_all, server_frame},
     log,
 };
 use crate::transaction::SourceKind;

@@ -11,16 +11,11 @@
 //! watch channel announces each new version. A reader holds the lock only while it encodes one
 //! bucket, or copies the values of one step.
 
-mod buckets;
 mod cursor;
-mod deltas;
 mod encode;
-mod freshness;
 mod gates;
 mod inspect;
-mod interests;
 mod log;
-mod nodes;
 mod pods;
 mod resume;
 #[cfg(test)]
@@ -30,39 +25,42 @@ mod verify;
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque, hash_map::Entry},
+    hash::{BuildHasher as _, RandomState},
+    net::IpAddr,
     sync::{
-        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
-        atomic::{AtomicU64, Ordering},
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use headgate_core::{Change, Dirty, Placement, ServiceKey, State, digest::Digests, node_state::SourceState, reference};
+use headgate_core::{
+    Change, Dirty, Node, Placement, ServiceKey, State, digest::Digests, node_state::SourceState, reference,
+};
 use headgate_proto::{References, v1};
-use tokio::sync::watch;
-
-pub use cursor::{Cursor, Resume, ResumeMode};
-pub(crate) use encode::{positions_from_wire, positions_to_wire, server_frame};
-pub use inspect::{WatchCursor, WatchPage};
-pub use resume::{BehindWait, NotYet, Resumption, Wait};
+use tokio::{
+    sync::{Notify, watch},
+    time::{sleep_until, timeout_at},
+};
 
 use crate::{
     metrics::Metrics,
-    transaction::{Problem, Sink, SourceKind, Transaction, TriggeredChange},
+    objects::PodId,
+    transaction::{NodeChange, Problem, Sink, SourceKind, Transaction, TriggeredChange},
 };
-use buckets::Buckets;
-use deltas::{DeltaCache, SplitBudget};
-use freshness::Freshness;
-pub(crate) use gates::WaitingPod;
+use encode::Buckets;
+use encode::{DeltaCache, SplitBudget};
 use gates::WaitingPods;
-use interests::Interests;
-pub(crate) use interests::Topic;
 use log::{Log, LogKey};
-use nodes::Nodes;
-pub use nodes::{NodeObserver, OwnNode};
 use pods::Pods;
-pub(crate) use pods::{NoPod, PodEndpoints, PodName};
 use usage::Witnesses;
+
+pub use cursor::{Cursor, Resume, ResumeMode};
+pub(crate) use encode::{positions_from_wire, positions_to_wire, server_frame};
+pub(crate) use gates::WaitingPod;
+pub use inspect::{WatchCursor, WatchPage};
+pub(crate) use pods::{NoPod, PodEndpoints, PodName};
+pub use resume::{BehindWait, NotYet, Resumption, Wait};
 pub use usage::{Last, Usage};
 
 /// For this time after a pod has begun to wait for its readiness gate, agents acknowledge new
@@ -540,5 +538,324 @@ impl Sink for Store {
 
     fn count_error(&self, kind: SourceKind, reason: &'static str) {
         self.metrics.count_source_error(kind, reason);
+    }
+}
+
+// The state of the source, and the time since the source last confirmed each kind
+// (discovery.proto, sections 9 and 14).
+
+/// The state of the source, and the facts that it follows from.
+#[derive(Debug)]
+struct Freshness {
+    facts: Mutex<SourceFacts>,
+    state: watch::Sender<SourceState>,
+    is_doubted: AtomicBool,
+}
+
+#[derive(Debug)]
+struct SourceFacts {
+    started: Instant,
+    heard: BTreeMap<SourceKind, Instant>,
+    is_listed: bool,
+    problem: Option<String>,
+}
+
+impl Default for Freshness {
+    /// The state of a source that has not been listed.
+    fn default() -> Self {
+        let facts = SourceFacts { started: Instant::now(), heard: BTreeMap::new(), is_listed: false, problem: None };
+        let state = watch::Sender::new(SourceState::Unlisted);
+        Self { facts: Mutex::new(facts), state, is_doubted: AtomicBool::new(false) }
+    }
+}
+
+impl Freshness {
+    fn lock(&self) -> MutexGuard<'_, SourceFacts> {
+        self.facts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Store {
+    /// A receiver that wakes when the state of the source changes.
+    #[must_use]
+    pub fn watch_source(&self) -> watch::Receiver<SourceState> {
+        self.freshness.state.subscribe()
+    }
+
+    /// The state of the source (discovery.proto, section 14).
+    #[must_use]
+    pub fn source_state(&self) -> SourceState {
+        *self.freshness.state.borrow()
+    }
+
+    /// The state of the source that agents of other replicas receive (discovery.proto, section 15):
+    /// CUT_OFF instead of FOLLOWING while a request to the source has failed or is late.
+    #[must_use]
+    pub fn source_state_for_others(&self) -> SourceState {
+        match self.source_state() {
+            SourceState::Following if self.freshness.is_doubted.load(Ordering::Acquire) => SourceState::CutOff,
+            state => state,
+        }
+    }
+
+    /// True once every kind has been listed and committed.
+    #[must_use]
+    pub fn is_synced(&self) -> bool {
+        self.source_state() != SourceState::Unlisted
+    }
+
+    /// Why changes do not arrive from the source; `None` if changes arrive.
+    #[must_use]
+    pub fn source_problem(&self) -> Option<String> {
+        self.freshness.lock().problem.clone()
+    }
+
+    /// The longest time since the source last confirmed a kind. Until every kind has been listed,
+    /// the result is the time since the start of the replica.
+    #[must_use]
+    pub fn source_age(&self) -> Duration {
+        let facts = self.freshness.lock();
+        let oldest = facts.heard.values().min().filter(|_| facts.is_listed);
+        oldest.unwrap_or(&facts.started).elapsed()
+    }
+
+    /// Time since the source last confirmed each kind.
+    #[must_use]
+    pub fn source_ages(&self) -> BTreeMap<SourceKind, Duration> {
+        self.freshness.lock().heard.iter().map(|(kind, heard)| (*kind, heard.elapsed())).collect()
+    }
+
+    /// Changes the facts about the source, and publishes the state that follows from them.
+    fn change_source(&self, change: impl FnOnce(&mut SourceFacts)) {
+        let mut facts = self.freshness.lock();
+        change(&mut facts);
+        let state = match (facts.is_listed, &facts.problem) {
+            (false, _) => SourceState::Unlisted,
+            (true, Some(_)) => SourceState::CutOff,
+            (true, None) => SourceState::Following,
+        };
+        // The lock is held until the end of this function, so that states are published in order.
+        self.metrics.set_source_state(state);
+        self.freshness.state.send_replace(state);
+    }
+}
+
+// Who waits for a change of a Service, of an endpoint or of a pod. A commit wakes only those whose
+// keys it changes, so its work is proportional to its changes.
+
+/// The shortest time between two looks at the store.
+const PACE: Duration = Duration::from_millis(50);
+
+/// What can be waited for.
+#[derive(Debug, Hash)]
+pub(crate) enum Topic<'a> {
+    /// The Service itself, not its endpoints.
+    Service(&'a ServiceKey),
+    /// An endpoint of a Service.
+    Endpoint(&'a ServiceKey, IpAddr),
+    /// The endpoints that belong to a pod.
+    Pod(PodId),
+}
+
+/// All waiters, by the hash of each topic. An equal hash of another topic wakes a waiter in vain.
+#[derive(Debug, Default)]
+struct Interests {
+    hasher: RandomState,
+    waiters: Mutex<HashMap<u64, Vec<Arc<Notify>>>>,
+}
+
+/// The interest of one waiter, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Interest {
+    interests: Arc<Interests>,
+    topics: Vec<u64>,
+    changed: Arc<Notify>,
+}
+
+impl Interests {
+    /// The hashes of the topics of changes; nothing if nobody waits.
+    fn touched<'a>(&self, topics: impl Iterator<Item = Topic<'a>>) -> Vec<u64> {
+        if self.lock().is_empty() { Vec::new() } else { topics.map(|topic| self.hasher.hash_one(topic)).collect() }
+    }
+
+    fn wake(&self, touched: &[u64]) {
+        if touched.is_empty() {
+            return;
+        }
+        let waiters = self.lock();
+        touched.iter().filter_map(|topic| waiters.get(topic)).flatten().for_each(|waiter| waiter.notify_one());
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u64, Vec<Arc<Notify>>>> {
+        self.waiters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Interest {
+    /// Waits for a change since the interest began, or since the last call.
+    pub(crate) async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// Waits for a change or until `deadline`, and at least for [`PACE`].
+    pub(crate) async fn changed_until(&self, deadline: tokio::time::Instant) {
+        let next = tokio::time::Instant::now() + PACE;
+        // An error means that the deadline has come.
+        let _ = timeout_at(deadline, self.changed()).await;
+        sleep_until(next.min(deadline)).await;
+    }
+
+    /// Also waits for changes of these topics.
+    pub(crate) fn add<'a>(&mut self, topics: impl IntoIterator<Item = Topic<'a>>) {
+        let topics: Vec<u64> = topics.into_iter().map(|topic| self.interests.hasher.hash_one(topic)).collect();
+        let mut waiters = self.interests.lock();
+        for topic in &topics {
+            waiters.entry(*topic).or_default().push(Arc::clone(&self.changed));
+        }
+        drop(waiters);
+        self.topics.extend(topics);
+    }
+}
+
+impl Drop for Interest {
+    fn drop(&mut self) {
+        let mut waiters = self.interests.lock();
+        for topic in &self.topics {
+            if let Some(of_topic) = waiters.get_mut(topic) {
+                of_topic.retain(|waiter| !Arc::ptr_eq(waiter, &self.changed));
+                if of_topic.is_empty() {
+                    waiters.remove(topic);
+                }
+            }
+        }
+    }
+}
+
+impl<'a> Topic<'a> {
+    /// The topic of a change.
+    fn of(change: &'a Change) -> Option<Self> {
+        match change {
+            Change::Service(service) => Some(Topic::Service(&service.key)),
+            Change::RemoveService(key) => Some(Topic::Service(key)),
+            Change::Endpoint(key, endpoint) => Some(Topic::Endpoint(key, endpoint.address)),
+            Change::RemoveEndpoint(key, address) => Some(Topic::Endpoint(key, *address)),
+            Change::ServiceCidr(_) | Change::RemoveServiceCidr(_) => None,
+        }
+    }
+}
+
+impl Store {
+    /// Begins to wait for changes of topics. Commits look at the waiters first, so the caller looks
+    /// at the store after this call.
+    pub(crate) fn interest<'a>(&self, topics: impl IntoIterator<Item = Topic<'a>>) -> Interest {
+        let (interests, changed) = (Arc::clone(&self.interests), Arc::new(Notify::new()));
+        let mut interest = Interest { interests, topics: Vec::new(), changed };
+        interest.add(topics);
+        interest
+    }
+}
+
+// Nodes. A stream receives only the Node of its agent.
+
+/// Receives notifications of changed Nodes.
+pub trait NodeObserver: Send + Sync {
+    /// The Node of this name has changed or was removed. The committing task calls this method
+    /// after the commit, so the method must return quickly.
+    fn node_changed(&self, name: &str);
+}
+
+/// The Node of an agent.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct OwnNode {
+    /// `None` when the source has no Node of this name.
+    pub node: Option<Arc<Node>>,
+    /// The position of the source when this Node last changed. If there is no Node of this name,
+    /// the position of the source when any Node last changed.
+    pub position: Option<(SourceKind, u64)>,
+}
+
+/// All Nodes by name, and the observers of their changes.
+#[derive(Default)]
+struct Nodes {
+    /// Each Node, and whether `--agent-nodes` selects it.
+    by_name: HashMap<Arc<str>, (OwnNode, bool)>,
+    /// The position of the source when any Node last changed.
+    position: Option<(SourceKind, u64)>,
+    observers: Vec<Weak<dyn NodeObserver>>,
+}
+
+impl Nodes {
+    fn len(&self) -> usize {
+        self.by_name.len()
+    }
+
+    /// The names of all Nodes, and whether `--agent-nodes` selects them.
+    fn names(&self) -> impl Iterator<Item = (&Arc<str>, bool)> {
+        self.by_name.iter().map(|(name, (_, is_selected))| (name, *is_selected))
+    }
+
+    fn get(&self, name: &str) -> OwnNode {
+        let known = self.by_name.get(name).map(|(known, _)| known.clone());
+        known.unwrap_or(OwnNode { node: None, position: self.position })
+    }
+
+    /// Applies a change that the source made at `position`. Returns the name of the Node if its
+    /// value has changed.
+    fn apply(&mut self, change: NodeChange, position: Option<(SourceKind, u64)>) -> Option<Arc<str>> {
+        let (name, node, is_selected) = match change {
+            NodeChange::Apply(node) => (Arc::clone(&node.name), Some(Arc::new(node)), true),
+            NodeChange::ApplyExcluded(node) => (Arc::clone(&node.name), Some(Arc::new(node)), false),
+            NodeChange::Remove(name) => (name, None, false),
+        };
+        let known = self.by_name.get(&name).map(|(known, is_selected)| (&known.node, *is_selected));
+        if known.unwrap_or((&None, false)) == (&node, is_selected) {
+            return None;
+        }
+        self.position = position;
+        match node {
+            node @ Some(_) => self.by_name.insert(Arc::clone(&name), (OwnNode { node, position }, is_selected)),
+            None => self.by_name.remove(&name),
+        };
+        Some(name)
+    }
+
+    /// Adds an observer, which is notified until the observer is dropped.
+    fn observe(&mut self, observer: Weak<dyn NodeObserver>) {
+        self.observers.retain(|observer| observer.strong_count() > 0);
+        self.observers.push(observer);
+    }
+
+    /// The observers that have not been dropped.
+    fn observers(&self) -> Vec<Arc<dyn NodeObserver>> {
+        self.observers.iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+impl std::fmt::Debug for Nodes {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Nodes").field("by_name", &self.by_name).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod freshness_tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{metrics::Metrics, store::Limits};
+
+    #[test]
+    fn a_source_is_unlisted_until_every_kind_is_listed_and_in_doubt_only_for_other_replicas() {
+        let store = Store::new(Limits::default(), Arc::new(Metrics::default()));
+        let states = || (store.source_state(), store.source_state_for_others());
+        store.doubted(true);
+        store.cut_off(Some("refused".into()));
+        assert_eq!(states(), (SourceState::Unlisted, SourceState::Unlisted));
+        store.synced();
+        assert_eq!(states(), (SourceState::CutOff, SourceState::CutOff));
+        store.cut_off(None);
+        assert_eq!(states(), (SourceState::Following, SourceState::CutOff));
+        store.doubted(false);
+        assert_eq!(states(), (SourceState::Following, SourceState::Following));
     }
 }

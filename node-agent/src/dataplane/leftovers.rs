@@ -130,11 +130,10 @@ impl Leftovers {
 
     /// A sentence about the leftovers that stay for their connections, if any.
     pub(super) fn draining(&self) -> Option<String> {
-        let limit = show_duration(self.limit);
         let sentence = |draining: &Draining| {
+            let (what, limit) = (draining.sentence(), show_duration(self.limit));
             format!(
-                "an earlier run left {}; this stays until the connections end, or {limit} after the first sync (--takeover-limit)",
-                draining.sentence()
+                "an earlier run left {what}; this stays until the connections end, or {limit} after the first sync (--takeover-limit)"
             )
         };
         self.draining.as_ref().map(sentence)

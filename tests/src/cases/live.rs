@@ -17,7 +17,7 @@ use Via::{ClusterIp, LoadBalancerIp, NodePort};
 
 /// The clients of the scenarios, each with the kind of address that it uses.
 const WAYS: [(&str, Via); 3] = [("a3", ClusterIp), ("b3", ClusterIp), ("outside-1", NodePort("node-a"))];
-const PAUSE: Duration = Duration::from_millis(2);
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// Runs `work` while clients open new connections to `targets`. Each client opens its connections
 /// one after the other. Returns the answers.
@@ -95,7 +95,7 @@ pub fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> Result<
 pub fn expect_servers_at(bed: &Testbed, targets: &[(&str, SocketAddr)], servers: &[&str]) -> Result<()> {
     for (from, to) in targets {
         let request = Request::new(Transport::Tcp, *to);
-        let answers = answers(client::ask_many(bed.machines().machine(from)?, &request, 25 * servers.len())?)
+        let answers = answers(client::ask_all(bed.machines().machine(from)?, &request, servers.len())?)
             .with_context(|| format!("{from} asks {to}"))?;
         let mut expected = servers.to_vec();
         expected.sort_unstable();

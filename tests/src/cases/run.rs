@@ -95,8 +95,10 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
             ensure!(outcome == Outcome::TimedOut || (may_be_refused && outcome == Outcome::Refused), "{outcome}");
         }
         Expect::Answered { by, source, even } => {
-            let count = if *even { EVEN_REQUESTS } else { requests_to_see_all(by.len()) };
-            let ask = || answers(client::ask_many(client, &request, count)?);
+            let ask = || match even {
+                true => answers(client::ask_many(client, &request, EVEN_REQUESTS)?),
+                false => answers(client::ask_all(client, &request, by.len())?),
+            };
             let mut answers = ask()?;
             check_servers(&answers, by)?;
             if *even && check_even(&answers, by.len()).is_err() {
@@ -126,19 +128,6 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The number of requests that a case sends to see all servers. The probability that one of
-/// `servers` servers gets none of these requests is below 10⁻⁹.
-fn requests_to_see_all(servers: usize) -> usize {
-    match servers {
-        0 | 1 => 3,
-        2 => 31,
-        3 => 54,
-        4 => 77,
-        // This number is slightly larger than necessary.
-        more => 24 * more,
-    }
 }
 
 /// The answers in `outcomes`.

@@ -157,15 +157,40 @@ pub fn ask(namespace: &Namespace, request: &Request) -> Result<Outcome> {
 /// series is sent to the same target (see [`super::turn`]). Stops at the first time-out, to save
 /// time.
 pub fn ask_many(namespace: &Namespace, request: &Request, count: usize) -> Result<Vec<Outcome>> {
+    ask_until(namespace, request, count, |_| false)
+}
+
+/// Sends requests like [`ask_many`] until each of `servers` servers has answered, so often that a
+/// further server, with an equal share, would answer with a probability of 99.9 %.
+pub fn ask_all(namespace: &Namespace, request: &Request, servers: usize) -> Result<Vec<Outcome>> {
+    // (most, least): the probability that one of the servers gets none of `most` requests is below
+    // 10⁻⁹. Both numbers are slightly larger than necessary for more than four servers.
+    let (most, least) = match servers {
+        0 | 1 => (3, 3),
+        2 => (31, 18),
+        3 => (54, 25),
+        4 => (77, 32),
+        more => (24 * more, 8 * more),
+    };
+    ask_until(namespace, request, most, |outcomes| {
+        let answered = outcomes.iter().filter_map(|outcome| match outcome {
+            Outcome::Answered(answer) => Some(&answer.server),
+            _ => None,
+        });
+        outcomes.len() >= least && answered.collect::<BTreeSet<_>>().len() >= servers
+    })
+}
+
+fn ask_until(
+    namespace: &Namespace,
+    request: &Request,
+    most: usize,
+    is_enough: impl Fn(&[Outcome]) -> bool + Sync,
+) -> Result<Vec<Outcome>> {
     let series = || {
-        let mut outcomes = Vec::with_capacity(count);
-        for _ in 0..count {
-            let outcome = outcome(request);
-            let silent = outcome == Outcome::TimedOut;
-            outcomes.push(outcome);
-            if silent {
-                break;
-            }
+        let mut outcomes = Vec::with_capacity(most);
+        while outcomes.len() < most && outcomes.last() != Some(&Outcome::TimedOut) && !is_enough(&outcomes) {
+            outcomes.push(outcome(request));
         }
         Ok(outcomes)
     };

@@ -18,7 +18,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
 /// How long to wait for the answer to a request that is sent only once. A busy machine may pause
 /// for seconds.
 const ONLY_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-const PAUSE: Duration = Duration::from_millis(5);
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// A UDP client with one connected socket.
 #[derive(Debug)]

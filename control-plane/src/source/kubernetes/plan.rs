@@ -34,10 +34,7 @@ use std::time::Duration;
 use http::StatusCode;
 use tokio::time::Instant;
 
-use super::{
-    failure::{BackOff, Failure},
-    wire::Listed,
-};
+use super::wire::{BackOff, Failure, Listed};
 use crate::objects::ObjectKind;
 
 /// How long a watch may continue after its time limit. Then it counts as dead.

@@ -4,7 +4,7 @@ use super::*;
 use crate::{
     model,
     objects::{Metadata, Object, Service},
-    source::kubernetes::contact::FAILING_LIMIT,
+    source::kubernetes::FAILING_LIMIT,
 };
 
 const SILENCE: Duration = Duration::from_secs(60);

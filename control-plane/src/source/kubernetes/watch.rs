@@ -24,10 +24,9 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    contact::Contact,
-    failure::Failure,
+    Contact,
     plan::{Cause, Plan, PlanEvent, Step},
-    wire::{self, Line, Lines, Listed},
+    wire::{self, Failure, Line, Lines, Listed},
 };
 use crate::{
     model::Event,

@@ -12,23 +12,20 @@
 //! - [`Listener`] receives the notifications of multicast groups.
 //! - [`route`] manages links and addresses, and decodes notifications of their changes.
 
-mod attribute;
 mod connection;
-mod error;
 mod family;
 pub mod generic;
-mod listener;
 mod message;
 pub mod netfilter;
 pub mod route;
 mod socket;
 
-pub use attribute::{
+pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped, Refused};
+pub use connection::{Heard, Listener};
+pub use family::{Family, Protocol};
+pub use message::{
     Fields, attributes, checked_attributes, read_be16, read_be32, read_be64, read_ip, read_text, read_u8, read_u16,
     read_u32,
 };
-pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped, Refused};
-pub use error::{Malformed, NetlinkError, Refusal};
-pub use family::{Family, Protocol};
-pub use listener::{Heard, Listener};
+pub use message::{Malformed, NetlinkError, Refusal};
 pub use message::{Message, Request};

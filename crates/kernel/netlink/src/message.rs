@@ -1,12 +1,6 @@
 //! Encoding of netlink requests and decoding of the kernel's messages (`linux/netlink.h`).
 
-use std::net::IpAddr;
-
-use super::{
-    Malformed, NetlinkError, Refusal,
-    attribute::{self, align, attributes},
-    read_text, read_u32,
-};
+use std::{fmt, io, net::IpAddr};
 
 /// An error, or an acknowledgement when its code is 0.
 pub(super) const ERROR: u16 = libc::NLMSG_ERROR as u16;
@@ -81,7 +75,7 @@ impl Request {
     }
 
     fn put_parts(&mut self, kind: u16, value: &[u8], end: &[u8]) {
-        let length = self.attribute_length(attribute::HEADER_BYTES + value.len() + end.len());
+        let length = self.attribute_length(ATTRIBUTE_HEADER_BYTES + value.len() + end.len());
         self.payload.extend(length.to_ne_bytes());
         self.payload.extend(kind.to_ne_bytes());
         self.payload.extend(value);
@@ -189,7 +183,7 @@ impl Message<'_> {
 
 /// Splits received bytes into messages. A truncated message yields an error and ends the iteration.
 pub(super) fn messages(bytes: &[u8]) -> impl Iterator<Item = Result<Message<'_>, Malformed>> {
-    attribute::checked(bytes, split_message, Malformed("a truncated message"))
+    checked(bytes, split_message, Malformed("a truncated message"))
 }
 
 fn split_message<'a>(bytes: &mut &'a [u8]) -> Option<Message<'a>> {
@@ -205,6 +199,263 @@ fn split_message<'a>(bytes: &mut &'a [u8]) -> Option<Message<'a>> {
     *bytes = all.get(align(length)..).unwrap_or_default();
     Some(message)
 }
+
+// Decoding of netlink attributes and their values.
+
+const ATTRIBUTE_HEADER_BYTES: usize = 4;
+/// The mask that removes the two flags in the upper bits of an attribute type.
+const TYPE_MASK: u16 = libc::NLA_TYPE_MASK as u16;
+/// One more than the highest attribute type that the clients of this crate read.
+const MAX_TYPES: usize = 26;
+
+pub(super) fn align(length: usize) -> usize {
+    length.next_multiple_of(4)
+}
+
+/// Declares modules with the kernel's numbers, as a table.
+#[macro_export]
+macro_rules! constants {
+    ($($(#[$doc:meta])* $module:ident: $number:ty { $($name:ident = $value:expr),+ $(,)? })+) => { $(
+        $(#[$doc])*
+        pub(crate) mod $module {
+            $(pub(crate) const $name: $number = $value;)+
+        }
+    )+ };
+}
+
+/// Iterates over the attributes after a fixed header, or inside a nested attribute, with their
+/// types. A truncated attribute ends the iteration without an error.
+pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || split(&mut bytes))
+}
+
+/// Like [`attributes`], but a truncated attribute yields an error and ends the iteration.
+pub fn checked_attributes(bytes: &[u8]) -> impl Iterator<Item = Result<(u16, &[u8]), Malformed>> {
+    checked(bytes, split, Malformed("a truncated attribute"))
+}
+
+/// The attributes after a fixed header, or inside a nested attribute, by their types. If a type
+/// occurs several times, the last attribute counts.
+#[derive(Debug)]
+pub struct Fields<'a>([Option<&'a [u8]>; MAX_TYPES]);
+
+impl<'a> Fields<'a> {
+    /// Splits bytes into attributes. Ignores attributes of types above 25, which no message of the
+    /// clients of this crate needs.
+    ///
+    /// # Errors
+    /// An attribute is truncated.
+    pub fn of(bytes: &'a [u8]) -> Result<Self, Malformed> {
+        let mut fields = [None; MAX_TYPES];
+        for attribute in checked_attributes(bytes) {
+            let (kind, value) = attribute?;
+            if let Some(field) = fields.get_mut(usize::from(kind)) {
+                *field = Some(value);
+            }
+        }
+        Ok(Self(fields))
+    }
+
+    /// The bytes of an attribute.
+    #[must_use]
+    pub fn bytes(&self, kind: u16) -> Option<&'a [u8]> {
+        self.0.get(usize::from(kind)).copied().flatten()
+    }
+
+    /// The value of an attribute, which `read` decodes.
+    ///
+    /// # Errors
+    /// The error of `read`.
+    pub fn get<T>(
+        &self,
+        kind: u16,
+        read: impl FnOnce(&'a [u8]) -> Result<T, Malformed>,
+    ) -> Result<Option<T>, Malformed> {
+        self.bytes(kind).map(read).transpose()
+    }
+
+    /// The value of an attribute that must be there.
+    ///
+    /// # Errors
+    /// The error of `read`, or `missing` if there is no such attribute.
+    pub fn need<T>(
+        &self,
+        kind: u16,
+        read: impl FnOnce(&'a [u8]) -> Result<T, Malformed>,
+        missing: &'static str,
+    ) -> Result<T, Malformed> {
+        read(self.bytes(kind).ok_or(Malformed(missing))?)
+    }
+}
+
+/// Iterates over the parts that `split` takes from the front of `bytes`. If `split` returns `None`
+/// before the end, the iterator yields the error `truncated` and ends.
+pub(super) fn checked<'a, T>(
+    mut bytes: &'a [u8],
+    split: impl Fn(&mut &'a [u8]) -> Option<T>,
+    truncated: Malformed,
+) -> impl Iterator<Item = Result<T, Malformed>> {
+    std::iter::from_fn(move || {
+        if bytes.is_empty() {
+            return None;
+        }
+        let part = split(&mut bytes).ok_or(truncated);
+        if part.is_err() {
+            bytes = &[];
+        }
+        Some(part)
+    })
+}
+
+fn split<'a>(bytes: &mut &'a [u8]) -> Option<(u16, &'a [u8])> {
+    let all: &'a [u8] = bytes;
+    let length = usize::from(u16::from_ne_bytes(all.get(..2)?.try_into().ok()?));
+    let kind = u16::from_ne_bytes(all.get(2..4)?.try_into().ok()?) & TYPE_MASK;
+    let value = all.get(ATTRIBUTE_HEADER_BYTES..length)?;
+    *bytes = all.get(align(length)..).unwrap_or_default();
+    Some((kind, value))
+}
+
+fn array<const N: usize>(value: &[u8]) -> Result<[u8; N], Malformed> {
+    value.try_into().map_err(|_| Malformed("an attribute of the wrong length"))
+}
+
+/// Defines functions that read numbers.
+macro_rules! readers {
+    ($($(#[$doc:meta])* $name:ident: $number:ty = $convert:ident;)+) => { $(
+        $(#[$doc])*
+        ///
+        /// # Errors
+        /// The value has the wrong length.
+        pub fn $name(value: &[u8]) -> Result<$number, Malformed> {
+            array(value).map(<$number>::$convert)
+        }
+    )+ };
+}
+
+readers! {
+    /// Reads one byte.
+    read_u8: u8 = from_ne_bytes;
+    /// Reads 16 bits in the machine's byte order.
+    read_u16: u16 = from_ne_bytes;
+    /// Reads 32 bits in the machine's byte order.
+    read_u32: u32 = from_ne_bytes;
+    /// Reads 16 bits in network byte order.
+    read_be16: u16 = from_be_bytes;
+    /// Reads 32 bits in network byte order.
+    read_be32: u32 = from_be_bytes;
+    /// Reads 64 bits in network byte order.
+    read_be64: u64 = from_be_bytes;
+}
+
+/// Reads an IPv4 address from 4 bytes or an IPv6 address from 16 bytes.
+///
+/// # Errors
+/// The value has the wrong length.
+pub fn read_ip(value: &[u8]) -> Result<IpAddr, Malformed> {
+    let address = array::<4>(value).map(IpAddr::from).or_else(|_| array::<16>(value).map(IpAddr::from));
+    address.map_err(|_| Malformed("an address that is neither 4 nor 16 bytes long"))
+}
+
+/// Reads a text up to the first zero byte or the end of the value.
+///
+/// # Errors
+/// The text is not UTF-8.
+pub fn read_text(value: &[u8]) -> Result<String, Malformed> {
+    let text = value.split(|byte| *byte == 0).next().unwrap_or_default();
+    str::from_utf8(text).map(str::to_owned).map_err(|_| Malformed("a text is not UTF-8"))
+}
+
+// Errors of netlink requests.
+
+/// Why a request failed.
+#[derive(Debug, thiserror::Error)]
+pub enum NetlinkError {
+    /// The socket could not be opened.
+    #[error("cannot open a netlink socket: {0}")]
+    Open(#[source] io::Error),
+    /// Sending failed.
+    #[error("cannot send to netlink: {0}")]
+    Send(#[source] io::Error),
+    /// Receiving failed: `ENOBUFS` if answers were lost, `EAGAIN` if no answer arrived within the
+    /// timeout.
+    #[error("cannot receive from netlink: {0}")]
+    Receive(#[source] io::Error),
+    /// The kernel rejected the request.
+    #[error("the kernel rejects a netlink request: {0}")]
+    Kernel(#[source] Refusal),
+    /// The answer has an unexpected format.
+    #[error("the kernel's answer is malformed: {0}")]
+    Malformed(#[from] Malformed),
+    /// An attribute of the request, with its header, is longer than 65,535 bytes. The batch with
+    /// this request was not sent.
+    #[error("a netlink request is too long: an attribute holds 65,531 bytes at most")]
+    RequestTooLong,
+}
+
+impl NetlinkError {
+    /// Returns whether a retry of the same request may succeed at once: answers were lost or late,
+    /// or the kernel was interrupted or busy.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        let code = match self {
+            Self::Send(error) | Self::Receive(error) => error.raw_os_error(),
+            Self::Kernel(refusal) => Some(refusal.code),
+            Self::Open(_) | Self::Malformed(_) | Self::RequestTooLong => None,
+        };
+        matches!(code, Some(libc::EINTR | libc::ENOBUFS | libc::EAGAIN | libc::EBUSY))
+    }
+
+    /// The kernel's error number, if the kernel rejected the request.
+    #[must_use]
+    pub fn refusal_code(&self) -> Option<i32> {
+        match self {
+            Self::Kernel(refusal) => Some(refusal.code),
+            _ => None,
+        }
+    }
+}
+
+/// The kernel's answer to a request that it rejects.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub struct Refusal {
+    /// The positive error number: an `errno` value, or a subsystem's own number above 4095.
+    pub code: i32,
+    /// The kernel's error text, if it sent one (extended acknowledgement, `NLMSGERR_ATTR_MSG`).
+    pub message: Option<String>,
+    /// The position of the faulty attribute, in bytes from the start of the request's header
+    /// (`NLMSGERR_ATTR_OFFS`).
+    pub offset_bytes: Option<u32>,
+}
+
+impl Refusal {
+    /// A rejection with an error number and no details.
+    #[must_use]
+    pub fn of_code(code: i32) -> Self {
+        Self { code, message: None, offset_bytes: None }
+    }
+
+    /// The error number as [`std::io::Error`]. The standard library has no text for a subsystem's
+    /// own numbers.
+    #[must_use]
+    pub fn to_io_error(&self) -> io::Error {
+        io::Error::from_raw_os_error(self.code)
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.message {
+            Some(message) => write!(f, "{} ({message})", self.to_io_error()),
+            None => write!(f, "{}", self.to_io_error()),
+        }
+    }
+}
+
+/// A message from the kernel has an unexpected format. The text describes the fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Malformed(pub &'static str);
 
 #[cfg(test)]
 mod tests {
@@ -285,6 +536,34 @@ mod tests {
                 let _ = message.error_status();
                 let _ = message.done_status();
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod attribute_tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn malformed_attributes_end_the_iteration_and_are_an_error_for_checked_attributes() {
+        assert_eq!(attributes(&[0, 0, 1, 0]).count(), 0);
+        assert_eq!(attributes(&[9, 0, 1, 0, 1]).count(), 0);
+        let bytes = [5, 0, 1, 0, 7, 0, 0, 0, 9, 0, 2, 0, 1];
+        let found: Vec<_> = checked_attributes(&bytes).collect();
+        assert_eq!(found, [Ok((1, &[7][..])), Err(Malformed("a truncated attribute"))]);
+        assert_eq!(checked_attributes(&[1]).collect::<Vec<_>>().len(), 1);
+        assert_eq!(checked_attributes(&[]).count(), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn the_iteration_over_any_bytes_ends(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
+            prop_assert!(attributes(&bytes).count() <= 20);
+            let checked: Vec<_> = checked_attributes(&bytes).collect();
+            prop_assert!(checked.iter().rev().skip(1).all(Result::is_ok));
         }
     }
 }

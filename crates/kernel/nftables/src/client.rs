@@ -6,8 +6,7 @@ use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Refusal, Req
 use libc::NLM_F_DUMP;
 
 use crate::{
-    Chain, Element, ElementData, Family, Generation, Listed, NftablesError, Rule, Set, Table, TableName, Transaction,
-    Value, describe,
+    Chain, Element, ElementData, Family, Generation, Listed, Rule, Set, Table, TableName, Value,
     wire::{self, Field, about},
 };
 
@@ -67,7 +66,7 @@ impl Nftables {
         let requests = transaction.requests();
         let subsystem = libc::NFNL_SUBSYS_NFTABLES;
         let result = netfilter::transact(&mut self.connection, subsystem, requests, |message, refusal| {
-            faults.push(describe::fault(transaction, message, refusal));
+            faults.push(fault(transaction, message, refusal));
         });
         // The kernel drops answers only if the receive buffer is full. Only many rejections can
         // fill the buffer, and the rejections that were received suffice.
@@ -297,4 +296,264 @@ enum Expected {
     Count(usize),
     /// Two successive lists must have equal keys.
     Unknown,
+}
+
+// Transactions: changes that the kernel executes all together or not at all.
+
+/// An ordered list of changes. The kernel executes either all changes or none, and packets see only
+/// the state before or after the transaction. Each change sees the earlier changes of the
+/// transaction: one transaction can create a set, fill it and use it in a rule.
+///
+/// Objects are encoded when they are added, so a transaction needs little more memory than its
+/// bytes on the wire. A transaction is sent in one call, because the kernel requires all its
+/// messages together.
+#[derive(Debug, Clone, Default)]
+pub struct Transaction {
+    requests: Vec<Request>,
+    sets: u32,
+}
+
+impl Transaction {
+    /// An empty transaction.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Whether there are no changes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// The number of messages: one per change, several for long lists of elements.
+    #[must_use]
+    pub fn message_count(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// The encoded size in bytes.
+    #[must_use]
+    pub fn length_bytes(&self) -> usize {
+        self.requests.iter().map(Request::length).sum()
+    }
+
+    /// Adds a table. An existing table is kept. If it has no owner, a persistent table gets the
+    /// connection as its owner.
+    pub fn add_table(&mut self, table: &Table) {
+        self.requests.push(wire::put_table(table));
+    }
+
+    /// Deletes a table with its contents. Fails with `ENOENT` if the table does not exist.
+    pub fn delete_table(&mut self, table: &TableName) {
+        self.requests.push(about(libc::NFT_MSG_DELTABLE, 0, table));
+    }
+
+    /// Adds a chain. If a base chain exists, its policy is changed.
+    pub fn add_chain(&mut self, chain: &Chain) {
+        self.requests.push(wire::put_chain(chain));
+    }
+
+    /// Deletes a chain with its rules. Fails with `EBUSY` if a rule or an element jumps to the
+    /// chain.
+    pub fn delete_chain(&mut self, table: &TableName, name: &str) {
+        self.requests.push(about(libc::NFT_MSG_DELCHAIN, 0, table).text(wire::chain::NAME, name));
+    }
+
+    /// Adds a rule at the end of its chain.
+    pub fn add_rule(&mut self, rule: &Rule) {
+        self.requests.push(wire::put_rule(rule));
+    }
+
+    /// Deletes all rules of a chain.
+    pub fn flush_chain(&mut self, table: &TableName, chain: &str) {
+        self.requests.push(about(libc::NFT_MSG_DELRULE, 0, table).text(wire::rule::CHAIN, chain));
+    }
+
+    /// Adds a set or map. An existing set is kept, and must have the same properties.
+    pub fn add_set(&mut self, set: &Set) {
+        self.sets += 1;
+        self.requests.push(wire::put_set(set, self.sets));
+    }
+
+    /// Deletes a set with its elements. Fails with `EBUSY` if a rule refers to the set.
+    pub fn delete_set(&mut self, table: &TableName, name: &str) {
+        self.requests.push(about(libc::NFT_MSG_DELSET, 0, table).text(wire::set::NAME, name));
+    }
+
+    /// Adds any number of elements to a set. Existing elements are kept. If a map has a key with
+    /// other data, the kernel rejects the element with this key with `EEXIST`.
+    pub fn add_elements(
+        &mut self,
+        table: &TableName,
+        set: impl AsRef<str>,
+        elements: impl IntoIterator<Item = Element>,
+    ) {
+        let (command, flags) = (libc::NFT_MSG_NEWSETELEM, libc::NLM_F_CREATE);
+        self.requests.extend(wire::put_elements(command, flags, table, set.as_ref(), elements));
+    }
+
+    /// Deletes elements by their keys. Fails with `ENOENT` if an element does not exist.
+    pub fn delete_elements(
+        &mut self,
+        table: &TableName,
+        set: impl AsRef<str>,
+        elements: impl IntoIterator<Item = Element>,
+    ) {
+        self.requests.extend(wire::put_elements(libc::NFT_MSG_DELSETELEM, 0, table, set.as_ref(), elements));
+    }
+
+    /// Deletes all elements of a set.
+    pub fn flush_set(&mut self, table: &TableName, set: &str) {
+        self.requests.push(about(libc::NFT_MSG_DELSETELEM, 0, table).text(wire::element::LIST_SET, set));
+    }
+
+    /// The element that the kernel refuses to add, with its table and the name of its set. `None`
+    /// if the fault is not in an element that the transaction adds.
+    #[must_use]
+    pub fn added_element(&self, fault: &Fault) -> Option<(TableName, String, Element)> {
+        let request = self.requests.get(fault.message?)?;
+        if wire::command(request.kind()) != Some(libc::NFT_MSG_NEWSETELEM) {
+            return None;
+        }
+        let elements = wire::read_elements(request.payload()).ok()?;
+        let element = elements.list?.into_iter().nth(fault.element?)?;
+        Some((elements.table, elements.set, element))
+    }
+
+    pub(crate) fn requests(&self) -> &[Request] {
+        &self.requests
+    }
+}
+
+// Errors of nftables requests.
+
+/// Why a request failed.
+#[derive(Debug, thiserror::Error)]
+pub enum NftablesError {
+    /// The kernel has no nf_tables and found no module for it.
+    #[error("this kernel has no nftables: load the module nf_tables (modprobe nf_tables)")]
+    Missing,
+    /// The kernel rejected a transaction and executed none of it.
+    #[error("{}", .0.first().map_or_else(String::new, ToString::to_string))]
+    Refused(Vec<Fault>),
+    /// The kernel cannot be reached, or rejects a query. If a transaction fails with this error, it
+    /// is unknown whether the kernel executed the transaction.
+    #[error("nftables: {0}")]
+    Netlink(#[from] NetlinkError),
+}
+
+impl NftablesError {
+    /// The kernel's first error number, if the kernel rejected the request.
+    #[must_use]
+    pub fn refusal_code(&self) -> Option<i32> {
+        match self {
+            Self::Refused(faults) => faults.first().map(|fault| fault.refusal.code),
+            Self::Netlink(error) => error.refusal_code(),
+            Self::Missing => None,
+        }
+    }
+
+    /// Whether a retry of the same request may succeed at once, because answers were lost or
+    /// another change interfered.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Netlink(error) if error.is_transient())
+    }
+}
+
+/// A change that the kernel rejects.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{what}: {reason}")]
+pub struct Fault {
+    /// The index of the message in the transaction, from 0. None if the kernel rejects the
+    /// transaction as a whole. Each change is one message, except that long lists of elements span
+    /// several messages. Some errors, such as a loop of jumps, are detected at
+    /// the end of a transaction. The kernel reports these errors for the first message.
+    pub message: Option<usize>,
+    /// The index of the element in the message, if the kernel reports it (extended
+    /// acknowledgements).
+    pub element: Option<usize>,
+    /// A description of the change.
+    pub what: String,
+    /// The reason for the rejection.
+    pub reason: String,
+    /// The kernel's answer.
+    pub refusal: Refusal,
+}
+
+// Descriptions of faulty changes and of the kernel's errors in words.
+
+/// Describes a fault of a transaction. `message` is the index of the faulty request. If the kernel
+/// reports a position within an element, the text names that element.
+pub(crate) fn fault(transaction: &Transaction, message: Option<usize>, refusal: Refusal) -> Fault {
+    let request = message.and_then(|message| transaction.requests().get(message));
+    let offset = refusal.offset_bytes.and_then(|offset| usize::try_from(offset).ok());
+    let element = request.zip(offset).and_then(|(request, offset)| wire::element_at(request.payload(), offset));
+    let what = match request {
+        // The payload can be decoded, because this crate encoded it.
+        Some(request) => describe(request, element.as_ref().map(|(_, element)| element))
+            .unwrap_or_else(|_| format!("message of type {}", request.kind())),
+        None => "the transaction as a whole".into(),
+    };
+    Fault { message, element: element.map(|(index, _)| index), what, reason: reason(&refusal), refusal }
+}
+
+fn describe(request: &Request, element: Option<&Element>) -> Result<String, Malformed> {
+    let payload = request.payload();
+    let command = wire::command(request.kind()).unwrap_or_default();
+    let verb = if wire::deletes(command) { "deleting" } else { "adding" };
+    let (table, fields) = wire::split(payload)?;
+    let name = |kind| String::read(&fields, kind);
+    Ok(match command {
+        libc::NFT_MSG_NEWTABLE | libc::NFT_MSG_DELTABLE => format!("{verb} table {table}"),
+        libc::NFT_MSG_NEWCHAIN | libc::NFT_MSG_DELCHAIN => {
+            format!("{verb} chain {} of table {table}", name(wire::chain::NAME)?)
+        }
+        libc::NFT_MSG_NEWRULE | libc::NFT_MSG_DELRULE => {
+            let which = if command == libc::NFT_MSG_NEWRULE { "a rule" } else { "all rules" };
+            let comment = crate::comment_of(fields.bytes(wire::rule::USER_DATA).unwrap_or_default());
+            let comment = comment.map(|text| format!(" \"{text}\"")).unwrap_or_default();
+            format!("{verb} {which}{comment} of chain {} of table {table}", name(wire::rule::CHAIN)?)
+        }
+        libc::NFT_MSG_NEWSET | libc::NFT_MSG_DELSET => {
+            format!("{verb} set {} of table {table}", name(wire::set::NAME)?)
+        }
+        _ => {
+            let wire::Elements { set, list, .. } = wire::read_elements(payload)?;
+            let which = match (element, list.as_deref()) {
+                (Some(one), _) | (None, Some([one])) => format!("element {}", key(one)),
+                (None, Some(several)) => format!("{} elements", several.len()),
+                (None, None) => "all elements".into(),
+            };
+            format!("{verb} {which} of set {set} of table {table}")
+        }
+    })
+}
+
+fn key(element: &Element) -> String {
+    match &element.key_end {
+        None if element.catch_all => "*".into(),
+        None => format!("0x{}", element.key),
+        Some(end) => format!("0x{} to 0x{end}", element.key),
+    }
+}
+
+/// The reason for a rejection: the meaning of the error number, followed by the kernel's own text
+/// if the kernel sent one.
+fn reason(refusal: &Refusal) -> String {
+    let text = match refusal.code {
+        libc::EMLINK | libc::ELOOP => "jumps form a loop, or are nested more than 16 chains deep".into(),
+        libc::ENFILE => "the set is full".into(),
+        libc::EBUSY => "it is in use, or exists with other properties".into(),
+        libc::EEXIST => "it already exists".into(),
+        libc::ENOENT => "it, or an object that it refers to, does not exist".into(),
+        libc::EPERM => "another socket owns the table, or the capability CAP_NET_ADMIN is missing".into(),
+        libc::EOPNOTSUPP => "the kernel does not support this at all, or not in this chain".into(),
+        _ => refusal.to_io_error().to_string(),
+    };
+    match &refusal.message {
+        Some(kernel_text) => format!("{text} ({kernel_text})"),
+        None => text,
+    }
 }

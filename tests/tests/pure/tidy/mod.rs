@@ -60,7 +60,9 @@ fn products() -> Vec<(String, String)> {
 
 /// The code of a file of a product, without the tests at its end.
 fn product_code(text: &str) -> &str {
-    text.split("#[cfg(test)]\nmod tests {").next().unwrap_or(text)
+    let mut tests = text.match_indices("#[cfg(test)]\nmod ").map(|(begin, _)| begin);
+    let is_inline = |begin: &usize| text[*begin..].lines().nth(1).unwrap().ends_with('{');
+    tests.find(is_inline).map_or(text, |begin| &text[..begin])
 }
 
 /// The content of a file, by its path from the top folder. None if it is not UTF-8 text.

@@ -9,13 +9,10 @@ use prost::Message as _;
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::{
-    frame::{
-        Code, DEFAULT_WINDOW, HEADER_BYTES, MAX_WINDOW, put_data, put_go_away, put_ping, put_reset,
-        put_response_headers, put_settings, put_settings_ack, put_trailers, put_window_update,
-    },
-    input::{FrameEvent, Input, ReceiveWindow, Violation},
-    message::{Malformed, Messages},
+use super::frame::{
+    Code, DEFAULT_WINDOW, FrameEvent, HEADER_BYTES, Input, MAX_WINDOW, Malformed, Messages, ReceiveWindow, Violation,
+    put_data, put_go_away, put_ping, put_reset, put_response_headers, put_settings, put_settings_ack, put_trailers,
+    put_window_update,
 };
 use crate::{
     identity::Peer,
