@@ -156,9 +156,11 @@ proptest! {
     #[test]
     fn only_the_present_objects_decide_the_state(
         events in prop::collection::vec((any_event(), any::<bool>(), any::<bool>()), 1..40),
-        shuffle in any::<prop::sample::Index>(),
+        shuffle in any::<prop::sample::Index>(), budget in prop_oneof![Just(ServiceBudget::DEFAULT), 1_u32..12],
     ) {
-        let mut by_event = Bench::default();
+        // One frontend of the smallest budgets is a fifth of it.
+        let budget = ServiceBudget::new(budget);
+        let mut by_event = Bench::within(budget);
         let mut last: BTreeMap<ObjectKey, Value> = BTreeMap::new();
         for (value, deletes, flushes) in &events {
             let key = object(value).key();
@@ -179,7 +181,9 @@ proptest! {
             let middle = shuffle.index(values.len());
             values.rotate_left(middle);
         }
-        let squashed = Bench::with(&values);
+        let mut squashed = Bench::within(budget);
+        values.iter().for_each(|value| squashed.apply(value));
+        squashed.flush();
         prop_assert_eq!(by_event.state.digests(), squashed.state.digests());
         prop_assert_eq!(&by_event.nodes, &squashed.nodes);
         values.reverse();
