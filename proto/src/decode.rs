@@ -500,7 +500,9 @@ mod tests {
         let service = |name: &str, ports: u32, addresses: u32| v1::Service {
             key: Some(v1::ServiceKey { namespace: "prod".into(), name: name.into() }),
             cluster_ips: vec![bytes::Bytes::from_static(&[10, 96, 0, 1])],
-            external_ips: (0..addresses).map(|n| bytes::Bytes::copy_from_slice(&n.to_be_bytes())).collect(),
+            external_ips: (0..addresses)
+                .map(|n| bytes::Bytes::copy_from_slice(&(0x0a00_0000 + n).to_be_bytes()))
+                .collect(),
             ports: (1..=ports).map(|port| v1::ServicePort { port, ..Default::default() }).collect(),
             ..Default::default()
         };

@@ -74,10 +74,10 @@ impl Sizes {
 
     /// The slices for which a budget has no room.
     fn over(&self, budget: ServiceBudget) -> BTreeSet<Arc<ObjectKey>> {
-        if self.total <= budget.endpoint_ports() {
+        if self.total <= budget.endpoint_ports {
             return BTreeSet::new();
         }
-        let mut room = budget.endpoint_ports();
+        let mut room = budget.endpoint_ports;
         let is_over = |(_, size): &&(Arc<ObjectKey>, usize)| {
             let rest = room.checked_sub(*size);
             room = rest.unwrap_or(room);

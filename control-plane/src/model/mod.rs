@@ -363,7 +363,7 @@ impl Model {
                     "its EndpointSlices have {endpoint_ports} endpoint ports (each address with each port), and a Service may have {}: give \
                      fewer endpoints or ports, divide the Service, or raise --service-budget of the control plane; {left_out} of the slices, \
                      such as {first}, are left out",
-                    self.endpoints.budget.endpoint_ports()
+                    self.endpoints.budget.endpoint_ports
                 ),
                 ..Problem::default()
             });

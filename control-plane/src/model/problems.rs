@@ -150,19 +150,18 @@ impl Problems {
             problems.extend(and_more(location, "", more));
         }
         let before = self.by_subject.get(&subject).map(Vec::as_slice).unwrap_or_default();
-        let mut new = problems.iter().filter(|problem| !before.contains(problem));
-        let first = new.next().cloned();
-        let others = new.count();
-        let count = usize::from(first.is_some()) + others;
+        let is_new = |problem: &&Problem| !before.contains(problem);
+        let first = problems.iter().find(is_new).cloned();
         problems.sort_unstable();
         problems.dedup();
         if before == problems.as_slice() {
             return 0;
         }
+        let count = problems.iter().filter(is_new).count();
         self.changed = true;
-        self.unlogged.extend(first.map(|first| match others {
-            0 => first,
-            _ => Problem { message: format!("{}; and {others} more new problems", first.message), ..first },
+        self.unlogged.extend(first.map(|first| match count {
+            1 => first,
+            _ => Problem { message: format!("{}; and {} more new problems", first.message, count - 1), ..first },
         }));
         if problems.is_empty() {
             self.by_subject.remove(&subject);

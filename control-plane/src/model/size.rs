@@ -12,7 +12,10 @@ use super::problems::Findings;
 /// [frontends](Service::frontend_count). A node needs about five rules or elements of maps for a
 /// frontend, and one or two for an endpoint port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ServiceBudget(usize);
+pub struct ServiceBudget {
+    pub(super) endpoint_ports: usize,
+    pub(super) frontends: usize,
+}
 
 impl ServiceBudget {
     /// The default: 50,000 endpoint ports and 10,000 frontends.
@@ -25,16 +28,7 @@ impl ServiceBudget {
     /// Creates a budget from the number of endpoint ports.
     #[must_use]
     pub fn new(endpoint_ports: u32) -> Self {
-        Self(endpoint_ports as usize)
-    }
-
-    /// The most endpoint ports.
-    pub(super) fn endpoint_ports(self) -> usize {
-        self.0
-    }
-
-    fn frontends(self) -> usize {
-        self.0 / 5
+        Self { endpoint_ports: endpoint_ports as usize, frontends: endpoint_ports as usize / 5 }
     }
 }
 
@@ -74,12 +68,12 @@ pub(super) fn fit_frontends(
     let ports = service.ports.len();
     let load_balancer = std::mem::take(&mut service.load_balancer_ips);
     let external = std::mem::take(&mut service.external_ips);
-    let Some(mut room) = budget.frontends().checked_sub(service.frontend_count()) else {
+    let Some(mut room) = budget.frontends.checked_sub(service.frontend_count()) else {
         return Err(format!(
             "{ports} ports make {} frontends of the ClusterIPs and NodePorts, and a Service may have {}: give fewer ports, divide the \
              Service, or raise --service-budget of the control plane",
             service.frontend_count(),
-            budget.frontends()
+            budget.frontends
         ));
     };
     let of_load_balancer = ports * service.load_balancer_source_ranges.len().max(1);
@@ -93,7 +87,7 @@ pub(super) fn fit_frontends(
                 "the Service has {total} frontends (each address with each port, and for load balancers with each source range), and may \
                  have {}: give fewer addresses, ports or ranges, or raise --service-budget of the control plane; the first {fitting} of \
                  {} addresses here are used",
-                budget.frontends(),
+                budget.frontends,
                 addresses.len()
             );
             findings.part(field, message, "the others are left out");
