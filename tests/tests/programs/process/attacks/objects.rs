@@ -31,7 +31,7 @@ fn an_object_with_60000_mistakes_delays_no_other_and_costs_one_line() {
     let rig = Rig::web(10);
     let _agent = rig.agent(&[]);
     until_web_leads_to(&rig, 1);
-    let addresses = |count: u32| {
+    let addresses = |count: usize| {
         let addresses = (0..count).map(|n| format!("239.{}.{}.{}", n >> 16, n >> 8 & 255, n & 255));
         format!("  externalIPs: [{}]\n", addresses.collect::<Vec<_>>().join(", "))
     };
@@ -39,10 +39,10 @@ fn an_object_with_60000_mistakes_delays_no_other_and_costs_one_line() {
         let text = "x=1,".repeat(count);
         slice("attack", &[("node-a", 7)], &format!("  annotations: {{headgate.io/weights: \"{text}\"}}\n"))
     };
-    for round in 1..=2 {
+    for (round, last) in [(1, 2), (2, 3)] {
         rig.put("attack", &service("attack", 11, &addresses(60_000 + round)));
-        rig.put("attack-1", &weights(60_000 + round as usize));
-        until_web_leads_to(&rig, 1 + round as u8);
+        rig.put("attack-1", &weights(60_000 + round));
+        until_web_leads_to(&rig, last);
         for object in ["Service ns/attack", "EndpointSlice ns/attack-1"] {
             let count = 59_990 + round;
             let last =
@@ -53,7 +53,7 @@ fn an_object_with_60000_mistakes_delays_no_other_and_costs_one_line() {
                 if is_so { Ok(()) } else { Err(problems.join("\n")) }
             });
             let warnings = warnings(&rig, object);
-            assert_eq!(warnings.len(), round as usize, "{warnings:?}");
+            assert_eq!(warnings.len(), round, "{warnings:?}");
         }
     }
     // The rest of both objects is used.
