@@ -11,7 +11,7 @@ use headgate_core::{ServiceKey, dns_name::check_subdomain, plaintext};
 use headgate_tls::FileError;
 
 use crate::{
-    model::NodeSelector,
+    model::{NodeSelector, ServiceBudget},
     serve::{EnrolmentSettings, Listen, PeerSettings, PeerTls, ReadinessSettings, Security, Settings, tls::ServerTls},
     source::{SourceSettings, SourceSpec},
 };
@@ -131,6 +131,13 @@ pub struct Options {
     /// remember the stream of a deleted Node for this time
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u32).range(0..=86_400))]
     pub uncovered_after_seconds: u32,
+
+    /// How much one Service may ask of every node: the most endpoint ports of its EndpointSlices
+    /// (each address with each port), and a fifth of this number as the most frontends (each address
+    /// with each port, for load balancers with each source range, and each NodePort). Slices and
+    /// external addresses beyond it are left out
+    #[arg(long, value_name = "ENTRIES", default_value_t = ServiceBudget::DEFAULT, value_parser = clap::value_parser!(u32).range(1_000..=i64::from(ServiceBudget::MAX)))]
+    pub service_budget: u32,
 
     /// Set the condition of the readiness gate headgate.io/programmed of pods once all nodes send
     /// connections to them (docs/ready-everywhere.md). Needs --source kubernetes, and the
@@ -306,6 +313,7 @@ impl Options {
             watch_silence,
             reads_pods: self.ready_everywhere,
             agent_nodes: self.agent_nodes.clone(),
+            service_budget: ServiceBudget::new(self.service_budget),
         }
     }
 

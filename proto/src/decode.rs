@@ -333,6 +333,12 @@ fn service_from_wire(wire: v1::Service) -> Checked<Service> {
     if service.cluster_ips.is_empty() || service.ports.is_empty() {
         return Err(Fault::new("cluster_ips, ports", "a service must have at least one of each"));
     }
+    let (frontends, most) = (service.frontend_count(), Service::MAX_FRONTENDS);
+    if frontends > most {
+        let reason =
+            format!("{frontends} frontends, each address with each port, and a node accepts {most} of a service");
+        return Err(Fault::new("ports, external_ips, load_balancer_ips, load_balancer_source_ranges", reason));
+    }
     Ok(service)
 }
 
@@ -487,5 +493,24 @@ mod tests {
         assert!(matches!(changes.as_slice(), [Change::Service(service)] if service.key.name == "db"), "{changes:?}");
         let fields: Vec<&str> = rejections.iter().map(|rejection| rejection.field.as_str()).collect();
         assert_eq!(fields, ["name", "ports[0].name", "name", "name"]);
+    }
+
+    #[test]
+    fn a_service_with_too_many_frontends_is_rejected_and_others_are_used() {
+        let service = |name: &str, ports: u32, addresses: u32| v1::Service {
+            key: Some(v1::ServiceKey { namespace: "prod".into(), name: name.into() }),
+            cluster_ips: vec![bytes::Bytes::from_static(&[10, 96, 0, 1])],
+            external_ips: (0..addresses)
+                .map(|n| bytes::Bytes::copy_from_slice(&(0x0a00_0000 + n).to_be_bytes()))
+                .collect(),
+            ports: (1..=ports).map(|port| v1::ServicePort { port, ..Default::default() }).collect(),
+            ..Default::default()
+        };
+        let services = vec![service("most", 100, 162), service("more", 100, 163)];
+        let (changes, rejections) = Decoder::default().changes(v1::Changes { services, ..Default::default() }).unwrap();
+        assert!(matches!(changes.as_slice(), [Change::Service(service)] if service.key.name == "most"));
+        let [rejection] = rejections.as_slice() else { panic!("{rejections:?}") };
+        assert_eq!(rejection.resource, "Service prod/more");
+        assert!(rejection.reason.starts_with("16400 frontends"), "{rejection:?}");
     }
 }

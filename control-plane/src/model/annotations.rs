@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, net::IpAddr};
 
 use headgate_core::{LoadBalancing, ProxyProtocol, Service, Weight, ipvs::Scheduler};
 
-use super::problems::Findings;
+use super::{parse::shown, problems::Findings};
 use crate::objects::{
     Annotations,
     keys::{
@@ -27,7 +27,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
             Some(algorithm) => service.load_balancing = algorithm.as_str().into(),
             None => {
                 let known = LoadBalancing::ALL.map(LoadBalancing::as_str).join(", ");
-                let message = format!("{name:?} is not an algorithm for load balancing: write one of {known}");
+                let message = format!("{} is not an algorithm for load balancing: write one of {known}", shown(name));
                 findings.annotation(LOAD_BALANCING, message, "each node uses the default of its mode");
             }
         }
@@ -37,7 +37,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
             Some(scheduler) => service.scheduler = scheduler.as_str().into(),
             None => {
                 let known = Scheduler::ALL.map(Scheduler::as_str).join(", ");
-                let message = format!("{name:?} is not a scheduler of IPVS: write one of {known}");
+                let message = format!("{} is not a scheduler of IPVS: write one of {known}", shown(name));
                 findings.annotation(SCHEDULER, message, "the cluster's scheduler is used");
             }
         }
@@ -46,7 +46,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
         service.proxy_protocol = ProxyProtocol::parse(name);
         if service.proxy_protocol.is_none() {
             let known = ProxyProtocol::ALL.map(ProxyProtocol::as_str).join(" or ");
-            let message = format!("{name:?} is not a version of the PROXY protocol: write {known}");
+            let message = format!("{} is not a version of the PROXY protocol: write {known}", shown(name));
             findings.annotation(PROXY_PROTOCOL, message, "its endpoints get no header");
         }
     }
@@ -64,7 +64,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
         None => {}
         Some("tcp") => service.health_check = "tcp".into(),
         Some(other) => {
-            let message = format!("{other:?} is not a kind of health check: write tcp");
+            let message = format!("{} is not a kind of health check: write tcp", shown(other));
             findings.annotation(HEALTH_CHECK, message, "its endpoints are not checked");
         }
     }
@@ -73,7 +73,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
         match milliseconds.and_then(|milliseconds| u32::try_from(milliseconds).ok()) {
             Some(milliseconds) => service.health_check_interval_ms = milliseconds,
             None => {
-                let message = format!("{text:?} is not a time between 500ms and 1h: write a time such as 5s");
+                let message = format!("{} is not a time between 500ms and 1h: write a time such as 5s", shown(text));
                 findings.annotation(HEALTH_CHECK_INTERVAL, message, "the agents' interval is used");
             }
         }
@@ -86,7 +86,7 @@ pub(super) fn weight_of_all(annotations: &Annotations, findings: &mut Findings) 
     let Some(text) = annotations.get(CILIUM_WEIGHT) else { return Weight::default() };
     let weight = text.trim().parse().map(Weight::from_hundredths);
     weight.unwrap_or_else(|_| {
-        let message = format!("{text:?} is not a weight: write a whole number from 0 to 65535");
+        let message = format!("{} is not a weight: write a whole number from 0 to 65535", shown(text));
         findings.annotation(CILIUM_WEIGHT, message, "the endpoints have their default weight");
         Weight::default()
     })
@@ -104,7 +104,8 @@ pub(super) fn weights(annotations: &Annotations, findings: &mut Findings) -> BTr
         });
         let message = match read {
             None => format!(
-                "{entry:?} is not an address with a weight: write ADDRESS=WEIGHT, with a weight from 0 to {}",
+                "{} is not an address with a weight: write ADDRESS=WEIGHT, with a weight from 0 to {}",
+                shown(entry),
                 Weight::MAX
             ),
             Some((address, weight)) => match weights.insert(address, weight) {

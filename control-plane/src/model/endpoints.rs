@@ -26,7 +26,7 @@ use super::{
     gates::{EndpointPlace, Gates, is_unready},
     intern::Interner,
     object_set::{Outcome, Reading},
-    size,
+    size::{self, ServiceBudget},
     slices::{Facts, Slice, replaces},
 };
 use crate::{
@@ -42,8 +42,60 @@ struct Before {
     trigger_unix_ms: u64,
 }
 
+/// A version of a slice, and whether this version is good. A good version is used as written, except
+/// for invalid entries.
+type HeldSlice = (Arc<Slice>, bool);
+
 /// The slice that counts, and a slice that contradicts the first slice.
 pub(super) type Conflict = [Arc<ObjectKey>; 2];
+
+/// The sizes of the slices of a service, in endpoint ports.
+#[derive(Debug, Default)]
+struct Sizes {
+    total: usize,
+    /// The slices in the order of their names, also those that are left out.
+    slices: Vec<(Arc<ObjectKey>, usize)>,
+    /// Whether slices were left out.
+    is_over: bool,
+}
+
+impl Sizes {
+    /// Sets the size of a slice; `None` removes the slice.
+    fn set(&mut self, key: &Arc<ObjectKey>, size: Option<usize>) {
+        let place = self.slices.partition_point(|(other, _)| other < key);
+        if self.slices.get(place).is_some_and(|(other, _)| other == key) {
+            self.total -= self.slices.remove(place).1;
+        }
+        if let Some(size) = size {
+            self.slices.insert(place, (Arc::clone(key), size));
+            self.total += size;
+        }
+    }
+
+    /// The slices for which a budget has no room.
+    fn over(&self, budget: ServiceBudget) -> BTreeSet<Arc<ObjectKey>> {
+        if self.total <= budget.endpoint_ports {
+            return BTreeSet::new();
+        }
+        let mut room = budget.endpoint_ports;
+        let is_over = |(_, size): &&(Arc<ObjectKey>, usize)| {
+            let rest = room.checked_sub(*size);
+            room = rest.unwrap_or(room);
+            rest.is_none()
+        };
+        self.slices.iter().filter(is_over).map(|(key, _)| Arc::clone(key)).collect()
+    }
+}
+
+/// How a service is over its budget.
+#[derive(Debug)]
+pub(super) struct Excess {
+    /// The endpoint ports of all its slices.
+    pub(super) endpoint_ports: usize,
+    /// The number of slices that are left out, and the first of them.
+    pub(super) left_out: usize,
+    pub(super) first: Arc<ObjectKey>,
+}
 
 /// The slices of a service with addresses of one IP family. Nearly all services have only one slice
 /// for each family, so only the addresses of further slices have an index.
@@ -60,9 +112,14 @@ struct Carriers {
 /// are needed and are not stored.
 #[derive(Debug, Default)]
 pub(super) struct Endpoints {
-    /// The version in use of each slice, and whether this version is good. A good version is used
-    /// as written, except for invalid entries.
-    slices: HashMap<Arc<ObjectKey>, (Arc<Slice>, bool)>,
+    /// The version in use of each slice.
+    slices: HashMap<Arc<ObjectKey>, HeldSlice>,
+    /// The slices that are left out because their services are over the budget.
+    left_out: HashMap<Arc<ObjectKey>, HeldSlice>,
+    sizes: HashMap<ServiceKey, Sizes>,
+    pub(super) budget: ServiceBudget,
+    /// The services that were or are over the budget, and whose slices have changed.
+    excesses: Vec<(ServiceKey, Option<Excess>)>,
     /// The slices of each service, for IPv4 and for IPv6.
     services: [HashMap<ServiceKey, Carriers>; 2],
     /// The endpoints before the pending changes.
@@ -87,18 +144,83 @@ impl Endpoints {
         trigger_is_new: bool,
         interner: &mut Interner,
     ) -> Outcome {
-        let has_good = self.slices.get(key).is_some_and(|(_, is_good)| *is_good);
-        reading.take_in(has_good, |slice, is_good| self.set(key, slice, is_good, trigger_is_new, interner))
+        let has_good = self.held(key).is_some_and(|(_, (_, is_good))| *is_good);
+        reading.take_in(has_good, |slice, is_good| self.admit(key, slice, is_good, trigger_is_new, interner))
     }
 
-    /// The keys of the slices in use.
+    /// A slice, used or left out.
+    fn held(&self, key: &ObjectKey) -> Option<(&Arc<ObjectKey>, &HeldSlice)> {
+        self.slices.get_key_value(key).or_else(|| self.left_out.get_key_value(key))
+    }
+
+    /// Adds, changes or removes a slice, and uses the slices for which there is room.
+    fn admit(
+        &mut self,
+        key: &ObjectKey,
+        slice: Option<Slice>,
+        is_good: bool,
+        trigger_is_new: bool,
+        interner: &mut Interner,
+    ) {
+        let held = self.held(key).map(|(key, (slice, _))| (Arc::clone(key), slice.service.clone()));
+        let (key, old) = held.map_or_else(|| (Arc::new(key.clone()), None), |(key, old)| (key, Some(old)));
+        let mut new = slice.map(Arc::new);
+        if let Some(old) = old.as_ref().and_then(|old| self.sizes.get_mut(old)) {
+            old.set(&key, None);
+        }
+        if let Some(slice) = &new {
+            self.sizes.entry(slice.service.clone()).or_default().set(&key, Some(slice.endpoint_ports()));
+        }
+        let services: BTreeSet<ServiceKey> =
+            old.into_iter().chain(new.as_ref().map(|new| new.service.clone())).collect();
+        let is_over = |slice: &mut Arc<Slice>| self.sizes[&slice.service].over(self.budget).contains(&key);
+        match new.take_if(is_over) {
+            Some(slice) => drop(self.left_out.insert(Arc::clone(&key), (slice, is_good))),
+            None => drop(self.left_out.remove(&key)),
+        }
+        self.set(&key, new.as_ref(), is_good, trigger_is_new, interner);
+        services.iter().for_each(|service| self.settle(service, interner));
+    }
+
+    /// Leaves out or uses slices of a service after the size of one of them has changed.
+    fn settle(&mut self, service: &ServiceKey, interner: &mut Interner) {
+        let Some(sizes) = self.sizes.get_mut(service) else { return };
+        let over = sizes.over(self.budget);
+        if std::mem::replace(&mut sizes.is_over, !over.is_empty()) || sizes.is_over {
+            let (endpoint_ports, left_out) = (sizes.total, over.len());
+            let is_wrong = |key: &&Arc<ObjectKey>| over.contains(*key) == self.slices.contains_key(*key);
+            let wrong: Vec<_> = sizes.slices.iter().map(|(key, _)| key).filter(is_wrong).cloned().collect();
+            for key in wrong {
+                if let Some((slice, is_good)) = self.left_out.remove(&key) {
+                    self.set(&key, Some(&slice), is_good, false, interner);
+                } else if let Some(held) = self.slices.get(&key).cloned() {
+                    self.set(&key, None, held.1, false, interner);
+                    self.left_out.insert(key, held);
+                }
+            }
+            let excess = over.into_iter().next().map(|first| Excess { endpoint_ports, left_out, first });
+            self.excesses.push((service.clone(), excess));
+        }
+        if self.sizes.get(service).is_some_and(|sizes| sizes.slices.is_empty()) {
+            self.sizes.remove(service);
+        }
+    }
+
+    /// The services that were or are over the budget, and whose slices have changed since the last
+    /// call.
+    pub(super) fn take_excesses(&mut self) -> Vec<(ServiceKey, Option<Excess>)> {
+        std::mem::take(&mut self.excesses)
+    }
+
+    /// The keys of all slices, used or left out.
     pub(super) fn slice_keys(&self) -> impl Iterator<Item = &ObjectKey> {
-        self.slices.keys().map(|key| &**key)
+        self.slices.keys().chain(self.left_out.keys()).map(|key| &**key)
     }
 
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
-        self.slices.is_empty() && self.services.iter().all(HashMap::is_empty) && self.before.is_empty()
+        let are_empty = self.slices.is_empty() && self.left_out.is_empty() && self.sizes.is_empty();
+        are_empty && self.services.iter().all(HashMap::is_empty) && self.before.is_empty()
     }
 
     /// How often an address has been looked up in a slice or moved in the index so far, as a
@@ -108,23 +230,19 @@ impl Endpoints {
         self.visits.get()
     }
 
-    /// Adds, changes or removes a slice.
+    /// Adds, changes or removes a slice in use.
     fn set(
         &mut self,
-        key: &ObjectKey,
-        slice: Option<Slice>,
+        key: &Arc<ObjectKey>,
+        new: Option<&Arc<Slice>>,
         is_good: bool,
         trigger_is_new: bool,
         interner: &mut Interner,
     ) {
-        let (key, old) = match self.slices.get_key_value(key) {
-            Some((key, (old, _))) => (Arc::clone(key), Some(Arc::clone(old))),
-            None => (Arc::new(key.clone()), None),
-        };
-        let new = slice.map(Arc::new);
-        let [before, now] = [&old, &new].map(|slice| slice.as_ref().map_or(0, |slice| slice.trigger_unix_ms));
+        let old = self.slices.get(key).map(|(old, _)| Arc::clone(old));
+        let [before, now] = [old.as_ref(), new].map(|slice| slice.map_or(0, |slice| slice.trigger_unix_ms));
         let trigger_unix_ms = if trigger_is_new && before != now { now } else { 0 };
-        let (old, latest) = (old.as_deref(), new.as_deref());
+        let (old, latest) = (old.as_deref(), new.map(|new| &**new));
         let has_moved = matches!((old, latest), (Some(old), Some(new)) if old.service != new.service);
         let parts = if has_moved { [(old, None), (None, latest)] } else { [(old, latest), (None, None)] };
         let of_service = |(old, new): (Option<_>, Option<_>)| {
@@ -136,21 +254,21 @@ impl Endpoints {
             .iter()
             .map(|(service, (address, ..))| merge(&self.entries(service, *address), *address, interner).0)
             .collect();
-        match &new {
-            Some(new) => drop(self.slices.insert(Arc::clone(&key), (Arc::clone(new), is_good))),
-            None => drop(self.slices.remove(&key)),
+        match new {
+            Some(new) => drop(self.slices.insert(Arc::clone(key), (Arc::clone(new), is_good))),
+            None => drop(self.slices.remove(key)),
         }
         for (service, (address, was, is)) in &changed {
             match (was, is) {
-                (None, Some(_)) => self.enter(service, *address, &key),
-                (Some(_), None) => self.leave(service, *address, &key),
+                (None, Some(_)) => self.enter(service, *address, key),
+                (Some(_), None) => self.leave(service, *address, key),
                 _ => {}
             }
         }
         // An endpoint stays held if its slice moves to another service.
         if self.gates.is_on() {
             for (address, was, is) in touched(old, latest) {
-                self.move_unready(&key, address, was, is);
+                self.move_unready(key, address, was, is);
             }
         }
         for ((service, (address, was, is)), before) in changed.into_iter().zip(before) {

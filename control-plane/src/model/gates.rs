@@ -7,7 +7,7 @@
 //! An endpoint that has been serving, and stops to serve, is never held.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
     sync::Arc,
 };
@@ -37,7 +37,7 @@ pub(super) struct Gates {
     held: HashMap<ObjectKey, HeldPod>,
     keys: HashMap<PodId, ObjectKey>,
     /// The endpoints of each pod that are neither ready, serving nor terminating.
-    unready: HashMap<PodId, Vec<EndpointPlace>>,
+    unready: HashMap<PodId, BTreeSet<EndpointPlace>>,
     /// The pods whose names have changed since the last call of [`Gates::take`].
     changed: BTreeMap<ObjectKey, Vec<GateChange>>,
 }
@@ -67,13 +67,14 @@ impl Gates {
     }
 
     /// The endpoints of a pod that are not ready.
-    pub(super) fn places(&self, id: PodId) -> &[EndpointPlace] {
-        self.unready.get(&id).map(Vec::as_slice).unwrap_or_default()
+    pub(super) fn places(&self, id: PodId) -> impl Iterator<Item = &EndpointPlace> {
+        self.unready.get(&id).into_iter().flatten()
     }
 
     /// True if an endpoint counts as ready although its slice says that it is not.
-    pub(super) fn holds(&self, id: PodId, slice: &ObjectKey, address: IpAddr) -> bool {
-        self.keys.contains_key(&id) && self.places(id).iter().any(|(key, other)| **key == *slice && *other == address)
+    pub(super) fn holds(&self, id: PodId, slice: &Arc<ObjectKey>, address: IpAddr) -> bool {
+        let is_unready = |places: &BTreeSet<EndpointPlace>| places.contains(&(Arc::clone(slice), address));
+        self.keys.contains_key(&id) && self.unready.get(&id).is_some_and(is_unready)
     }
 
     /// Applies a version of a pod with the gate.
@@ -85,7 +86,7 @@ impl Gates {
                 Some(Arc::new(names))
             }
             GateState::Programmed => None,
-            GateState::Ready if is_held && !self.places(id).is_empty() => None,
+            GateState::Ready if is_held && self.unready.contains_key(&id) => None,
             GateState::Ready | GateState::Unready => return self.release(key),
         };
         let was_waiting = self.held.get(key).is_some_and(|held| held.waiting.is_some());
@@ -111,16 +112,13 @@ impl Gates {
 
     /// Notes that an endpoint of a pod has become unready.
     pub(super) fn add(&mut self, id: PodId, place: EndpointPlace) {
-        let places = self.unready.entry(id).or_default();
-        if !places.contains(&place) {
-            places.push(place);
-        }
+        self.unready.entry(id).or_default().insert(place);
     }
 
     /// Notes that an endpoint of a pod is not unready any more, or was removed.
-    pub(super) fn remove(&mut self, id: PodId, slice: &ObjectKey, address: IpAddr) {
+    pub(super) fn remove(&mut self, id: PodId, slice: &Arc<ObjectKey>, address: IpAddr) {
         let Some(places) = self.unready.get_mut(&id) else { return };
-        places.retain(|(key, other)| !(**key == *slice && *other == address));
+        places.remove(&(Arc::clone(slice), address));
         if !places.is_empty() {
             return;
         }

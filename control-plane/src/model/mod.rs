@@ -25,19 +25,20 @@ mod tests;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
+    net::IpAddr,
     sync::Arc,
 };
 
 use headgate_core::{Change, Service, ServiceCidr, ServiceKey};
 
-pub use self::node_selector::NodeSelector;
 use self::{
     endpoints::Endpoints,
     intern::Interner,
     nodes::SelectedNode,
     object_set::{ObjectSet, Outcome, Reading},
-    problems::{Findings, Problems, Subject},
+    problems::{Findings, MAX_SHOWN, Problems, Subject, and_more},
 };
+pub use self::{node_selector::NodeSelector, size::ServiceBudget};
 use crate::{
     objects::{GateState, Object, ObjectKey, ObjectKind, Pod, PodId},
     transaction::{NodeChange, Problem, Transaction, TriggeredChange},
@@ -81,6 +82,8 @@ pub struct Model {
     agent_nodes: NodeSelector,
     service_cidrs: ObjectSet<Box<str>, ServiceCidr>,
     problems: Problems,
+    /// The addresses about which the slices of a service contradict each other.
+    conflicts: BTreeMap<ServiceKey, BTreeMap<IpAddr, endpoints::Conflict>>,
     /// The objects that are invalid as a whole.
     invalid: BTreeSet<ObjectKey>,
     interner: Interner,
@@ -99,6 +102,13 @@ impl Model {
     #[must_use]
     pub fn with_agent_nodes(self, agent_nodes: NodeSelector) -> Self {
         Self { agent_nodes, ..self }
+    }
+
+    /// Sets how much one Service may ask of every node. Call this method before the first event.
+    #[must_use]
+    pub fn with_service_budget(mut self, service_budget: ServiceBudget) -> Self {
+        self.endpoints.budget = service_budget;
+        self
     }
 
     /// Applies one event. `origin` is the place of the object, such as `web.yaml, document 2`;
@@ -139,6 +149,11 @@ impl Model {
     /// The sorted list of all problems, if it has changed since the last call.
     pub fn take_problems(&mut self) -> Option<Vec<Problem>> {
         self.problems.take()
+    }
+
+    /// For each change since the last call that brought problems, the first of them, for the log.
+    pub(crate) fn take_unlogged_problems(&mut self) -> Vec<Problem> {
+        self.problems.take_unlogged()
     }
 
     /// The first object that is invalid as a whole. For such an object, a model with another
@@ -237,7 +252,9 @@ impl Model {
 
     fn put_object(&mut self, key: &ObjectKey, object: &Object, origin: &str, trigger_is_new: bool) -> usize {
         let outcome = match object {
-            Object::Service(object) => self.services.put(service_key(key), services::read(object)),
+            Object::Service(object) => {
+                self.services.put(service_key(key), services::read(object, self.endpoints.budget))
+            }
             Object::EndpointSlice(object) => {
                 let reading = slices::read(object, &mut self.interner);
                 self.endpoints.put(key, reading, trigger_is_new, &mut self.interner)
@@ -299,23 +316,58 @@ impl Model {
             self.invalid.insert(key.clone());
         }
         let problems = findings.into_problems(key, origin, consequence);
-        self.problems.set(Subject::Object(key.clone()), problems) + self.report_conflicts()
+        self.problems.set(Subject::Object(key.clone()), problems) + self.report_conflicts() + self.report_budgets()
     }
 
     fn report_conflicts(&mut self) -> usize {
-        let mut new_problems = 0;
+        let mut services = BTreeSet::new();
         for (service, address, conflict) in self.endpoints.take_conflicts() {
-            let problem = |[used, other]: endpoints::Conflict| Problem {
-                object: format!("Service {service}"),
+            let of_service = self.conflicts.entry(service.clone()).or_default();
+            match conflict {
+                Some(conflict) => drop(of_service.insert(address, conflict)),
+                None => drop(of_service.remove(&address)),
+            }
+            if of_service.is_empty() {
+                self.conflicts.remove(&service);
+            }
+            services.insert(service);
+        }
+        let mut new_problems = 0;
+        for service in services {
+            let all = self.conflicts.get(&service);
+            let object = format!("Service {service}");
+            let problem = |(address, [used, other]): (&IpAddr, &endpoints::Conflict)| Problem {
+                object: object.clone(),
                 field: format!("endpoint {address}"),
                 message: format!(
                     "{used} and {other} list the same port of this endpoint with different conditions, node, zone or hints, or give the \
                      endpoint too many ports together: keep the endpoint in only one of these slices; {used} is used"
                 ),
-                origin: String::new(),
+                ..Problem::default()
             };
-            let problems = conflict.map(problem).into_iter().collect();
-            new_problems += self.problems.set(Subject::Endpoint(service, address), problems);
+            let more = all.map_or(0, BTreeMap::len).saturating_sub(MAX_SHOWN);
+            let shown = all.into_iter().flatten().take(MAX_SHOWN).map(problem);
+            let problems = shown.chain(and_more(&object, "", more)).collect();
+            new_problems += self.problems.set(Subject::Slices(service), problems);
+        }
+        new_problems
+    }
+
+    fn report_budgets(&mut self) -> usize {
+        let mut new_problems = 0;
+        for (service, excess) in self.endpoints.take_excesses() {
+            let problem = excess.map(|endpoints::Excess { endpoint_ports, left_out, first }| Problem {
+                object: format!("Service {service}"),
+                field: "endpoints".to_owned(),
+                message: format!(
+                    "its EndpointSlices have {endpoint_ports} endpoint ports (each address with each port), and a Service may have {}: give \
+                     fewer endpoints or ports, divide the Service, or raise --service-budget of the control plane; {left_out} of the slices, \
+                     such as {first}, are left out",
+                    self.endpoints.budget.endpoint_ports
+                ),
+                ..Problem::default()
+            });
+            new_problems += self.problems.set(Subject::Budget(service), problem.into_iter().collect());
         }
         new_problems
     }

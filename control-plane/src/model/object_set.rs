@@ -5,6 +5,7 @@
 //! - An *entry* of a list (an externalIP, a load balancer address, an endpoint, an address of a
 //!   Node): the entry is left out, and the rest of the version is used. If the old version stayed
 //!   in use instead, traffic would still be sent to entries that the new version has removed.
+//!   Entries beyond the budget of a Service are left out in the same way.
 //! - A Headgate *annotation*: the annotation is ignored, and the rest of the version is used.
 //! - The *object* (ports, ClusterIPs, policies, source ranges, labels that name the owner, text
 //!   that cannot be decoded): the last good version stays in use as a whole while the object is

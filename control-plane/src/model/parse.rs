@@ -14,7 +14,8 @@ use k8s_openapi::jiff::Timestamp;
 pub(super) fn address(text: &str) -> Result<IpAddr, String> {
     let parsed = if text.contains(':') { text.parse::<IpAddr>().ok() } else { sloppy_ipv4(text).map(IpAddr::V4) };
     let parsed = parsed.map(|address| address.to_canonical());
-    parsed.ok_or_else(|| format!("{text:?} is not an IP address: write an address such as 10.96.0.10 or fd00::10"))
+    parsed
+        .ok_or_else(|| format!("{} is not an IP address: write an address such as 10.96.0.10 or fd00::10", shown(text)))
 }
 
 /// Parses a ClusterIP. Kubernetes allows ranges of Services in 169.254.0.0/16, because no machine
@@ -82,7 +83,7 @@ pub(super) fn range(text: &str) -> Result<IpNet, String> {
         }
         IpNet::new(address, length).ok()
     });
-    let remedy = || format!("{text:?} is not a CIDR range: write a range such as 192.0.2.0/24 or 2001:db8::/64");
+    let remedy = || format!("{} is not a CIDR range: write a range such as 192.0.2.0/24 or 2001:db8::/64", shown(text));
     parsed.map(|range| range.trunc()).ok_or_else(remedy)
 }
 
@@ -113,7 +114,7 @@ pub(super) fn protocol(text: &str) -> Result<Protocol, String> {
         "" | "TCP" => Ok(Protocol::Tcp),
         "UDP" => Ok(Protocol::Udp),
         "SCTP" => Ok(Protocol::Sctp),
-        _ => Err(format!("{text:?} is not a protocol that a Service can have: write TCP, UDP or SCTP")),
+        _ => Err(format!("{} is not a protocol that a Service can have: write TCP, UDP or SCTP", shown(text))),
     }
 }
 
@@ -164,7 +165,7 @@ pub(super) fn zone(text: &str) -> Result<(), String> {
 }
 
 /// Quotes a text for a message, escapes its control characters, and shortens it.
-fn shown(text: &str) -> String {
+pub(super) fn shown(text: &str) -> String {
     const MAX_CHARACTERS: usize = 80;
     let cut: String = text.chars().take(MAX_CHARACTERS).collect();
     let dots = if cut.len() < text.len() { "…" } else { "" };

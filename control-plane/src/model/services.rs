@@ -17,7 +17,7 @@ const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 /// Reads a Service. The result has no value for ExternalName Services and headless Services. The
 /// result also has no value if the label `service.kubernetes.io/service-proxy-name` assigns the
 /// Service to another proxy.
-pub(super) fn read(object: &objects::Service) -> Reading<Service> {
+pub(super) fn read(object: &objects::Service, budget: size::ServiceBudget) -> Reading<Service> {
     let spec = &object.spec;
     let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
     if object.metadata.labels.get(keys::SERVICE_PROXY_NAME).is_some()
@@ -44,7 +44,10 @@ pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     service.session_affinity = session_affinity(spec, &mut findings);
     service.created_unix_seconds = parse::unix_seconds(&object.metadata.creation_timestamp);
     annotations::read(&object.metadata.annotations, &mut service, &mut findings);
-    let value = findings.checked("spec", size::check_service(&service)).map(|()| service);
+    let fits = size::fit_frontends(&mut service, budget, &mut findings);
+    let fits =
+        findings.checked("spec.ports", fits).and_then(|()| findings.checked("spec", size::check_service(&service)));
+    let value = fits.map(|()| service);
     Reading { value, findings }
 }
 
@@ -63,6 +66,7 @@ fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAd
     if spec.cluster_ips.first().is_some_and(|first| !spec.cluster_ip.is_empty() && *first != spec.cluster_ip) {
         findings.object("spec.clusterIP", "it differs from spec.clusterIPs[0]: give both fields the same address");
     }
+    let families = admitted_families(&spec.ip_families);
     let mut addresses: Vec<IpAddr> = Vec::new();
     for (index, text) in texts.iter().enumerate() {
         let field = if field == "spec.clusterIP" { field.to_owned() } else { format!("{field}[{index}]") };
@@ -74,7 +78,7 @@ fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAd
                     format!("it is a second {} address: give one address of each family", Family::of(address)),
                 );
             }
-            Ok(address) if !is_of_families(address, &spec.ip_families) => {
+            Ok(address) if !families.contains(&Family::of(address)) => {
                 let message = format!("the family of {address} is missing in spec.ipFamilies: add the family");
                 findings.object(field, message);
             }
@@ -84,8 +88,9 @@ fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAd
     addresses
 }
 
-fn is_of_families(address: IpAddr, families: &[String]) -> bool {
-    families.is_empty() || families.iter().any(|family| *family == Family::of(address).to_string())
+/// The families that `spec.ipFamilies` admits; an empty list admits both.
+fn admitted_families(texts: &[String]) -> Vec<Family> {
+    Family::BOTH.into_iter().filter(|family| texts.is_empty() || texts.contains(&family.to_string())).collect()
 }
 
 /// The ports that can be served, in the order of the spec.
@@ -183,9 +188,8 @@ fn read_policies(spec: &objects::ServiceSpec, service: &mut Service, findings: &
         "LoadBalancer" | "NodePort" => true,
         "ClusterIP" | "" => !service.external_ips.is_empty(),
         other => {
-            let message =
-                format!("{other:?} is not a type of Service: write ClusterIP, NodePort, LoadBalancer or ExternalName");
-            findings.object("spec.type", message);
+            let known = "ClusterIP, NodePort, LoadBalancer or ExternalName";
+            findings.object("spec.type", format!("{} is not a type of Service: write {known}", parse::shown(other)));
             false
         }
     };
@@ -203,7 +207,7 @@ fn policy(field: &str, text: &str, findings: &mut Findings) -> TrafficPolicy {
         "Local" => TrafficPolicy::Local,
         "" | "Cluster" => TrafficPolicy::Cluster,
         other => {
-            findings.object(field, format!("{other:?} is not a traffic policy: write Cluster or Local"));
+            findings.object(field, format!("{} is not a traffic policy: write Cluster or Local", parse::shown(other)));
             TrafficPolicy::Cluster
         }
     }
@@ -214,8 +218,8 @@ fn session_affinity(spec: &objects::ServiceSpec, findings: &mut Findings) -> Opt
         "" | "None" => return None,
         "ClientIP" => {}
         other => {
-            findings
-                .object("spec.sessionAffinity", format!("{other:?} is not a session affinity: write ClientIP or None"));
+            let message = format!("{} is not a session affinity: write ClientIP or None", parse::shown(other));
+            findings.object("spec.sessionAffinity", message);
             return None;
         }
     }

@@ -55,6 +55,11 @@ pub(super) struct Slice {
 }
 
 impl Slice {
+    /// The number of endpoint ports: each address with each port.
+    pub(super) fn endpoint_ports(&self) -> usize {
+        self.endpoints.len() * self.ports.len()
+    }
+
     /// The facts about an address; `None` if the slice does not contain the address.
     pub(super) fn facts(&self, address: IpAddr) -> Option<&Facts> {
         let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;
@@ -74,7 +79,8 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
         "IPv4" => Some(Family::V4),
         "IPv6" => Some(Family::V6),
         other => {
-            findings.object("addressType", format!("{other:?} is not a type of address: write IPv4, IPv6 or FQDN"));
+            let message = format!("{} is not a type of address: write IPv4, IPv6 or FQDN", parse::shown(other));
+            findings.object("addressType", message);
             None
         }
     };

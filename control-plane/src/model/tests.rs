@@ -59,6 +59,11 @@ impl Bench {
         changes
     }
 
+    /// An empty bench whose Services have this budget.
+    fn within(budget: ServiceBudget) -> Self {
+        Self { model: Model::default().with_service_budget(budget), ..Self::default() }
+    }
+
     fn with(values: &[Value]) -> Self {
         let mut bench = Self::default();
         values.iter().for_each(|value| bench.apply(value));

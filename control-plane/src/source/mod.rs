@@ -8,7 +8,7 @@ use std::{fmt, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    model::NodeSelector,
+    model::{Model, NodeSelector, ServiceBudget},
     transaction::{Problem, Sink},
 };
 
@@ -42,18 +42,31 @@ pub struct SourceSettings {
     pub reads_pods: bool,
     /// Which Nodes should have an agent.
     pub agent_nodes: NodeSelector,
+    /// How much one Service may ask of every node.
+    pub service_budget: ServiceBudget,
 }
 
 impl SourceSettings {
     /// The default of `watch_silence`. A quiet kind costs one small list and one watch in this
     /// time, and a change that does not arrive is noticed within this time and 30 s.
     pub const DEFAULT_WATCH_SILENCE: Duration = Duration::from_secs(60);
+
+    /// An empty model with these settings.
+    fn model(&self) -> Model {
+        let model = if self.reads_pods { Model::with_gates() } else { Model::default() };
+        model.with_agent_nodes(self.agent_nodes.clone()).with_service_budget(self.service_budget)
+    }
 }
 
 impl Default for SourceSettings {
     fn default() -> Self {
-        let (watch_silence, agent_nodes) = (Self::DEFAULT_WATCH_SILENCE, NodeSelector::default());
-        Self { kubeconfig: None, watch_silence, reads_pods: false, agent_nodes }
+        Self {
+            kubeconfig: None,
+            watch_silence: Self::DEFAULT_WATCH_SILENCE,
+            reads_pods: false,
+            agent_nodes: NodeSelector::default(),
+            service_budget: ServiceBudget::default(),
+        }
     }
 }
 
@@ -122,21 +135,21 @@ pub async fn run(
     match (spec, settings.kubeconfig.clone()) {
         (SourceSpec::Kubernetes, _) => kubernetes::run(settings, sink, shutdown).await,
         (spec @ SourceSpec::Files(_), Some(path)) => Err(SourceError::UselessKubeconfig(path, spec)),
-        (SourceSpec::Files(folder), None) => files::run(folder, settings.agent_nodes, sink, shutdown).await,
+        (SourceSpec::Files(folder), None) => files::run(folder, settings.model(), sink, shutdown).await,
     }
 }
 
-/// Passes the list of problems to the sink, and logs the new problems, each with the fields that
-/// are not empty.
-fn show_problems(sink: &dyn Sink, shown: &mut Vec<Problem>, problems: Vec<Problem>) {
-    for problem in problems.iter().filter(|problem| shown.binary_search(problem).is_err()) {
-        let Problem { message, .. } = problem;
+/// Logs the new problems of the model, one line for each object and change, each with the fields
+/// that are not empty. Passes the list of all problems to the sink if it has changed.
+fn show_problems(sink: &dyn Sink, model: &mut Model) {
+    for Problem { object, field, message, origin } in model.take_unlogged_problems() {
         let [object, field, origin] =
-            [&problem.object, &problem.field, &problem.origin].map(|text| (!text.is_empty()).then_some(text.as_str()));
+            [&object, &field, &origin].map(|text| (!text.is_empty()).then_some(text.as_str()));
         tracing::warn!(object, field, origin, "{message}");
     }
-    shown.clone_from(&problems);
-    sink.problems(problems);
+    if let Some(problems) = model.take_problems() {
+        sink.problems(problems);
+    }
 }
 
 #[cfg(test)]

@@ -14,6 +14,9 @@ use crate::transaction::Problem;
 /// The maximum number of Services whose conflicts are shown together.
 const MAX_CONFLICTS: usize = 1_000;
 
+/// The maximum number of conflicts of one Service that are shown.
+const MAX_CONFLICTS_OF_SERVICE: usize = 10;
+
 /// A Service with details that this replica knows.
 #[derive(Debug, Clone)]
 pub(crate) struct ServiceDetail {
@@ -92,8 +95,13 @@ impl Store {
         let inner = self.read();
         let entry = inner.state.entry(key)?;
         let service = entry.service()?.clone();
+        let all = || inner.state.frontends().conflicts(key);
+        let mut conflicts: Vec<String> = all().take(MAX_CONFLICTS_OF_SERVICE).map(|shown| shown.to_string()).collect();
+        if let more @ 1.. = all().count() - conflicts.len() {
+            conflicts.push(format!("{more} more are not shown"));
+        }
         Some(ServiceDetail {
-            conflicts: inner.state.frontends().conflicts(key).map(|conflict| conflict.to_string()).collect(),
+            conflicts,
             endpoints: entry.endpoints().len(),
             ready_endpoints: entry.endpoints().values().filter(|endpoint| endpoint.has_ready_port()).count(),
             version: inner.log.newest_version(key),

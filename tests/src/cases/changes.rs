@@ -215,8 +215,20 @@ pub fn zone_changes(bed: &Testbed) -> Result<()> {
 }
 
 /// A ServiceCIDR is added while the programs run. A Service with an address in this range works.
+/// Another Service has addresses in the range as its externalIPs, which are served only before.
 pub fn further_service_range(bed: &Testbed) -> Result<()> {
     const ADDRESSES: [&str; 2] = ["10.97.0.7", "fd00:10:97::7"];
+    let patch = |_: &Service| json!({ "spec": { "externalIPs": ["10.97.0.9", "fd00:10:97::9"] } });
+    bed.update(|manifests| manifests.add(Service { patch: Some(patch), ..Service::new("covets", &["b1"]) }))?;
+    let coveted = |expected: fn(Request) -> Request| {
+        let ask = |address: &str| {
+            let to = (address.parse::<std::net::IpAddr>()?, 80).into();
+            bed.machines().ask("a3", &expected(Request::new(Transport::Tcp, to)))
+        };
+        Ok::<_, anyhow::Error>([ask("10.97.0.9")?, ask("fd00:10:97::9")?])
+    };
+    let before = coveted(|request| request)?;
+    ensure!(before.iter().all(|outcome| matches!(outcome, Outcome::Answered(_))), "before the range: {before:?}");
     bed.update(|manifests| {
         manifests.further.push(json!({
             "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": { "name": "further" },
@@ -235,5 +247,7 @@ pub fn further_service_range(bed: &Testbed) -> Result<()> {
             }
         }
     }
-    Ok(())
+    let after = coveted(Request::expecting_silence)?;
+    ensure!(!after.iter().any(|outcome| matches!(outcome, Outcome::Answered(_))), "in the range: {after:?}");
+    run(bed, &[ask("a3", "covets", ClusterIp).answered(&["b1"], Kept)])
 }

@@ -156,9 +156,10 @@ proptest! {
     #[test]
     fn only_the_present_objects_decide_the_state(
         events in prop::collection::vec((any_event(), any::<bool>(), any::<bool>()), 1..40),
-        shuffle in any::<prop::sample::Index>(),
+        shuffle in any::<prop::sample::Index>(), endpoint_ports in prop_oneof![Just(50_000), 1_usize..12],
     ) {
-        let mut by_event = Bench::default();
+        let budget = ServiceBudget { endpoint_ports, ..ServiceBudget::default() };
+        let mut by_event = Bench::within(budget);
         let mut last: BTreeMap<ObjectKey, Value> = BTreeMap::new();
         for (value, deletes, flushes) in &events {
             let key = object(value).key();
@@ -179,7 +180,9 @@ proptest! {
             let middle = shuffle.index(values.len());
             values.rotate_left(middle);
         }
-        let squashed = Bench::with(&values);
+        let mut squashed = Bench::within(budget);
+        values.iter().for_each(|value| squashed.apply(value));
+        squashed.flush();
         prop_assert_eq!(by_event.state.digests(), squashed.state.digests());
         prop_assert_eq!(&by_event.nodes, &squashed.nodes);
         values.reverse();

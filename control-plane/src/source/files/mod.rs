@@ -25,8 +25,8 @@ use self::{
 };
 use super::SourceError;
 use crate::{
-    model::{Event, Model, NodeSelector},
-    transaction::{Problem, Sink, SourceKind, Transaction},
+    model::{Event, Model},
+    transaction::{Sink, SourceKind, Transaction},
 };
 
 /// Time between scans.
@@ -37,14 +37,13 @@ const RESCAN: Duration = Duration::from_secs(10);
 /// use.
 pub(super) async fn run(
     folder: PathBuf,
-    agent_nodes: NodeSelector,
+    model: Model,
     sink: Arc<dyn Sink>,
     shutdown: CancellationToken,
 ) -> Result<(), SourceError> {
     // The reading thread ends when `stop` is closed, also when this future is dropped.
     let (stop, stopped) = UnixStream::pair().map_err(|error| SourceError::WatchEnded(error.to_string()))?;
-    let mut reading =
-        tokio::task::spawn_blocking(move || FolderReader::start(&folder, agent_nodes, sink).run(&stopped));
+    let mut reading = tokio::task::spawn_blocking(move || FolderReader::start(&folder, model, sink).run(&stopped));
     let ended = tokio::select! {
         () = shutdown.cancelled() => {
             drop(stop);
@@ -66,7 +65,6 @@ struct FolderReader {
 /// Turns updates of the folder into transactions.
 struct Intake {
     model: Model,
-    shown_problems: Vec<Problem>,
     sink: Arc<dyn Sink>,
     position_ms: u64,
     is_synced: bool,
@@ -76,14 +74,13 @@ struct Intake {
 
 impl FolderReader {
     /// Starts to watch the folder, and reads all its files once.
-    fn start(root: &Path, agent_nodes: NodeSelector, sink: Arc<dyn Sink>) -> Self {
+    fn start(root: &Path, model: Model, sink: Arc<dyn Sink>) -> Self {
         // Notifications name files by absolute paths.
         let root = std::path::absolute(root).unwrap_or_else(|_| root.to_owned());
-        let model = Model::default().with_agent_nodes(agent_nodes);
         let mut reader = Self {
             notices: Notices::new(root.clone()),
             folder: ManifestFolder::new(root),
-            intake: Intake { model, shown_problems: Vec::new(), sink, position_ms: 0, is_synced: false, cut_off: None },
+            intake: Intake { model, sink, position_ms: 0, is_synced: false, cut_off: None },
             next_scan: Instant::now(),
         };
         reader.scan(Instant::now());
@@ -133,9 +130,7 @@ impl Intake {
         if doubt.is_none() {
             self.sink.heard(SourceKind::Files);
         }
-        if let Some(problems) = self.model.take_problems() {
-            super::show_problems(&*self.sink, &mut self.shown_problems, problems);
-        }
+        super::show_problems(&*self.sink, &mut self.model);
         if doubt != self.cut_off {
             if let (Some(doubt), false) = (&doubt, self.is_synced) {
                 tracing::warn!("this replica is not ready, because it cannot know what to serve: {doubt}");

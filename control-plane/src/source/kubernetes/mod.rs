@@ -27,9 +27,9 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 use super::{SourceError, SourceSettings};
 use crate::{
-    model::{Event, Model, NodeSelector},
+    model::{Event, Model},
     objects::ObjectKind,
-    transaction::{Problem, Sink, SourceKind, Transaction},
+    transaction::{Sink, SourceKind, Transaction},
 };
 use watch::{KindUpdate, Watch, WatchUpdate, source_kind};
 
@@ -65,7 +65,7 @@ pub(super) async fn run(
     let judging = contact.run(client);
     watches.spawn(shutdown.clone().run_until_cancelled_owned(judging).map(drop));
     drop(sender);
-    let mut state = Applier::new(sink, kinds, settings.agent_nodes);
+    let mut state = Applier::new(sink, kinds, settings.model());
     let mut gatherer = Gatherer::default();
     loop {
         tokio::select! {
@@ -114,7 +114,6 @@ pub(crate) async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceEr
 struct Applier {
     sink: Arc<dyn Sink>,
     model: Model,
-    shown_problems: Vec<Problem>,
     positions: BTreeMap<SourceKind, u64>,
     /// The position of the last bookmark of each kind. A list or a change that arrives later
     /// removes the position.
@@ -129,13 +128,10 @@ struct Applier {
 
 impl Applier {
     /// Creates the state of a source that has listed none of `kinds`.
-    fn new(sink: Arc<dyn Sink>, kinds: BTreeSet<ObjectKind>, agent_nodes: NodeSelector) -> Self {
-        let reads_pods = kinds.contains(&ObjectKind::Pod);
-        let model = if reads_pods { Model::with_gates() } else { Model::default() };
+    fn new(sink: Arc<dyn Sink>, kinds: BTreeSet<ObjectKind>, model: Model) -> Self {
         Self {
             sink,
-            model: model.with_agent_nodes(agent_nodes),
-            shown_problems: Vec::new(),
+            model,
             positions: BTreeMap::new(),
             bookmarks: BTreeMap::new(),
             received: None,
@@ -180,9 +176,7 @@ impl Applier {
     /// Commits the changes. Until every kind has been listed once, only problems are passed on: a
     /// part of the cluster's state must not be served.
     fn commit(&mut self) {
-        if let Some(problems) = self.model.take_problems() {
-            super::show_problems(&*self.sink, &mut self.shown_problems, problems);
-        }
+        super::show_problems(&*self.sink, &mut self.model);
         let received = self.received.take();
         if !self.unlisted.is_empty() {
             return;

@@ -133,6 +133,22 @@ impl Service {
         Self { key, cluster_ips, ports, ..Self::default() }
     }
 
+    /// The most frontends that an agent accepts of one Service. The control plane has a budget of its
+    /// own, which is never higher.
+    pub const MAX_FRONTENDS: usize = 16_384;
+
+    /// Returns how much the Service asks of a node, without endpoints: the number of its addresses
+    /// with each port, where an address of a load balancer counts once for each source range, and of
+    /// its NodePorts in each family.
+    #[must_use]
+    pub fn frontend_count(&self) -> usize {
+        let ranges = self.load_balancer_source_ranges.len().max(1);
+        let load_balancer = self.load_balancer_ips.len().saturating_mul(ranges);
+        let addresses = self.cluster_ips.len() + self.external_ips.len();
+        let node_ports = self.ports.iter().filter(|port| port.node_port != 0).count() * self.cluster_ips.len();
+        load_balancer.saturating_add(addresses).saturating_mul(self.ports.len()).saturating_add(node_ports)
+    }
+
     /// True if agents check the endpoints by opening TCP connections to them.
     #[must_use]
     pub fn is_checked_by_tcp(&self) -> bool {

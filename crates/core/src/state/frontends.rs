@@ -7,8 +7,10 @@
 //!
 //! The API server gives a ClusterIP to one Service, but whoever may write a Service chooses its
 //! externalIPs. So a ClusterIP belongs to its Service with all ports: no other claim to the address
-//! is served, also not at a port that the Service does not have. Services may share the addresses
-//! of load balancers and externalIPs, with different ports.
+//! is served, also not at a port that the Service does not have. The same holds for all addresses
+//! in the ranges of ServiceCIDRs: the API server may give each of them to a Service at any time, or
+//! has given it to a Service of another proxy. Services may share the addresses of load balancers
+//! and externalIPs elsewhere, with different ports.
 //!
 //! No node forwards traffic from a frontend to Services that do not own it. `headgatectl` shows
 //! these Services as conflicts.
@@ -19,6 +21,8 @@ use std::{
     net::IpAddr,
     sync::Arc,
 };
+
+use ipnet::IpNet;
 
 use crate::model::{Family, Protocol, Service, ServiceKey, ServicePort};
 
@@ -88,15 +92,18 @@ pub struct FrontendOwners {
     places: HashMap<Place, Candidates>,
     /// The places that each Service does not get, with its claims to them.
     lost: BTreeMap<Arc<ServiceKey>, BTreeMap<Place, Claim>>,
+    /// The ranges of ServiceCIDRs. Only ClusterIPs are candidates for places in them.
+    service_ranges: Vec<IpNet>,
 }
 
-/// A frontend or an address that a Service specifies, and that another Service owns.
+/// A frontend or an address that a Service specifies and does not get.
 #[derive(Debug)]
 pub struct Conflict<'a> {
     place: Place,
     /// What the place is for the Service that does not get it.
     claim: Claim,
-    owner: &'a Candidate,
+    /// The owner; `None` if the address is in the range of a ServiceCIDR and no ClusterIP.
+    owner: Option<&'a Candidate>,
 }
 
 impl Conflict<'_> {
@@ -120,8 +127,13 @@ impl fmt::Display for Conflict<'_> {
             Place::Address(address) => write!(f, "{address}")?,
             Place::Frontend(frontend) => write!(f, "{frontend}")?,
         }
-        write!(f, " belongs to Service {}, ", self.owner.key)?;
-        match self.owner.claim {
+        let Some(owner) = self.owner else {
+            return f.write_str(
+                " is in the range of a ServiceCIDR, which is for ClusterIPs: give the Service another address",
+            );
+        };
+        write!(f, " belongs to Service {}, ", owner.key)?;
+        match owner.claim {
             claim if claim == self.claim => f.write_str("which is older or comes first by name")?,
             claim => write!(f, "whose {} it is", claim.as_str())?,
         }
@@ -197,6 +209,16 @@ fn places_of(key: &Arc<ServiceKey>, service: &Service) -> BTreeMap<Place, Candid
     places
 }
 
+impl Place {
+    /// The address; `None` for a NodePort.
+    fn address(self) -> Option<IpAddr> {
+        match self {
+            Self::Address(address) | Self::Frontend(Frontend::Address(address, ..)) => Some(address),
+            Self::Frontend(Frontend::NodePort(..)) => None,
+        }
+    }
+}
+
 impl Candidates {
     /// The candidates that get nothing if `first` is the first candidate and `second` follows it,
     /// but would get something if `second` was the first.
@@ -225,7 +247,18 @@ impl FrontendOwners {
         old: Option<&Service>,
         new: Option<&Service>,
     ) -> Vec<Arc<ServiceKey>> {
-        let [old, new] = [old, new].map(|service| service.map(|service| places_of(key, service)).unwrap_or_default());
+        let [mut old, mut new] =
+            [old, new].map(|service| service.map(|service| places_of(key, service)).unwrap_or_default());
+        let refused = |place: &Place, candidate: &mut Candidate| {
+            let is_in_range = |address| self.service_ranges.iter().any(|range| range.contains(&address));
+            candidate.claim != Claim::ClusterIp && place.address().is_some_and(is_in_range)
+        };
+        let no_more: Vec<_> = old.extract_if(.., refused).collect();
+        let now: Vec<_> = new.extract_if(.., refused).collect();
+        no_more.iter().for_each(|(place, _)| self.no_longer_lost(key, place));
+        for (place, Candidate { claim, .. }) in now.iter().filter(|(place, _)| matches!(place, Place::Address(_))) {
+            self.lost.entry(Arc::clone(key)).or_default().insert(*place, *claim);
+        }
         let mut affected = Vec::new();
         for (place, candidate) in old.iter().filter(|(place, candidate)| new.get(place) != Some(candidate)) {
             self.remove(*place, candidate, &mut affected);
@@ -278,14 +311,40 @@ impl FrontendOwners {
             return;
         }
         candidates.others.take_if(|others| others.is_empty());
-        for Candidate { key, .. } in winners {
-            if let Some(lost) = self.lost.get_mut(&key) {
-                lost.remove(&place);
-                if lost.is_empty() {
-                    self.lost.remove(&key);
-                }
+        winners.iter().for_each(|winner| self.no_longer_lost(&winner.key, &place));
+    }
+
+    fn no_longer_lost(&mut self, key: &Arc<ServiceKey>, place: &Place) {
+        if let Some(lost) = self.lost.get_mut(key) {
+            lost.remove(place);
+            if lost.is_empty() {
+                self.lost.remove(key);
             }
         }
+    }
+
+    /// Replaces the ranges of ServiceCIDRs. `services` are all Services. Returns those that gain or
+    /// lose a frontend. The cost grows with the number of Services; ServiceCIDRs rarely change.
+    pub(crate) fn replace_service_ranges<'a>(
+        &mut self,
+        ranges: Vec<IpNet>,
+        services: impl Iterator<Item = (&'a Arc<ServiceKey>, &'a Service)>,
+    ) -> Vec<Arc<ServiceKey>> {
+        let is_in = |ranges: &[IpNet], address: &IpAddr| ranges.iter().any(|range| range.contains(address));
+        let is_affected = |(_, service): &(&Arc<ServiceKey>, &Service)| {
+            let mut claimed = service.load_balancer_ips.iter().chain(&service.external_ips);
+            claimed.any(|address| is_in(&ranges, address) != is_in(&self.service_ranges, address))
+        };
+        let claimants: Vec<_> = services.filter(is_affected).collect();
+        let mut affected: Vec<_> = claimants.iter().map(|(key, _)| Arc::clone(key)).collect();
+        for (key, service) in &claimants {
+            affected.extend(self.replace(key, Some(service), None));
+        }
+        self.service_ranges = ranges;
+        for (key, service) in claimants {
+            affected.extend(self.replace(key, None, Some(service)));
+        }
+        affected
     }
 
     fn first(&self, frontend: &Frontend) -> Option<&Candidate> {
@@ -299,34 +358,39 @@ impl FrontendOwners {
         }
     }
 
-    /// Returns the Service that owns a frontend, or `None` if no Service specifies the frontend.
+    /// Returns the Service that owns a frontend, or `None` if no Service is a candidate for it.
     /// The owner of a ClusterIP also owns frontends there that only other Services specify.
     #[must_use]
     pub fn owner(&self, frontend: &Frontend) -> Option<&ServiceKey> {
         self.first(frontend).map(|first| &*first.key)
     }
 
-    /// True if the Service owns the frontend, or if no Service owns it.
+    /// True if the Service owns the frontend, or would own it if it specified the frontend.
     #[must_use]
     pub fn owns(&self, key: &ServiceKey, frontend: &Frontend) -> bool {
-        self.owner(frontend).is_none_or(|owner| owner == key)
+        let lost = self.lost.get(key);
+        let is_lost = |address| lost.is_some_and(|lost| lost.contains_key(&Place::Address(address)));
+        let has_lost = Place::Frontend(*frontend).address().is_some_and(is_lost);
+        !has_lost && self.owner(frontend).is_none_or(|owner| owner == key)
     }
 
     /// Returns why a Service that specifies a frontend does not own it.
     #[must_use]
     pub fn conflict(&self, key: &ServiceKey, frontend: Frontend, claim: Claim) -> Option<Conflict<'_>> {
-        let owner = self.first(&frontend).filter(|owner| *owner.key != *key)?;
-        Some(Conflict { place: Place::Frontend(frontend), claim, owner })
+        let place = Place::Frontend(frontend);
+        let at_address = || place.address().and_then(|address| self.places.get(&Place::Address(address)));
+        let owner = || self.first(&frontend).or_else(|| Some(&at_address()?.first));
+        (!self.owns(key, &frontend)).then(|| Conflict { place, claim, owner: owner() })
     }
 
-    /// Returns what a Service specifies and another Service owns, addresses first. A frontend at
-    /// such an address is no conflict of its own.
+    /// Returns what a Service specifies and does not get, addresses first. A frontend at such an
+    /// address is no conflict of its own.
     pub fn conflicts(&self, key: &ServiceKey) -> impl Iterator<Item = Conflict<'_>> {
         let lost = self.lost.get(key);
         let has_lost = move |address| lost.is_some_and(|lost| lost.contains_key(&Place::Address(address)));
         lost.into_iter().flatten().filter_map(move |(place, claim)| match place {
             Place::Frontend(Frontend::Address(address, ..)) if has_lost(*address) => None,
-            _ => Some(Conflict { place: *place, claim: *claim, owner: &self.places.get(place)?.first }),
+            _ => Some(Conflict { place: *place, claim: *claim, owner: self.places.get(place).map(|of| &of.first) }),
         })
     }
 

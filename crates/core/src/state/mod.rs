@@ -270,6 +270,9 @@ impl State {
         } else {
             self.service_cidrs.remove(&name);
         }
+        let ranges = self.service_cidrs.values().flat_map(|service_cidr| service_cidr.cidrs.clone()).collect();
+        let services = self.entries.iter().filter_map(|(key, entry)| Some((key, entry.service()?)));
+        dirty.services.extend(self.frontends.replace_service_ranges(ranges, services));
         dirty.service_cidrs = true;
         true
     }

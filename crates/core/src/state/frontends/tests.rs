@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    model::Change,
+    model::{Change, ServiceCidr},
     state::{Dirty, State},
 };
 
@@ -58,7 +58,13 @@ prop_compose! {
 
 fn any_change() -> impl Strategy<Value = Change> {
     let removal = prop::sample::select(&NAMES[..]).prop_map(|name| Change::RemoveService(ServiceKey::new("ns", name)));
-    prop_oneof![4 => any_service().prop_map(Change::from), 1 => removal]
+    let ranges = prop::sample::select(vec![vec![], vec!["10.96.0.0/30"], vec!["10.96.0.2/31", "fd00::/125"]]);
+    let service_cidr = ranges.prop_map(|ranges: Vec<&str>| {
+        let cidrs = ranges.into_iter().map(|range| range.parse().unwrap()).collect();
+        Change::ServiceCidr(ServiceCidr { name: "kubernetes".into(), cidrs })
+    });
+    let no_service_cidr = Just(Change::RemoveServiceCidr("kubernetes".into()));
+    prop_oneof![8 => any_service().prop_map(Change::from), 2 => removal, 2 => service_cidr, 1 => no_service_cidr]
 }
 
 fn services(state: &State) -> Vec<&Service> {
@@ -66,10 +72,19 @@ fn services(state: &State) -> Vec<&Service> {
 }
 
 /// The owner of a frontend by the rules at the head of the module, without any index.
-fn owner_by_the_rules<'a>(services: &[&'a Service], frontend: Frontend) -> Option<&'a ServiceKey> {
+fn owner_by_the_rules<'a>(state: &'a State, frontend: Frontend) -> Option<&'a ServiceKey> {
+    let services = services(state);
+    let is_in_range = |address: IpAddr| {
+        let mut ranges = state.service_cidrs().flat_map(|service_cidr| &service_cidr.cidrs);
+        ranges.any(|range| range.contains(&address))
+    };
+    let is_candidate = |claim: &Claim| match frontend {
+        Frontend::Address(address, ..) => *claim == Claim::ClusterIp || !is_in_range(address),
+        Frontend::NodePort(..) => true,
+    };
     let claim = |service: &&'a Service| {
         let claims = frontends_of(service).into_iter();
-        let claim = claims.filter(|(of, _)| *of == frontend).map(|(_, claim)| claim).min()?;
+        let claim = claims.filter(|(of, _)| *of == frontend).map(|(_, claim)| claim).filter(is_candidate).min()?;
         Some((claim, service.created_unix_seconds, &service.key))
     };
     let strongest = services.iter().filter_map(claim).min()?;
@@ -118,7 +133,7 @@ proptest! {
             for service in &services {
                 let conflicts: Vec<_> = state.frontends().conflicts(&service.key).collect();
                 for (frontend, _) in frontends_of(service) {
-                    let owner = owner_by_the_rules(&services, frontend);
+                    let owner = owner_by_the_rules(&state, frontend);
                     prop_assert_eq!(state.frontends().owner(&frontend), owner, "the owner of {}", frontend);
                     let found = conflicts.iter().filter(|conflict| is_at(conflict, frontend)).count();
                     prop_assert_eq!(found, usize::from(owner != Some(&service.key)), "{} of {}", frontend, service.key);
@@ -129,7 +144,7 @@ proptest! {
                 for conflict in conflicts {
                     let at = frontends_of(service).into_iter().filter(|(frontend, _)| is_at(&conflict, *frontend));
                     prop_assert_eq!(at.map(|(_, claim)| claim).min(), Some(conflict.claim), "{}", conflict);
-                    prop_assert!(*conflict.owner.key != service.key, "{}", conflict);
+                    prop_assert!(conflict.owner.is_none_or(|owner| *owner.key != service.key), "{}", conflict);
                 }
             }
             let found: BTreeSet<ServiceKey> = state.frontends().losers().map(|key| (**key).clone()).collect();
@@ -181,4 +196,37 @@ fn a_conflict_names_the_owner_and_the_remedy() {
     let frontend = Frontend::Address(address(1), Protocol::Tcp, 81);
     let conflict = state.frontends().conflict(&older.key, frontend, Claim::ExternalIp).unwrap();
     assert_eq!(conflict.to_string(), sentence("10.96.0.1 port 81/TCP"));
+}
+
+/// Otherwise a tenant would get the packets for a ClusterIP that the API server gives to a Service
+/// later, or that another proxy serves.
+#[test]
+fn an_address_in_the_range_of_a_service_cidr_is_served_only_as_a_cluster_ip() {
+    let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+    let mut state = State::default();
+    let mut taker = Service::new(ServiceKey::new("a", "taker"), vec![address(9)], vec![port.clone()]);
+    (taker.external_ips, taker.load_balancer_ips) = (vec![address(1)], vec![[192, 0, 2, 1].into()]);
+    let frontend = |address| Frontend::Address(address, Protocol::Tcp, 80);
+    state.apply(taker.clone().into(), &mut Dirty::default());
+    assert!(state.frontends().owns(&taker.key, &frontend(address(1))));
+    let mut dirty = Dirty::default();
+    let cidrs = vec!["10.96.0.0/16".parse().unwrap()];
+    state.apply(Change::ServiceCidr(ServiceCidr { name: "kubernetes".into(), cidrs }), &mut dirty);
+    assert_eq!(dirty.services.iter().map(ToString::to_string).collect::<Vec<_>>(), ["a/taker"]);
+    for (of, is_owned) in [(address(1), false), (address(9), true), ([192, 0, 2, 1].into(), true)] {
+        assert_eq!(state.frontends().owns(&taker.key, &frontend(of)), is_owned, "{of}");
+    }
+    let conflicts = |state: &State| state.frontends().conflicts(&taker.key).map(|c| c.to_string()).collect::<Vec<_>>();
+    let of_range =
+        "10.96.0.1 is in the range of a ServiceCIDR, which is for ClusterIPs: give the Service another address";
+    assert_eq!(conflicts(&state), [of_range]);
+    // The API server gives the address to a Service.
+    let owner = Service::new(ServiceKey::new("t", "web"), vec![address(1)], vec![port]);
+    state.apply(owner.into(), &mut Dirty::default());
+    assert_eq!(state.frontends().owner(&frontend(address(1))).unwrap().to_string(), "t/web");
+    assert!(conflicts(&state)[0].starts_with("10.96.0.1 belongs to Service t/web, whose ClusterIP it is"));
+    state.apply(Change::RemoveServiceCidr("kubernetes".into()), &mut Dirty::default());
+    assert_eq!((conflicts(&state).len(), state.frontends().losers().len()), (1, 1));
+    state.apply(Change::RemoveService(ServiceKey::new("t", "web")), &mut Dirty::default());
+    assert!(state.frontends().owns(&taker.key, &frontend(address(1))) && conflicts(&state).is_empty());
 }

@@ -1,0 +1,3 @@
+//! Attacks of pods, tenants and nodes. Each test checks that others are unharmed.
+
+mod objects;
