@@ -8,15 +8,12 @@ use std::{
 };
 
 use axum::Router;
-use headgate_listener::HttpConnections;
+use headgate_listener::{Families, HttpConnections, listen};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
-use crate::{
-    backoff::{Backoff, Jitter},
-    listen::{Families, listen},
-};
+use crate::backoff::{Backoff, Jitter};
 
 /// Listens on an address in the same way as Go's `net.Listen("tcp", …)`, which kube-proxy uses.
 /// Both `0.0.0.0` and `[::]` mean all addresses of both families. On a host without IPv6, `0.0.0.0`

@@ -9,7 +9,7 @@ use std::{
 };
 
 use headgate_core::{Family, ServiceKey, health_check_port::HealthCheckPort, iptables::NodePortAddresses};
-use headgate_listener::{HttpConnections, open_files};
+use headgate_listener::{Families, HttpConnections, listen, open_files};
 use tokio::{sync::watch, task::JoinHandle, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -19,7 +19,6 @@ use super::{
     page::{PortPage, ProxyHealth},
 };
 use crate::{
-    listen::{Families, listen},
     node_inputs::NodeInputs,
     observers::{Changes, Mailbox},
 };
