@@ -121,7 +121,7 @@ fn after_draining(proxy: Arc<dyn ConnectionProxy>, limit: Duration, shutdown: Ca
     drained
 }
 
-/// Sets the kernel's connection tracking parameters, this process's OOM score, and its limit of open
+/// Sets the kernel's connection tracking parameters, and this process's OOM score and limit of open
 /// files.
 ///
 /// # Errors

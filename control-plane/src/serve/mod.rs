@@ -140,10 +140,7 @@ pub async fn start(
     let (agents, local_addr) = bind("--listen", listen.agents)?;
     let (inspect, inspect_addr) = bind("--inspect-listen", listen.inspect)?;
     settings.ports = Ports { agents: local_addr.port(), inspect: inspect_addr.port() };
-    let metrics_listener = match listen.metrics {
-        Some(address) => Some(bind("--metrics-listen", address)?),
-        None => None,
-    };
+    let metrics_listener = listen.metrics.map(|address| bind("--metrics-listen", address)).transpose()?;
     let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
     let streams = Streams::new(store, Arc::clone(&metrics), settings);
     let context = &streams.context;

@@ -5,8 +5,8 @@ use std::{io, net::SocketAddr};
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 
-/// The maximum number of connections that wait to be accepted. If more clients connect at once, they
-/// lose a second.
+/// The maximum number of connections that wait to be accepted. Further clients lose a second,
+/// because they have to send their SYN again.
 const BACKLOG: i32 = 1024;
 
 /// Which families a socket at an IPv6 address serves.

@@ -1,7 +1,7 @@
 //! How many connections and UDP sessions the limit of open files allows.
 
-/// Descriptors for everything except connections and datagrams: streams, TLS files, children, and the
-/// connections of HTTP ports, which are at most 512.
+/// Descriptors for everything except connections and datagrams: streams, TLS files, children, and
+/// the connections of HTTP ports, which are at most 512.
 const OTHER_DESCRIPTORS: u64 = 2_000;
 /// With a lower limit of open files, the proxy would have fewer descriptors than the rest of the
 /// agent. A few hundred connections would then use all of them, and all further clients of the node

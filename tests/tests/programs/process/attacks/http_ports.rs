@@ -94,7 +94,7 @@ fn idle_connections_leave_files_to_the_stream_and_to_services() {
     let agent = rig.agent_with_open_files(4_096, &["--proxy-mode=userspace"]);
     rig.until_programmed();
     eventually("the agent carries connections", || proxy::exchange(&rig, "10.96.0.1:80", 1));
-    let mut open: Vec<_> = (2..=10).map(|host| crowd(&rig, host, HEALTH, 450, b"")).collect();
+    let mut open: Vec<_> = (2..=4).map(|host| crowd(&rig, host, HEALTH, 1_400, b"")).collect();
     assert_eq!(rig.health("/livez").unwrap().0, 200);
     let carried: Vec<TcpStream> = (0..300).map(|_| proxy::exchange(&rig, "10.96.0.1:80", 10).unwrap()).collect();
     // A change arrives over the stream.
@@ -102,10 +102,10 @@ fn idle_connections_leave_files_to_the_stream_and_to_services() {
     rig.put("more-1", &slice("more", &[("node-a", 1)], ""));
     eventually("the agent carries connections of the new Service", || proxy::exchange(&rig, "10.96.0.20:80", 1));
     // A new stream needs a file, too.
-    open.push(crowd(&rig, 2, HEALTH, 450, b""));
+    open.push(crowd(&rig, 2, HEALTH, 300, b""));
     assert_eq!(rig.health("/healthz").unwrap().0, 200);
     let evicted = rig.metric(&format!("{EVICTED}{{port=\"health\",reason=\"evicted\"}}"));
-    assert!(evicted >= f64::from(10 * 450 - 512), "{evicted}");
+    assert!(evicted >= f64::from(3 * (1_400 - 128) + 300), "{evicted}");
     let files = rig.metric("process_open_fds");
     assert!(files < 2_000.0, "{files}");
     assert!(agent.log().contains("network=127.0.0."), "{}", agent.log());
