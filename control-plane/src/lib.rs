@@ -7,7 +7,6 @@ pub mod identity;
 pub mod metrics;
 pub mod model;
 pub mod objects;
-pub mod open_files;
 pub mod options;
 pub mod run;
 pub mod serve;

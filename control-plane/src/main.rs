@@ -8,10 +8,10 @@ use std::{
 use anyhow::anyhow;
 use clap::Parser as _;
 use headgate_control_plane::{
-    open_files,
     options::{LogFormat, Options},
     run::run,
 };
+use headgate_listener::open_files;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
@@ -38,9 +38,7 @@ async fn run_until_signal(options: &Options) -> anyhow::Result<()> {
         LogFormat::Text => log.init(),
         LogFormat::Json => log.json().init(),
     }
-    if let Err(error) = open_files::raise() {
-        tracing::warn!(%error, "cannot raise the limit of open files (ulimit -n); each agent needs one open file");
-    }
+    open_files::raise();
     let shutdown = CancellationToken::new();
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let token = shutdown.clone();

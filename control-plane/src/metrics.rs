@@ -102,6 +102,8 @@ metrics! {
         "Waits for this replica's source that timed out. After such a wait, the agent receives this replica's older state";
     connections_refused: Labelled<Total> = "connections_refused" [reason],
         "Connections closed before any request, by reason";
+    http_closed: Labelled<Total, 2> = "http_connections_closed" [port, reason],
+        "Connections to the HTTP pages that were closed because of limits, by port (pages) and reason: evicted (a new connection needed the place), or refused (not accepted, for example because of too many open files)";
     stalled_responses: Total = "connections_untaken",
         "Connections closed because the client read nothing of a pending response for minutes";
     handshakes_failed: Labelled<Total> = "tls_handshakes_failed" [reason], "TLS handshakes that failed, by reason";

@@ -17,8 +17,7 @@
 //!    - [`interfaces`]: follows the addresses of the node's interfaces.
 //!    - [`node_inputs`]: local pods and NodePort addresses, resolved from settings and Node.
 //!    - [`sysctl`]: kernel parameters.
-//!    - `bisect` finds the faulty items of a batch, `listen` opens listening sockets, `memory`
-//!      returns memory to the system.
+//!    - `bisect` finds the faulty items of a batch, `memory` returns memory to the system.
 //! 2. [`state`]: what the agent holds, shared by the session and the reconcile loop.
 //! 3. [`dataplane`]: programs the kernel.
 //! 4. [`observers`]: the work after each sync. Observers delete stale UDP flows, serve health-check
@@ -46,7 +45,6 @@ pub mod dataplane_choice;
 pub mod http;
 mod instance;
 pub mod interfaces;
-mod listen;
 mod memory;
 pub mod metric_registry;
 pub mod metrics;

@@ -9,6 +9,7 @@ use std::{
 
 use futures::{FutureExt as _, future::BoxFuture};
 use headgate_core::Demand;
+use headgate_listener::{HttpConnections, open_files};
 use headgate_settings::Settings;
 use tokio::{sync::oneshot, task};
 use tokio_util::sync::CancellationToken;
@@ -120,11 +121,13 @@ fn after_draining(proxy: Arc<dyn ConnectionProxy>, limit: Duration, shutdown: Ca
     drained
 }
 
-/// Sets the kernel's connection tracking parameters and this process's OOM score.
+/// Sets the kernel's connection tracking parameters, and this process's OOM score and limit of open
+/// files.
 ///
 /// # Errors
-/// A kernel parameter cannot be set. Only a warning is logged if the OOM score cannot be set.
+/// A kernel parameter cannot be set. Only a warning is logged if another value cannot be set.
 pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
+    open_files::raise();
     let path = "/proc/self/oom_score_adj";
     if let Err(error) = std::fs::write(path, settings.oom_score_adj.to_string()) {
         warn!(%error, "cannot write {} to {path}; the agent runs with the present OOM score", settings.oom_score_adj);
@@ -183,7 +186,8 @@ async fn run_configured(
     let config = SessionConfig { node_name: node, control_planes, tls: tls.clone(), backoff };
     let mut session = Session::new(config, Arc::clone(&state), metrics.session.clone(), progress.clone());
     let servers = servers(&options, &settings, &pages, &session.barriers)?;
-    tasks.extend(servers.into_iter().map(|server| server.run(running.clone()).boxed()));
+    let connections = &pages.connections;
+    tasks.extend(servers.into_iter().map(|server| server.run(Arc::clone(connections), running.clone()).boxed()));
     let has_certificate = CancellationToken::new();
     tasks.push(until(&running, certificates(enrolment, tls, has_certificate.clone())));
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
@@ -274,8 +278,10 @@ fn workers(
     let follow = || interfaces::follow(metrics.interfaces.clone(), interfaces::RECEIVE_BUFFER_BYTES);
     let interfaces = needs_interfaces.then(follow).transpose()?;
     let inputs = reconciler.inputs();
+    let connections = HttpConnections::new(false, metrics.http_closed.clone());
+    let of_ports = metrics.health_check_ports.clone();
     let (health_check_ports, health_check_server) =
-        health_check_ports::new(metrics.health_check_ports.clone(), inputs.clone(), Arc::clone(&backlog), patience);
+        health_check_ports::new(of_ports, inputs.clone(), Arc::clone(&backlog), patience, Arc::clone(&connections));
     let (checked_endpoints, checker) =
         endpoint_checks::new(options.check_timing(), Arc::clone(state), metrics.endpoint_checks.clone());
     let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
@@ -292,6 +298,7 @@ fn workers(
         }
     }
     let pages = Pages {
+        connections,
         metrics,
         progress,
         backlog,
@@ -315,7 +322,7 @@ fn servers(
     let mut servers = http::servers(settings, pages);
     if let Some(address) = options.drain_address {
         let app = http::drain::router(Arc::clone(barriers), pages.metrics.drain.clone());
-        servers.push(Server::new("/v1/drain", "--drain-address", address, app));
+        servers.push(Server::new("drain", "/v1/drain", "--drain-address", address, app));
     }
     if settings.bind_address_hard_fail {
         servers.iter_mut().try_for_each(Server::bind_now)?;

@@ -17,7 +17,8 @@ const SECONDS: [f64; 14] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10
 #[derive(Debug, Clone)]
 pub(crate) struct Labelled<M, const N: usize = 1> {
     names: [&'static str; N],
-    metrics: Family<[(&'static str, &'static str); N], M>,
+    /// The metrics by the names and values of their labels.
+    pub(crate) metrics: Family<[(&'static str, &'static str); N], M>,
 }
 
 impl<M: Clone + Default, const N: usize> Labelled<M, N> {

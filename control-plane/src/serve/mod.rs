@@ -20,6 +20,7 @@ use std::{
     sync::Arc,
 };
 
+use headgate_listener::{Families, listen};
 use tokio::{net::TcpListener, task::JoinHandle};
 pub use tokio_util::sync::CancellationToken;
 
@@ -136,13 +137,10 @@ pub async fn start(
     metrics: Arc<Metrics>,
     shutdown: CancellationToken,
 ) -> Result<Running, ServeError> {
-    let (agents, local_addr) = bind("--listen", listen.agents).await?;
-    let (inspect, inspect_addr) = bind("--inspect-listen", listen.inspect).await?;
+    let (agents, local_addr) = bind("--listen", listen.agents)?;
+    let (inspect, inspect_addr) = bind("--inspect-listen", listen.inspect)?;
     settings.ports = Ports { agents: local_addr.port(), inspect: inspect_addr.port() };
-    let metrics_listener = match listen.metrics {
-        Some(address) => Some(bind("--metrics-listen", address).await?),
-        None => None,
-    };
+    let metrics_listener = listen.metrics.map(|address| bind("--metrics-listen", address)).transpose()?;
     let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
     let streams = Streams::new(store, Arc::clone(&metrics), settings);
     let context = &streams.context;
@@ -156,7 +154,7 @@ pub async fn start(
     }
     if let Security::Tls(tls) = &security {
         if let Some(settings) = context.settings.enrolment.clone() {
-            let (listener, address) = bind("--enrolment-listen", settings.listen).await?;
+            let (listener, address) = bind("--enrolment-listen", settings.listen)?;
             let enrolment = Enrolment::new(Arc::clone(context), settings, Arc::clone(tls)).await?;
             tracing::info!(%address, "agents can enrol");
             tokio::spawn(stopped.clone().run_until_cancelled_owned(enrolment.run(listener)));
@@ -179,14 +177,14 @@ pub async fn start(
     Ok(Running { local_addr, inspect_addr, metrics_addr, shutdown, task })
 }
 
-async fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
+fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
     let fail = |error| ServeError::Listen { option, address, error };
-    let listener = match TcpListener::bind(address).await {
+    let listener = match listen(address, Families::Both) {
         // `[::]` means every address, but a host without IPv6 cannot bind `[::]`. On such a host,
         // `0.0.0.0` is bound instead.
         Err(error) if address.ip() == Ipv6Addr::UNSPECIFIED && error.kind() != io::ErrorKind::AddrInUse => {
             let ipv4 = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
-            TcpListener::bind(ipv4).await.map_err(|_| error)
+            listen(ipv4, Families::Both).map_err(|_| error)
         }
         bound => bound,
     }

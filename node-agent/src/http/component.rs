@@ -18,13 +18,13 @@ use axum::{
     response::IntoResponse,
     routing::get,
 };
+use headgate_listener::in_format;
 use prometheus_client::{
     encoding::text,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
 
-use super::in_format;
 use crate::metric_registry::Labels;
 
 const PING: &str = "ping";

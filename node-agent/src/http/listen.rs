@@ -3,18 +3,17 @@
 use std::{
     io,
     net::{Ipv6Addr, SocketAddr},
+    sync::Arc,
     time::Duration,
 };
 
 use axum::Router;
+use headgate_listener::{Families, HttpConnections, listen};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info, warn};
+use tracing::{error, info};
 
-use crate::{
-    backoff::{Backoff, Jitter},
-    listen::{Families, listen},
-};
+use crate::backoff::{Backoff, Jitter};
 
 /// Listens on an address in the same way as Go's `net.Listen("tcp", …)`, which kube-proxy uses.
 /// Both `0.0.0.0` and `[::]` mean all addresses of both families. On a host without IPv6, `0.0.0.0`
@@ -37,6 +36,8 @@ fn is_without_ipv6(error: &io::Error) -> bool {
 /// A server for some pages on one address.
 #[derive(Debug)]
 pub struct Server {
+    /// The purpose of the port, for metrics.
+    pub port: &'static str,
     /// The names of the pages for the log, such as "/healthz and /livez".
     pub what: &'static str,
     /// The setting that determines the address, for the log.
@@ -64,8 +65,14 @@ pub struct BindError {
 impl Server {
     /// Creates a server that does not listen yet.
     #[must_use]
-    pub fn new(what: &'static str, setting: &'static str, address: SocketAddr, app: Router) -> Self {
-        Self { what, setting, address, app, listener: None }
+    pub fn new(
+        port: &'static str,
+        what: &'static str,
+        setting: &'static str,
+        address: SocketAddr,
+        app: Router,
+    ) -> Self {
+        Self { port, what, setting, address, app, listener: None }
     }
 
     /// Binds the address without retries, for `--bind-address-hard-fail`.
@@ -81,30 +88,28 @@ impl Server {
 
     /// Serves until `shutdown`. If the address cannot be bound, logs the error and retries.
     /// Forwarding does not depend on the pages.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30), Jitter::Full);
-        loop {
-            let listener = match self.listener.take().map_or_else(|| listen_as_go(self.address), Ok) {
-                Ok(listener) => listener,
-                Err(error) => {
-                    let Self { what, setting, address, .. } = &self;
-                    error!(%error, %address, "cannot serve {what}; trying again. Pass another {setting} if the address is taken");
-                    let pause = tokio::time::sleep(backoff.next_pause());
-                    if shutdown.run_until_cancelled(pause).await.is_none() {
-                        return;
-                    }
-                    continue;
-                }
-            };
+    pub async fn run(mut self, connections: Arc<HttpConnections>, shutdown: CancellationToken) {
+        let serve = async {
+            let listener = self.bound().await;
             if let Ok(address) = listener.local_addr() {
                 info!(%address, "serving {}", self.what);
             }
-            let stopped = shutdown.clone().cancelled_owned();
-            let app = self.app.clone().into_make_service_with_connect_info::<SocketAddr>();
-            match axum::serve(listener, app).with_graceful_shutdown(stopped).await {
-                Ok(()) => return,
-                Err(error) => warn!(%error, address = %self.address, "serving {} failed; starting again", self.what),
+            connections.serve(self.port, listener, self.app).await;
+        };
+        shutdown.run_until_cancelled(serve).await;
+    }
+
+    async fn bound(&mut self) -> TcpListener {
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30), Jitter::Full);
+        loop {
+            let Self { what, setting, address, .. } = *self;
+            match self.listener.take().map_or_else(|| listen_as_go(address), Ok) {
+                Ok(listener) => return listener,
+                Err(error) => {
+                    error!(%error, %address, "cannot serve {what}; trying again. Pass another {setting} if the address is taken");
+                }
             }
+            tokio::time::sleep(backoff.next_pause()).await;
         }
     }
 }

@@ -10,19 +10,11 @@ mod zpages;
 
 use std::{sync::Arc, time::Duration};
 
-use axum::{
-    Json, Router,
-    extract::State,
-    http::{
-        HeaderMap, StatusCode,
-        header::{ACCEPT, CONTENT_TYPE},
-    },
-    response::{IntoResponse, Response},
-    routing::get,
-};
-use headgate_core::{exposition, node_state::SourceState};
+use axum::{Json, Router, extract::State, http::HeaderMap, response::IntoResponse, routing::get};
+use headgate_core::node_state::SourceState;
+use headgate_listener::{HttpConnections, MetricsPage};
 use headgate_settings::{Flags, Settings};
-use tokio::{sync::watch, task::spawn_blocking};
+use tokio::sync::watch;
 
 use crate::{
     dataplane::{ConnectionProxy, nftables::ServiceCounters, proxy_mode},
@@ -32,9 +24,11 @@ use crate::{
     state::backlog::Backlog,
 };
 
-/// The data that the pages show.
+/// The data that the pages show, and the connections of their ports.
 #[derive(Debug, Clone)]
 pub struct Pages {
+    /// The connections of all HTTP ports of the agent.
+    pub connections: Arc<HttpConnections>,
     /// All metrics.
     pub metrics: Arc<Metrics>,
     /// The progress of the reconcile loop.
@@ -75,17 +69,21 @@ pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
     let mut servers = Vec::new();
     if let Some(address) = settings.healthz_bind_address {
         let app = health::router(pages.clone());
-        servers.push(Server::new("/healthz and /livez", "--healthz-bind-address", address, app));
+        servers.push(Server::new("health", "/healthz and /livez", "--healthz-bind-address", address, app));
     }
     if let Some(address) = settings.metrics_bind_address {
         let what = "/metrics, /metrics/slis, /healthz, /proxyMode, /configz, /flagz, /statusz and /status";
         let app = router(pages.clone()).merge(zpages::router(settings, &pages.flags));
-        servers.push(Server::new(what, "--metrics-bind-address", address, app));
+        servers.push(Server::new("metrics", what, "--metrics-bind-address", address, app));
     }
     servers
 }
 
 fn router(pages: Pages) -> Router {
+    let page = MetricsPage::default();
+    let metrics = move |State(pages): State<Pages>, request: HeaderMap| async move {
+        page.answer(&request, move || pages.encode_metrics()).await
+    };
     Router::new()
         .route("/metrics", get(metrics))
         .route("/proxyMode", get(mode))
@@ -93,22 +91,6 @@ fn router(pages: Pages) -> Router {
         .route("/status", get(status))
         .with_state(pages)
         .merge(component::router())
-}
-
-async fn metrics(State(pages): State<Pages>, request: HeaderMap) -> Response {
-    match spawn_blocking(move || pages.encode_metrics()).await {
-        Ok(text) => in_format(&request, text).into_response(),
-        Err(error) => {
-            (StatusCode::INTERNAL_SERVER_ERROR, [(CONTENT_TYPE, "text/plain")], error.to_string()).into_response()
-        }
-    }
-}
-
-/// Converts metrics from OpenMetrics text into the format that the request accepts.
-fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + use<> {
-    let accepted = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    let (content_type, text) = exposition::page(accepted, open_metrics);
-    ([(CONTENT_TYPE, content_type)], text)
 }
 
 /// Serves `/status`: the connection to the control plane, the received and programmed versions, and

@@ -7,12 +7,14 @@ pub mod process;
 mod services;
 mod userspace;
 
+use headgate_listener::ClosedConnections;
+
 use self::{
     kube_proxy::KubeProxyMetrics, process::ProcessMetrics, services::ServiceMetrics, userspace::UserspaceMetrics,
 };
 use crate::{
     interfaces::InterfaceMetrics,
-    metric_registry::MetricRegistry,
+    metric_registry::{AGENT, MetricRegistry},
     observers::{
         conntrack::ConntrackMetrics, endpoint_checks::metrics::EndpointCheckMetrics,
         health_check_ports::HealthCheckMetrics,
@@ -44,6 +46,8 @@ pub struct Metrics {
     pub endpoint_checks: EndpointCheckMetrics,
     /// Requests of pods that stop.
     pub drain: DrainMetrics,
+    /// Connections to HTTP ports that were closed because of limits.
+    pub http_closed: ClosedConnections,
     /// Other metrics of kube-proxy.
     pub kube_proxy: KubeProxyMetrics,
     /// Counters of Services.
@@ -69,6 +73,9 @@ impl Metrics {
         metrics.health_check_ports.register(registry);
         metrics.endpoint_checks.register(registry);
         metrics.drain.register(registry);
+        let help = "Connections to HTTP ports that were closed because of limits, by port (health, metrics, drain or health_check_node_port) and reason: evicted (a new connection needed the place), or refused (not accepted, for example because of too many open files)";
+        let closed = metrics.http_closed.clone();
+        registry.adder(AGENT).counter("http_connections_closed", "port, reason", help, closed);
         metrics.kube_proxy.register(registry);
         metrics.services.register(registry);
         metrics.userspace.register(registry);

@@ -1,48 +1,37 @@
 //! The HTTP pages `/metrics`, `/healthz` and `/readyz`.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use axum::{
     Router,
-    http::{
-        HeaderMap, StatusCode,
-        header::{ACCEPT, CONTENT_TYPE},
-    },
+    http::{HeaderMap, StatusCode},
     response::IntoResponse,
     routing::get,
 };
-use headgate_core::exposition;
-use tokio::{
-    net::TcpListener,
-    sync::Mutex,
-    time::{Instant, sleep_until},
-};
+use headgate_listener::{HttpConnections, MetricsPage};
+use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     metrics::{kind_name, level},
-    serve::{context::Context, everywhere::Absence, stream::Streams, transport::serve_pages},
+    serve::{context::Context, everywhere::Absence, stream::Streams},
 };
-
-/// Pause between two pages of metrics. A page takes as much time as a hundred messages to agents,
-/// and any client may request the page.
-const SCRAPE_PAUSE: Duration = Duration::from_millis(20);
 
 /// Serves the pages until `stopped` is cancelled.
 pub(crate) async fn serve(listener: TcpListener, streams: Arc<Streams>, stopped: CancellationToken) {
     let (healthy, ready) = (Arc::clone(&streams.context), Arc::clone(&streams.context));
-    let next_scrape = Arc::new(Mutex::new(Instant::now()));
+    let closed = streams.context.metrics.http_closed.metrics.clone();
+    let page = MetricsPage::default();
+    let metrics = move |request: HeaderMap| async move { page.answer(&request, move || scrape(&streams)).await };
     let router = Router::new()
-        .route("/metrics", get(move |request| async move { in_format(&request, scrape(&streams, &next_scrape).await) }))
+        .route("/metrics", get(metrics))
         .route("/healthz", get(move || async move { health(&healthy) }))
         .route("/readyz", get(move || async move { readiness(&ready) }));
-    stopped.run_until_cancelled(serve_pages(listener, router)).await;
+    let connections = HttpConnections::new(true, closed);
+    stopped.run_until_cancelled(connections.serve("pages", listener, router)).await;
 }
 
-async fn scrape(streams: &Streams, next_scrape: &Mutex<Instant>) -> String {
-    let mut next = next_scrape.lock().await;
-    sleep_until(*next).await;
-    *next = Instant::now() + SCRAPE_PAUSE;
+fn scrape(streams: &Streams) -> String {
     let context = &streams.context;
     streams.fleet.progress().refresh_metrics();
     let absent = streams.everywhere.look().absent;
@@ -54,13 +43,6 @@ async fn scrape(streams: &Streams, next_scrape: &Mutex<Instant>) -> String {
         context.metrics.source_ages.of([kind_name(kind)]).set(level(age.as_secs()));
     }
     context.metrics.render()
-}
-
-/// Returns a page of metrics in the format that the request's headers select.
-fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + use<> {
-    let accepted = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    let (content_type, text) = exposition::page(accepted, open_metrics);
-    ([(CONTENT_TYPE, content_type)], text)
 }
 
 /// Reports that the process is alive, and how long ago the last message about each kind arrived

@@ -1,7 +1,6 @@
 //! State that all handlers of a replica share: store, metrics, settings, limits and signals.
 
 mod failures;
-mod network;
 mod settings;
 mod signal;
 mod tally;
@@ -11,12 +10,12 @@ mod warnings;
 use std::{sync::Arc, time::Duration};
 
 use headgate_core::node_state::SourceState;
+pub(crate) use headgate_listener::Network;
 use tokio::sync::watch;
 
 pub use self::settings::{EnrolmentSettings, PeerSettings, PeerTls, Ports, ReadinessSettings, Settings};
 pub(crate) use self::{
     failures::Failures,
-    network::Network,
     signal::Signal,
     tally::{Counted, Tally},
     visits::{PositionWait, Visit, Visited, Visits, start as start_visits},

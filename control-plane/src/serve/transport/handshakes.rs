@@ -23,6 +23,7 @@ use std::{
     time::Duration,
 };
 
+use headgate_listener::open_files;
 use tokio::{
     sync::Semaphore,
     task::yield_now,
@@ -31,7 +32,6 @@ use tokio::{
 
 use crate::{
     metrics::{Metrics, level},
-    open_files,
     serve::context::{Counted, Failures, Network, Tally},
 };
 

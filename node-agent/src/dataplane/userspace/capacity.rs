@@ -1,8 +1,7 @@
 //! How many connections and UDP sessions the limit of open files allows.
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-
-/// Descriptors for everything except connections and datagrams.
+/// Descriptors for everything except connections and datagrams: streams, TLS files, children, and
+/// the connections of HTTP ports, which are at most 512.
 const OTHER_DESCRIPTORS: u64 = 2_000;
 /// With a lower limit of open files, the proxy would have fewer descriptors than the rest of the
 /// agent. A few hundred connections would then use all of them, and all further clients of the node
@@ -34,13 +33,6 @@ impl Capacity {
         let part = (open_files - OTHER_DESCRIPTORS) / 4;
         Ok(Self { connections: part * 3 / 2, sessions: part / 2 })
     }
-}
-
-/// Raises the limit of open files as far as the process may. Returns the limit.
-pub(super) fn raise_open_files() -> u64 {
-    let limit = getrlimit(Resource::Nofile);
-    let is_raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).is_ok();
-    if is_raised { limit.maximum } else { limit.current }.unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ use headgate_core::{
     nftables::Lookup,
     userspace::{Operation, PoolSettings},
 };
+use headgate_listener::open_files;
 use headgate_userspace::{
     Algorithm, ConnectionInfo, ConnectionList, Destination, HowEnded, ListFilter, Protocol, ProxyVersion, ServiceId,
     ServiceSettings, Services, TcpProxy, TcpSettings, UdpProxy, UdpSettings,
@@ -29,7 +30,7 @@ use tracing::{info, warn};
 use super::{
     super::{ConnectionProxy, DataplaneError, ErrorKind, ProxyCounts, TryWake},
     ProxySettings, access_log,
-    capacity::{Capacity, raise_open_files},
+    capacity::Capacity,
     datagrams,
     gate::{Connect, ProxyGate},
     route::{Route, listener_address},
@@ -116,7 +117,7 @@ impl Proxy {
         connect: Connect,
         settings: ProxySettings,
     ) -> Result<(Self, Listeners), DataplaneError> {
-        Self::start_with(families, connect, settings, raise_open_files())
+        Self::start_with(families, connect, settings, open_files::raise())
     }
 
     /// Like [`Self::start`], with a limit of open files.

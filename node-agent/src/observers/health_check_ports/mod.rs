@@ -1,4 +1,4 @@
-//! ProxyHealth-check node ports (`spec.healthCheckNodePort`): an external load balancer asks each
+//! Health-check node ports (`spec.healthCheckNodePort`): an external load balancer asks each
 //! node at this port whether the node has local endpoints for a Service.
 //!
 //! [`headgate_core::health_check_port`] decides what a port answers. Ports open and close after the
@@ -13,6 +13,7 @@ pub use server::PortServer;
 use std::{sync::Arc, time::Duration};
 
 use headgate_core::health_check_port::{HealthCheckPort, health_check_port};
+use headgate_listener::HttpConnections;
 use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
 use tokio::sync::watch;
 
@@ -50,16 +51,18 @@ pub type HealthCheckPorts = Follower<HealthCheckPort>;
 /// Returns the observer, and the server. The caller runs the server on the async runtime.
 ///
 /// `inputs` provides the addresses that answer. If a change in `backlog` has waited for longer than
-/// `patience`, the proxy as a whole does not work, and every port answers 503.
+/// `patience`, the proxy as a whole does not work, and every port answers 503. The ports share the
+/// limits of `connections`.
 #[must_use]
 pub fn new(
     metrics: HealthCheckMetrics,
     inputs: watch::Receiver<NodeInputs>,
     backlog: Arc<Backlog>,
     patience: Duration,
+    connections: Arc<HttpConnections>,
 ) -> (HealthCheckPorts, PortServer) {
     let (ports, mailbox) = Follower::new(|state, key, node| health_check_port(state, key, node));
-    (ports, PortServer::new(mailbox, metrics, inputs, ProxyHealth { backlog, patience }))
+    (ports, PortServer::new(mailbox, metrics, inputs, ProxyHealth { backlog, patience }, connections))
 }
 
 #[cfg(test)]

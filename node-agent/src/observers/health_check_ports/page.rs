@@ -1,7 +1,6 @@
 //! The HTTP answer at one health-check node port.
 
 use std::{
-    convert::Infallible,
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -10,19 +9,11 @@ use std::{
 };
 
 use axum::{
-    Json,
+    Json, Router,
     http::{StatusCode, header},
     response::{IntoResponse as _, Response},
 };
 use headgate_core::ServiceKey;
-use hyper::{server::conn::http1, service::service_fn};
-use hyper_util::rt::{TokioIo, TokioTimer};
-use tokio::{
-    net::{TcpListener, TcpStream},
-    task::JoinSet,
-    time::sleep,
-};
-use tracing::{debug, warn};
 
 use crate::state::backlog::Backlog;
 
@@ -37,14 +28,6 @@ pub(super) struct ProxyHealth {
 /// The header with the number of local endpoints. Load balancers may use this number as the node's
 /// weight.
 const WEIGHT_HEADER: &str = "x-load-balancing-endpoint-weight";
-/// Maximum number of open connections per socket. Further connections wait. Load balancers open
-/// only a few connections.
-const MAX_CONNECTIONS: usize = 128;
-/// Maximum time to receive a request, and maximum idle time between two requests.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
-/// Pause after a connection could not be accepted, for example because file descriptors ran out.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
 /// The page at one socket. It shows the number of local endpoints of one service in one family.
 #[derive(Debug)]
 pub(super) struct PortPage {
@@ -62,7 +45,11 @@ impl PortPage {
         self.local_endpoints.store(count, Ordering::Relaxed);
     }
 
-    /// The answer to every request. As in kube-proxy, method and path do not matter.
+    /// Answers every request. As in kube-proxy, method and path do not matter.
+    pub(super) fn router(self: Arc<Self>) -> Router {
+        Router::new().fallback(move || async move { self.answer() })
+    }
+
     fn answer(&self) -> Response {
         let local_endpoints = self.local_endpoints.load(Ordering::Relaxed);
         let is_proxy_healthy = self.health.backlog.health(self.health.patience).is_alive();
@@ -75,38 +62,6 @@ impl PortPage {
         let status = if is_ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
         let weight = [(WEIGHT_HEADER, local_endpoints.to_string())];
         (status, [(header::X_CONTENT_TYPE_OPTIONS, "nosniff")], weight, Json(body)).into_response()
-    }
-}
-
-/// Serves one socket until the future is dropped, which also closes its connections.
-pub(super) async fn serve(listener: TcpListener, page: Arc<PortPage>) {
-    let mut connections = JoinSet::new();
-    loop {
-        tokio::select! {
-            accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
-                Ok((stream, _)) => drop(connections.spawn(serve_connection(stream, Arc::clone(&page)))),
-                Err(error) => {
-                    warn!(%error, service = %page.key, "cannot accept a connection at a health-check node port");
-                    sleep(ACCEPT_PAUSE).await;
-                }
-            },
-            Some(_) = connections.join_next() => {}
-        }
-    }
-}
-
-async fn serve_connection(stream: TcpStream, page: Arc<PortPage>) {
-    let answer = service_fn(|_request| {
-        let answer = page.answer();
-        async { Ok::<_, Infallible>(answer) }
-    });
-    let served = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(REQUEST_TIMEOUT)
-        .serve_connection(TokioIo::new(stream), answer)
-        .await;
-    if let Err(error) = served {
-        debug!(%error, service = %page.key, "a connection to a health-check node port broke");
     }
 }
 

@@ -2,22 +2,23 @@
 
 use std::{
     collections::BTreeMap,
+    io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::Arc,
     time::Duration,
 };
 
 use headgate_core::{Family, ServiceKey, health_check_port::HealthCheckPort, iptables::NodePortAddresses};
+use headgate_listener::{Families, HttpConnections, listen, open_files};
 use tokio::{sync::watch, task::JoinHandle, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::{
     HealthCheckMetrics,
-    page::{self, PortPage, ProxyHealth},
+    page::{PortPage, ProxyHealth},
 };
 use crate::{
-    listen::{Families, listen},
     node_inputs::NodeInputs,
     observers::{Changes, Mailbox},
 };
@@ -25,6 +26,9 @@ use crate::{
 /// Time between two attempts to open a socket. Also the time between two checks for changed
 /// addresses of the node.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
+
+/// The sockets take at most this part of the limit of open files.
+const PART_OF_OPEN_FILES: u64 = 8;
 
 /// A wanted socket: a service, and the address and port.
 type Socket = (Arc<ServiceKey>, SocketAddr);
@@ -36,6 +40,7 @@ pub struct PortServer {
     metrics: HealthCheckMetrics,
     inputs: watch::Receiver<NodeInputs>,
     health: ProxyHealth,
+    connections: Arc<HttpConnections>,
     wanted: BTreeMap<Arc<ServiceKey>, HealthCheckPort>,
     open: BTreeMap<Socket, PortListener>,
     /// The last error for each wanted socket that is not open.
@@ -60,9 +65,10 @@ impl PortServer {
         metrics: HealthCheckMetrics,
         inputs: watch::Receiver<NodeInputs>,
         health: ProxyHealth,
+        connections: Arc<HttpConnections>,
     ) -> Self {
         let (wanted, open, failed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { mailbox, metrics, inputs, health, wanted, open, failed }
+        Self { mailbox, metrics, inputs, health, connections, wanted, open, failed }
     }
 
     /// Serves until `shutdown`.
@@ -114,12 +120,21 @@ impl PortServer {
 
     fn open(&mut self, socket: Socket, local_endpoints: u32) {
         let (key, address) = &socket;
+        let most = open_files::limit() / PART_OF_OPEN_FILES;
         // As in kube-proxy, each family has its own socket.
-        match listen(*address, Families::Own) {
+        let listening = match self.open.len() as u64 {
+            open if open < most => listen(*address, Families::Own),
+            _ => {
+                Err(io::Error::other(format!("the limit of open files (ulimit -n) allows only {most} of these ports")))
+            }
+        };
+        match listening {
             Ok(listening) => {
                 info!(service = %key, %address, "opened a health-check node port");
                 let page = Arc::new(PortPage::new(Arc::clone(key), local_endpoints, self.health.clone()));
-                let task = tokio::spawn(page::serve(listening, Arc::clone(&page)));
+                let connections = Arc::clone(&self.connections);
+                let serve = connections.serve("health_check_node_port", listening, Arc::clone(&page).router());
+                let task = tokio::spawn(serve);
                 self.failed.remove(&socket);
                 self.open.insert(socket, PortListener { page, task });
             }

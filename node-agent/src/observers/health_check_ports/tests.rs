@@ -9,6 +9,7 @@ use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, NodeFacts, Placement, Protocol, Service, ServiceKey, ServicePort, State,
     TrafficPolicy, iptables::NodePortAddresses,
 };
+use headgate_listener::ClosedConnections;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::*;
@@ -35,7 +36,8 @@ impl World {
         let inputs = NodeInputs { node_ports_v4: only(&["127.0.0.1"]), ..NodeInputs::default() };
         let (inputs, receiver) = watch::channel(inputs);
         let (metrics, backlog) = (HealthCheckMetrics::default(), Arc::<Backlog>::default());
-        let (ports, server) = new(metrics.clone(), receiver, Arc::clone(&backlog), Duration::ZERO);
+        let connections = HttpConnections::new(false, ClosedConnections::default());
+        let (ports, server) = new(metrics.clone(), receiver, Arc::clone(&backlog), Duration::ZERO, connections);
         let stop = CancellationToken::new();
         tokio::spawn(server.run(stop.clone()));
         Self { state: State::default(), ports, backlog, metrics, inputs, _stop: stop.drop_guard() }

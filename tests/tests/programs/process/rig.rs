@@ -84,6 +84,13 @@ impl Program {
         eventually(text, || if self.log().contains(text) { Ok(()) } else { Err(self.log()) });
     }
 
+    /// The resident memory of the program.
+    pub(super) fn resident_bytes(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        resident.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+    }
+
     pub(super) fn is_running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
@@ -268,6 +275,17 @@ impl Rig {
     /// a variant, the agent uses iptables-nft.
     pub(super) fn agent(&self, arguments: &[&str]) -> Program {
         self.changed_agent(arguments, |_| {})
+    }
+
+    /// Starts the agent like [`Self::agent`], with this limit of open files.
+    pub(super) fn agent_with_open_files(&self, limit: u64, arguments: &[&str]) -> Program {
+        self.changed_agent(arguments, |command| {
+            let mut limited = Command::new("sh");
+            limited.args(["-c", &format!("ulimit -n {limit} && exec \"$0\" \"$@\"")]);
+            limited.arg(command.get_program()).args(command.get_args());
+            limited.envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))));
+            *command = limited;
+        })
     }
 
     fn changed_agent(&self, arguments: &[&str], change: impl FnOnce(&mut Command)) -> Program {

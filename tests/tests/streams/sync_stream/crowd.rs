@@ -123,7 +123,7 @@ async fn connections_for_pages_are_bounded_and_a_new_one_is_served() {
         }
         crowd.spawn(async move { stream.read(&mut [0]).await });
     }
-    for _ in 0..500 - 16 {
+    for _ in 0..500 - 128 {
         timeout(GUARD, crowd.join_next()).await.expect("the replica keeps too many connections");
     }
     for path in ["/healthz", "/readyz", "/metrics"] {

@@ -4,26 +4,22 @@
 //! the soft limit up to the hard limit. Container runtimes often set the soft limit to 1,024, and
 //! the hard limit to half a million or more.
 
-use rustix::{
-    io::Errno,
-    process::{Resource, Rlimit, getrlimit, setrlimit},
-};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tracing::warn;
 
-/// Raises the soft limit to the hard limit, and returns the hard limit.
-///
-/// # Errors
-///
-/// The error of the system call. A retry does not help.
-pub fn raise() -> Result<u64, Errno> {
+/// Raises the soft limit to the hard limit. Returns the soft limit. If it cannot be raised, a
+/// warning is logged.
+pub fn raise() -> u64 {
     let limit = getrlimit(Resource::Nofile);
-    if limit.current != limit.maximum {
-        setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit })?;
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
+        warn!(%error, "cannot raise the limit of open files (ulimit -n); each connection needs one");
     }
-    Ok(limit.maximum.unwrap_or(u64::MAX))
+    self::limit()
 }
 
 /// The soft limit; `u64::MAX` if there is none.
-pub(crate) fn limit() -> u64 {
+#[must_use]
+pub fn limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
@@ -38,7 +34,7 @@ mod tests {
         let hard = maximum.unwrap_or(u64::MAX);
         setrlimit(Resource::Nofile, Rlimit { current: Some(hard.min(500)), maximum }).unwrap();
         assert_eq!(limit(), hard.min(500));
-        assert_eq!(raise(), Ok(hard));
+        assert_eq!(raise(), hard);
         assert_eq!(limit(), hard);
     }
 }

@@ -5,12 +5,13 @@ use std::{io, net::SocketAddr};
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 
-/// The maximum number of connections that wait to be accepted.
+/// The maximum number of connections that wait to be accepted. Further clients lose a second,
+/// because they have to send their SYN again.
 const BACKLOG: i32 = 1024;
 
 /// Which families a socket at an IPv6 address serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Families {
+pub enum Families {
     /// IPv6 only.
     Own,
     /// IPv6, and also IPv4 if the address is unspecified (`::`).
@@ -21,7 +22,7 @@ pub(crate) enum Families {
 ///
 /// # Errors
 /// The error of the system call that failed, such as `EADDRINUSE`.
-pub(crate) fn listen(address: SocketAddr, families: Families) -> io::Result<TcpListener> {
+pub fn listen(address: SocketAddr, families: Families) -> io::Result<TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), Some(Protocol::TCP))?;
     if address.is_ipv6() {
         socket.set_only_v6(families == Families::Own)?;

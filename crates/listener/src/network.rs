@@ -3,13 +3,14 @@
 use std::net::{IpAddr, Ipv6Addr};
 
 /// The network of a connection's client: one IPv4 address, or an IPv6 network with a prefix of 64
-/// bits. A single IPv6 host can use any address of such a network.
+/// bits. A single IPv6 host can use any address of such a network. The value is the first address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Network(IpAddr);
+pub struct Network(pub(crate) IpAddr);
 
 impl Network {
     /// Returns the network of a client's address.
-    pub(crate) fn of(address: IpAddr) -> Self {
+    #[must_use]
+    pub fn of(address: IpAddr) -> Self {
         match address.to_canonical() {
             IpAddr::V6(address) => Self(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into()),
             ipv4 @ IpAddr::V4(_) => Self(ipv4),
