@@ -30,6 +30,7 @@ mod verify;
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque, hash_map::Entry},
+    net::IpAddr,
     sync::{
         Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
         atomic::{AtomicU64, Ordering},
@@ -231,6 +232,11 @@ impl Store {
     #[must_use]
     pub fn node(&self, name: &str) -> OwnNode {
         self.read().nodes.get(name)
+    }
+
+    /// Returns true if a Node in the source has this address.
+    pub(crate) fn is_node_address(&self, address: IpAddr) -> bool {
+        self.read().nodes.have(address)
     }
 
     /// Notifies an observer of Nodes that change from now on, until the observer is dropped.

@@ -2,12 +2,17 @@
 
 use std::{
     collections::HashMap,
+    net::IpAddr,
     sync::{Arc, Weak},
 };
 
 use headgate_core::Node;
 
 use crate::transaction::{NodeChange, SourceKind};
+
+/// How many addresses of a Node have a share of their own in the limits of listeners. A kubelet
+/// writes the addresses of its Node itself.
+const MAX_SHARES: usize = 8;
 
 /// Receives notifications of changed Nodes.
 pub trait NodeObserver: Send + Sync {
@@ -31,6 +36,8 @@ pub struct OwnNode {
 pub(super) struct Nodes {
     /// Each Node, and whether `--agent-nodes` selects it.
     by_name: HashMap<Arc<str>, (OwnNode, bool)>,
+    /// How many Nodes have each address.
+    addresses: HashMap<IpAddr, usize>,
     /// The position of the source when any Node last changed.
     position: Option<(SourceKind, u64)>,
     observers: Vec<Weak<dyn NodeObserver>>,
@@ -64,11 +71,27 @@ impl Nodes {
             return None;
         }
         self.position = position;
-        match node {
+        for address in node.iter().flat_map(|node| shares(node)) {
+            *self.addresses.entry(address).or_default() += 1;
+        }
+        let before = match node {
             node @ Some(_) => self.by_name.insert(Arc::clone(&name), (OwnNode { node, position }, is_selected)),
             None => self.by_name.remove(&name),
         };
+        for address in before.iter().filter_map(|(own, _)| own.node.as_ref()).flat_map(|node| shares(node)) {
+            if let Some(count) = self.addresses.get_mut(&address) {
+                *count -= 1;
+                if *count == 0 {
+                    self.addresses.remove(&address);
+                }
+            }
+        }
         Some(name)
+    }
+
+    /// Returns true if a Node has this address.
+    pub(super) fn have(&self, address: IpAddr) -> bool {
+        self.addresses.contains_key(&address)
     }
 
     /// Adds an observer, which is notified until the observer is dropped.
@@ -81,6 +104,10 @@ impl Nodes {
     pub(super) fn observers(&self) -> Vec<Arc<dyn NodeObserver>> {
         self.observers.iter().filter_map(Weak::upgrade).collect()
     }
+}
+
+fn shares(node: &Node) -> impl Iterator<Item = IpAddr> {
+    node.addresses.iter().take(MAX_SHARES).map(IpAddr::to_canonical)
 }
 
 impl std::fmt::Debug for Nodes {

@@ -5,6 +5,7 @@
 //! else. This module does not depend on the services of the general server.
 
 mod budget;
+mod client_verifier;
 mod connection_limits;
 mod general_connection;
 mod handshakes;
@@ -22,7 +23,11 @@ use tokio::{
     time::sleep,
 };
 
-pub(crate) use self::{page_listener::serve_pages, server::serve};
+pub(crate) use self::{
+    handshakes::{Handshake, Handshakes, Silent},
+    page_listener::serve_pages,
+    server::serve,
+};
 
 /// If a client sends nothing for this time, the server sends a ping. If the client then sends
 /// nothing for the same time again, the server closes the connection. Agents apply the same rule to
