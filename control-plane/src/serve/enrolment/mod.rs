@@ -233,7 +233,7 @@ impl Enrolment {
                 Err(())
             })
         };
-        let served = match handshake.until_heard(stream.readable()).await {
+        let served = match handshake.until_heard(stream.peek(&mut [0])).await {
             Ok(()) => handshake.run(|| is_clients_turn.load(Ordering::Relaxed), || serve(stream)).await.map(drop),
             Err(Silent) => Err(Silent),
         };

@@ -151,8 +151,7 @@ impl Handshakes {
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let shares = [(); 2].map(|()| Share { waiting: Arc::default(), places: Semaphore::new(limits.running) });
         let (queues, steps) = (Mutex::default(), Semaphore::new(cores));
-        let entered = AtomicU64::new(0);
-        Arc::new(Self { limits, shares, queues, steps, failures, metrics, entered, states })
+        Arc::new(Self { limits, shares, queues, steps, failures, metrics, entered: AtomicU64::new(0), states })
     }
 
     fn share(&self, network: Network) -> &Share {

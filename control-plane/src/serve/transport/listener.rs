@@ -78,7 +78,7 @@ impl Entrance {
         };
         let entrance = self.clone();
         let secure = async move {
-            let ended = match handshake.until_heard(stream.readable()).await {
+            let ended = match handshake.until_heard(stream.peek(&mut [0])).await {
                 Ok(()) => handshake.run(|| true, || secure(stream, address, &tls, &entrance.context)).await,
                 Err(Silent) => Err(Silent),
             };

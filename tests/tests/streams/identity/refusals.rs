@@ -28,7 +28,7 @@ async fn refused_clients_and_the_servers_log_get_the_reason() {
             Some(stranger.node("n1")),
             "unknown_authority",
             "the client's certificate is not signed by an authority of --tls-client-ca",
-            "no authority that the control plane knows signed it; have an authority of its --tls-client-ca sign the certificate",
+            "no authority that the control plane knows signed it; have an authority of its --tls-node-ca",
         ),
         (
             node(|params| params.not_after = date_time_ymd(2020, 1, 1)),
