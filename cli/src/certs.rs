@@ -1,5 +1,6 @@
-//! `headgatectl certs`: creates a certificate authority and certificates for a trial, in the layout
-//! that the manifests under `deploy/` expect. [`rotation`] replaces the authority.
+//! `headgatectl certs`: creates authorities and certificates for a trial, in the layout that the
+//! manifests under `deploy/` expect. One authority signs for replicas and readers, and one for nodes:
+//! with enrolment, each replica has the key of the latter. [`rotation`] replaces the authorities.
 
 mod folder;
 pub mod rotation;
@@ -27,11 +28,34 @@ const CLOCK_TOLERANCE: Duration = Duration::from_secs(3600);
 
 const DAY: Duration = Duration::from_secs(86_400);
 
+/// An authority, by its files in the folder.
+#[derive(Debug, Clone, Copy)]
+struct AuthorityFiles {
+    /// The begin of the names of its files.
+    prefix: &'static str,
+    /// The folders of the certificates that it signs.
+    signs: &'static [&'static str],
+}
+
+/// The authority that signs for replicas and readers.
+const OPERATORS: AuthorityFiles = AuthorityFiles { prefix: "", signs: &["control-plane", "readers"] };
+
+/// The authority that signs for nodes.
+const OF_NODES: AuthorityFiles = AuthorityFiles { prefix: "node-", signs: &["nodes"] };
+
+impl AuthorityFiles {
+    /// The name of one of its files: `ca.crt`, all trusted certificates, of which the first one
+    /// signs; `ca.key`, its key; or `next.key`, during a rotation the key of the next authority.
+    fn file(self, name: &str) -> String {
+        format!("{}{name}", self.prefix)
+    }
+}
+
 /// The certificates to create.
 #[derive(Debug, clap::Args)]
 pub struct CertsArgs {
-    /// Folder for the files. An existing authority (ca.crt, ca.key) is reused, so that nodes can be
-    /// added later
+    /// Folder for the files. Existing authorities (ca.crt and ca.key for replicas and readers,
+    /// node-ca.crt and node-ca.key for nodes) are reused, so that nodes can be added later
     #[arg(long, value_name = "FOLDER")]
     pub out: PathBuf,
     /// Node that gets a certificate. Repeat the option for several nodes, or separate names by
@@ -53,7 +77,7 @@ pub struct CertsArgs {
     /// Validity of the certificates in days
     #[arg(long, value_name = "DAYS", default_value_t = 365, value_parser = clap::value_parser!(u32).range(1..=3650))]
     pub days: u32,
-    /// Replace existing certificates and keys to renew them. The authority is never replaced
+    /// Replace existing certificates and keys to renew them. The authorities are never replaced
     #[arg(long)]
     pub force: bool,
 }
@@ -105,15 +129,19 @@ pub fn make(args: &CertsArgs) -> Result<Written, CertsError> {
     check(args)?;
     let now = SystemTime::now();
     let mut folder = Folder::open(&args.out, args.force)?;
-    let authority = authority(&mut folder, now)?;
+    let authority = find_authority(OPERATORS, &mut folder, now)?;
+    // The authority of nodes may be elsewhere, if the folder only makes certificates of readers.
+    let needs_nodes = !args.node.is_empty() || !args.server_name.is_empty() || !args.server_ip.is_empty();
+    let of_nodes = needs_nodes.then(|| find_authority(OF_NODES, &mut folder, now)).transpose()?;
     let not_after = now + DAY * args.days;
-    if not_after > authority.not_after {
+    let end = of_nodes.as_ref().map_or(authority.not_after, |of_nodes| of_nodes.not_after.min(authority.not_after));
+    if not_after > end {
         let problem = format!(
-            "this authority expires in {} days, but the certificates must be valid for {} days: pass fewer --days, or another --out for a new authority",
-            authority.not_after.duration_since(now).unwrap_or_default().as_secs() / DAY.as_secs(),
+            "an authority in it expires in {} days, but the certificates must be valid for {} days: pass fewer --days, or another --out for a new authority",
+            end.duration_since(now).unwrap_or_default().as_secs() / DAY.as_secs(),
             args.days
         );
-        return Err(bad_file(&args.out.join("ca.crt"), problem));
+        return Err(bad_file(&args.out, problem));
     }
     let ca = &authority.certificate_pem;
     let valid = (now - CLOCK_TOLERANCE, not_after);
@@ -125,11 +153,13 @@ pub fn make(args: &CertsArgs) -> Result<Written, CertsError> {
         leaf(&mut folder, &authority, "control-plane/tls", "headgate-control-plane", names, usages, valid)?;
         folder.add("control-plane/ca.crt", Kind::Authority, ca)?;
     }
-    for (role, below, names) in [("node", "nodes", &args.node), ("reader", "readers", &args.reader)] {
+    let readers = ("reader", "readers", &args.reader, &authority);
+    let nodes = of_nodes.as_ref().map(|of_nodes| ("node", "nodes", &args.node, of_nodes));
+    for (role, below, names, authority) in nodes.into_iter().chain([readers]) {
         for name in names {
             let uri = SanType::URI(format!("headgate://{role}/{name}").try_into()?);
             let usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
-            leaf(&mut folder, &authority, &format!("{below}/{name}"), name, vec![uri], usages, valid)?;
+            leaf(&mut folder, authority, &format!("{below}/{name}"), name, vec![uri], usages, valid)?;
         }
     }
     if !args.node.is_empty() {
@@ -176,25 +206,31 @@ fn server_names(args: &CertsArgs) -> Result<Vec<SanType>, CertsError> {
     names.chain(addresses).collect()
 }
 
-/// Reads the authority of the folder, or creates a new authority.
-fn authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsError> {
-    let (certificate, key) = (folder.read("ca.crt")?, folder.read("ca.key")?);
-    match (certificate, key) {
-        (Some(certificate), Some(key)) => kept_authority(folder, certificate, &key, now),
-        (None, None) => new_authority(folder, now),
+/// Reads an authority of the folder, or creates a new authority.
+fn find_authority(files: AuthorityFiles, folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsError> {
+    let (certificates, key) = (files.file("ca.crt"), files.file("ca.key"));
+    match (folder.read(&certificates)?, folder.read(&key)?) {
+        (Some(certificate), Some(key)) => kept_authority(files, folder, certificate, &key, now),
+        (None, None) => new_authority(files, folder, now),
         (certificate, _) => {
             let (missing, found, part) =
-                if certificate.is_some() { ("ca.key", "ca.crt", "key") } else { ("ca.crt", "ca.key", "certificate") };
+                if certificate.is_some() { (key, certificates, "key") } else { (certificates, key, "certificate") };
             let problem = format!(
                 "missing, but {found} exists: restore the authority's {part}, or pass another --out for a new authority"
             );
-            Err(bad_file(&folder.path(missing), problem))
+            Err(bad_file(&folder.path(&missing), problem))
         }
     }
 }
 
-fn kept_authority(folder: &Folder, pem: String, key: &str, now: SystemTime) -> Result<Authority, CertsError> {
-    let (ca_crt, ca_key) = (folder.path("ca.crt"), folder.path("ca.key"));
+fn kept_authority(
+    files: AuthorityFiles,
+    folder: &Folder,
+    pem: String,
+    key: &str,
+    now: SystemTime,
+) -> Result<Authority, CertsError> {
+    let (ca_crt, ca_key) = (folder.path(&files.file("ca.crt")), folder.path(&files.file("ca.key")));
     let no_certificate =
         |error: &dyn std::fmt::Display| bad_file(&ca_crt, format!("is not a PEM certificate ({error})"));
     let key =
@@ -217,18 +253,18 @@ fn kept_authority(folder: &Folder, pem: String, key: &str, now: SystemTime) -> R
     Ok(Authority { certificate_pem: pem, issuer, not_after, is_kept: true })
 }
 
-fn new_authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsError> {
-    let authority = fresh_authority(now)?;
-    folder.add("ca.key", Kind::Key, &authority.issuer.key().serialize_pem())?;
-    folder.add("ca.crt", Kind::Authority, &authority.certificate_pem)?;
+fn new_authority(files: AuthorityFiles, folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsError> {
+    let authority = fresh_authority(files, now)?;
+    folder.add(&files.file("ca.key"), Kind::Key, &authority.issuer.key().serialize_pem())?;
+    folder.add(&files.file("ca.crt"), Kind::Authority, &authority.certificate_pem)?;
     Ok(authority)
 }
 
 /// Creates an authority. Writes no file.
-fn fresh_authority(now: SystemTime) -> Result<Authority, CertsError> {
+fn fresh_authority(files: AuthorityFiles, now: SystemTime) -> Result<Authority, CertsError> {
     let not_after = now + DAY * AUTHORITY_DAYS;
     let mut params = CertificateParams::default();
-    params.distinguished_name.push(DnType::CommonName, "headgate trial authority");
+    params.distinguished_name.push(DnType::CommonName, format!("headgate trial {}authority", files.prefix));
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     (params.not_before, params.not_after) = ((now - CLOCK_TOLERANCE).into(), not_after.into());
@@ -282,14 +318,14 @@ fn text(args: &CertsArgs, files: &[String], authority: &Authority, not_after: Sy
     lines.extend(files.iter().map(|file| format!("  {file}")));
     let origin = if authority.is_kept { "The existing authority is reused" } else { "The authority is new" };
     lines.push(format!(
-        "{origin}, valid for {} days. Its key {out}/ca.key signs all certificates: keep it secret.",
+        "{origin}, valid for {} days. Its key {out}/ca.key signs for replicas and readers, and {out}/node-ca.key for nodes: keep both secret.",
         days(authority.not_after)
     ));
     if server.is_some() {
         lines.push("\nControl plane:".to_owned());
         lines.push(format!(
             "  headgate-control-plane --source kubernetes --tls-cert {out}/control-plane/tls.crt --tls-key {out}/control-plane/tls.key \
-             --tls-client-ca {out}/control-plane/ca.crt"
+             --tls-client-ca {out}/control-plane/ca.crt --tls-node-ca {out}/node-ca.crt"
         ));
     }
     let host = server.as_deref().unwrap_or("HOST");
@@ -317,7 +353,7 @@ fn text(args: &CertsArgs, files: &[String], authority: &Authority, not_after: Sy
         lines.push("\nIn a cluster, where agents enrol (repeat after each change; no restart is needed):".to_owned());
         for object in [
             format!("secret generic headgate-control-plane-tls --from-file={out}/control-plane"),
-            format!("secret tls headgate-authority --cert={out}/ca.crt --key={out}/ca.key"),
+            format!("secret tls headgate-node-authority --cert={out}/node-ca.crt --key={out}/node-ca.key"),
             format!("configmap headgate-authority --from-file={out}/ca.crt"),
         ] {
             lines.push(format!(

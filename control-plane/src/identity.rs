@@ -3,7 +3,7 @@
 use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 
 use headgate_core::dns_name::check_subdomain;
-use headgate_tls::{Validity, date};
+use headgate_tls::{REPLICA_URI_PREFIX, Validity, date};
 use tokio::time::Instant;
 use x509_parser::{extensions::GeneralName, prelude::*};
 
@@ -16,9 +16,6 @@ const NODE_URI_PREFIX: &str = "headgate://node/";
 
 /// Prefix of the URI in a reader's certificate.
 const READER_URI_PREFIX: &str = "headgate://reader/";
-
-/// Prefix of the URI in the certificate of a control plane replica.
-const REPLICA_URI_PREFIX: &str = "headgate://replica/";
 
 /// Prefix of the common name of a node. The common name counts only together with
 /// [`NODE_ORGANIZATION`]. The client certificate of a kubelet has this common name and this
@@ -54,6 +51,18 @@ pub enum Identity {
     /// A certificate of a trusted authority that does not clearly name its holder. Contains the
     /// reason and the remedy.
     Unusable(Arc<str>),
+}
+
+impl Identity {
+    /// The URI that states this identity; `None` if the peer has proved none.
+    pub(crate) fn uri(&self) -> Option<String> {
+        match self {
+            Self::Node(name) => Some(format!("{NODE_URI_PREFIX}{name}")),
+            Self::Reader(name) => Some(format!("{READER_URI_PREFIX}{name}")),
+            Self::Replica(name) => Some(format!("{REPLICA_URI_PREFIX}{name}")),
+            Self::Unchecked | Self::Unusable(_) => None,
+        }
+    }
 }
 
 /// The peer of a connection. The extensions of every request contain the peer.

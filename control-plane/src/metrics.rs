@@ -109,11 +109,11 @@ metrics! {
     handshakes_failed: Labelled<Total> = "tls_handshakes_failed" [reason], "TLS handshakes that failed, by reason";
     handshakes: Labelled<Total> = "tls_handshakes" [kind], "TLS handshakes that succeeded, by kind: full or resumed";
     handshakes_pending: Labelled<Level> = "tls_handshakes_pending" [state],
-        "TLS handshakes that are not complete, by state: active, or waiting (for its turn)";
+        "Connections that have not proved who they are, by state: active or waiting (for its turn) at the gRPC ports, enrolling or waiting_to_enrol at --enrolment-listen";
     tls_reloads: Labelled<Total> = "tls_reloads" [result],
         "Times that changed TLS files were read, by result: success (the new files are in use) or failure (the earlier files stay in use)";
     tls_not_after: Labelled<Level> = "tls_certificate_not_after_seconds" [file],
-        "Expiry time in seconds since 1970, by file: this replica's certificate (cert), and the first authority in the client CA file to expire (client_ca)";
+        "Expiry time in seconds since 1970, by file: this replica's certificate (cert), and the first authority of --tls-client-ca and --tls-node-ca to expire (client_ca)";
     requests_denied: Labelled<Total> = "requests_denied" [reason], "Requests that were refused, by reason";
     barriers: Labelled<Total> = "barrier_answers" [result],
         "Answers to pods that stop and ask when no node sends new connections to them, by result";

@@ -8,7 +8,7 @@ use std::{
 
 use clap::Parser;
 use headgate_core::{ServiceKey, dns_name::check_subdomain, plaintext};
-use headgate_tls::FileError;
+use headgate_tls::{FileError, Files, Side};
 
 use crate::{
     model::{NodeSelector, ServiceBudget},
@@ -68,12 +68,31 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
 
-    /// PEM file with the authorities that sign client certificates. The certificate of a node's
-    /// agent has the URI headgate://node/NAME, or the common name system:node:NAME and the
-    /// organization system:nodes. The certificate of a reader, who may use Inspect and reflection,
-    /// has the URI headgate://reader/NAME or the organization headgate:readers
+    /// PEM file with the authorities that sign the certificates of readers and replicas. The
+    /// certificate of a reader, who may use Inspect and reflection, has the URI
+    /// headgate://reader/NAME or the organization headgate:readers
     #[arg(long, value_name = "FILE")]
     pub tls_client_ca: Option<PathBuf>,
+
+    /// PEM file with the authorities that sign the certificates of nodes, and are trusted for
+    /// nothing else. The certificate of a node's agent has the URI headgate://node/NAME, or the
+    /// common name system:node:NAME and the organization system:nodes. Without this option, the
+    /// authorities of --tls-client-ca also sign for nodes
+    #[arg(long, value_name = "FILE", conflicts_with = "insecure_loopback")]
+    pub tls_node_ca: Option<PathBuf>,
+
+    /// File with the holders and certificates that are refused although an authority has signed
+    /// them, one a line: headgate://node/NAME (or reader, or replica), serial=HEX, or
+    /// sha256 Fingerprint=HEX, as openssl x509 prints them (docs/tls.md). Read again when it
+    /// changes: the streams and connections of denied clients end
+    #[arg(long, value_name = "FILE", conflicts_with = "insecure_loopback")]
+    pub tls_denied: Option<PathBuf>,
+
+    /// Accept the stream of a node only from an address of its Node (InternalIP or ExternalIP), so
+    /// that a stolen certificate is of no use elsewhere. A Node that the source does not have is
+    /// refused, too
+    #[arg(long)]
+    pub streams_from_node_address: bool,
 
     /// Allow Inspect and reflection with node certificates too. Then grpcurl works from a node, but
     /// each node can list everything
@@ -155,15 +174,11 @@ pub struct Options {
     /// While it is unreachable, certificates of nodes renew themselves. Without this option, agents
     /// need certificates from elsewhere
     #[arg(long, value_name = "ADDR:PORT", value_parser = address, conflicts_with = "insecure_loopback",
-        requires_all = ["enrolment_ca_cert", "enrolment_ca_key"])]
+        requires_all = ["tls_node_ca", "enrolment_ca_key"])]
     pub enrolment_listen: Option<SocketAddr>,
 
-    /// PEM file of the authority that signs the certificates of agents: the first certificate in
-    /// the file, which --tls-client-ca must contain too. Read for each certificate
-    #[arg(long, value_name = "FILE", requires = "enrolment_listen")]
-    pub enrolment_ca_cert: Option<PathBuf>,
-
-    /// PEM file with the private key of the authority. Read for each certificate
+    /// PEM file with the private key of the authority that signs the certificates of agents: the
+    /// first one in the file of --tls-node-ca. Read for each certificate
     #[arg(long, value_name = "FILE", requires = "enrolment_listen")]
     pub enrolment_ca_key: Option<PathBuf>,
 
@@ -284,11 +299,11 @@ impl Options {
             return Ok(Security::Plaintext);
         }
         let required = |file: &Option<PathBuf>, missing| file.clone().ok_or(OptionsError::NoTls { missing });
-        let tls = ServerTls::load(
-            required(&self.tls_cert, "--tls-cert")?,
-            required(&self.tls_key, "--tls-key")?,
-            required(&self.tls_client_ca, "--tls-client-ca")?,
-        )?;
+        let cert = required(&self.tls_cert, "--tls-cert")?;
+        let key = required(&self.tls_key, "--tls-key")?;
+        let ca = required(&self.tls_client_ca, "--tls-client-ca")?;
+        let (node_ca, denied) = (self.tls_node_ca.clone().unwrap_or_else(|| ca.clone()), self.tls_denied.clone());
+        let tls = ServerTls::load(Files { side: Side::Server, cert, key, ca, node_ca, denied })?;
         Ok(Security::Tls(tls))
     }
 
@@ -332,7 +347,6 @@ impl Options {
     fn enrolment(&self) -> Option<EnrolmentSettings> {
         Some(EnrolmentSettings {
             listen: self.enrolment_listen?,
-            ca_cert: self.enrolment_ca_cert.clone()?,
             ca_key: self.enrolment_ca_key.clone()?,
             audience: self.enrolment_audience.clone(),
             service_account: self.enrolment_service_account.clone(),
@@ -360,6 +374,7 @@ impl Options {
             behind_wait: Duration::from_secs(self.behind_wait_seconds.into()),
             drain_grace: Duration::from_millis(self.drain_grace_ms.into()),
             nodes_may_inspect: self.nodes_may_inspect,
+            streams_from_node_address: self.streams_from_node_address,
             balance_service: self.balance_service.clone(),
             peers: self.peers(),
             uncovered_after: Duration::from_secs(self.uncovered_after_seconds.into()),

@@ -1,11 +1,11 @@
-//! `headgatectl ca`: creates an authority, and replaces the authority in three steps. Between the
+//! `headgatectl ca`: creates the authorities, and replaces one of them in three steps. Between the
 //! steps, the operator passes the files on. No step makes a certificate in use untrusted, so
 //! programs can connect at any time.
 //!
 //! `ca.crt` contains all trusted authorities. The first authority in the file signs new
 //! certificates with `ca.key`. Between the steps `trust` and `sign`, `next.key` is the key of the
-//! second authority. Each step writes keys before `ca.crt`, so that an interrupted step can be run
-//! again or names the remedy.
+//! second authority. The names of the files of nodes begin with `node-`. Each step writes keys
+//! before certificates, so that an interrupted step can be run again or names the remedy.
 
 use std::{
     fs, io,
@@ -18,7 +18,7 @@ use serde_json::json;
 use x509_parser::{certificate::X509Certificate, extensions::ParsedExtension};
 
 use super::{
-    CertsError, Written, bad_file,
+    AuthorityFiles, CertsError, OF_NODES, OPERATORS, Written, bad_file,
     folder::{Folder, Kind},
     fresh_authority, kept_authority, new_authority,
 };
@@ -28,7 +28,7 @@ const END: &str = "-----END CERTIFICATE-----";
 /// The folders of certificates, which also contain copies of `ca.crt`.
 const FOLDERS: [&str; 3] = ["control-plane", "nodes", "readers"];
 
-/// What to do with the authority.
+/// What to do with the authorities.
 #[derive(Debug, clap::Args)]
 pub struct CaArgs {
     /// The action.
@@ -39,24 +39,28 @@ pub struct CaArgs {
 /// The actions.
 #[derive(Debug, clap::Subcommand)]
 pub enum CaAction {
-    /// Create an authority: its certificate ca.crt and its key ca.key
+    /// Create the authority of replicas and readers (ca.crt, ca.key) and the authority of nodes
+    /// (node-ca.crt, node-ca.key)
     Init(CaFolder),
-    /// Replace the authority in three steps, while the programs run
+    /// Replace an authority in three steps, while the programs run
     Rotate {
         /// The step to run. Run the three steps in this order, and pass the files on after each
         /// step
         #[arg(value_enum)]
         step: Step,
+        /// Replace the authority of nodes (node-ca.crt), in place of the one of replicas and readers
+        #[arg(long)]
+        nodes: bool,
         /// The folder.
         #[command(flatten)]
         folder: CaFolder,
     },
 }
 
-/// The folder of the authority.
+/// The folder of the authorities.
 #[derive(Debug, clap::Args)]
 pub struct CaFolder {
-    /// Folder of the authority, as for `headgatectl certs`
+    /// Folder of the authorities, as for `headgatectl certs`
     #[arg(long, value_name = "FOLDER")]
     pub out: PathBuf,
 }
@@ -82,12 +86,12 @@ pub fn run(args: &CaArgs) -> Result<Written, CertsError> {
     let now = SystemTime::now();
     match &args.action {
         CaAction::Init(folder) => init(&folder.out, now),
-        CaAction::Rotate { step, folder } => {
-            let folder = Folder::open(&folder.out, true)?;
+        CaAction::Rotate { step, nodes, folder } => {
+            let (files, folder) = (if *nodes { OF_NODES } else { OPERATORS }, Folder::open(&folder.out, true)?);
             match step {
-                Step::Trust => trust(folder, now),
-                Step::Sign => sign(folder, now),
-                Step::Retire => retire(folder, now),
+                Step::Trust => trust(files, folder, now),
+                Step::Sign => sign(files, folder, now),
+                Step::Retire => retire(files, folder, now),
             }
         }
     }
@@ -95,39 +99,42 @@ pub fn run(args: &CaArgs) -> Result<Written, CertsError> {
 
 fn init(out: &Path, now: SystemTime) -> Result<Written, CertsError> {
     let mut folder = Folder::open(out, false)?;
-    for name in ["ca.crt", "ca.key"] {
-        if folder.read(name)?.is_some() {
-            let problem = "exists already: replace the authority with `headgatectl ca rotate`, or pass another --out";
-            return Err(bad_file(&folder.path(name), problem));
+    for files in [OPERATORS, OF_NODES] {
+        for name in [files.file("ca.crt"), files.file("ca.key")] {
+            if folder.read(&name)?.is_some() {
+                let problem =
+                    "exists already: replace the authority with `headgatectl ca rotate`, or pass another --out";
+                return Err(bad_file(&folder.path(&name), problem));
+            }
         }
+        new_authority(files, &mut folder, now)?;
     }
-    new_authority(&mut folder, now)?;
     written(folder, "Create certificates with `headgatectl certs`.")
 }
 
-fn trust(mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
-    let authorities = authorities(&folder)?;
-    if folder.read("next.key")?.is_some() {
-        return Err(bad_file(&folder.path("next.key"), "exists already: continue with step sign"));
+fn trust(files: AuthorityFiles, mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
+    let authorities = authorities(files, &folder)?;
+    if folder.read(&files.file("next.key"))?.is_some() {
+        return Err(bad_file(&folder.path(&files.file("next.key")), "exists already: continue with step sign"));
     }
     if authorities.len() > 1 {
         let problem = "contains several authorities: finish the last rotation with step retire";
-        return Err(bad_file(&folder.path("ca.crt"), problem));
+        return Err(bad_file(&folder.path(&files.file("ca.crt")), problem));
     }
-    check_signer(&folder, &authorities, now)?;
-    let new = fresh_authority(now)?;
-    folder.add("next.key", Kind::Key, &new.issuer.key().serialize_pem())?;
-    add_bundle(&mut folder, &[authorities, vec![new.certificate_pem]].concat())?;
+    check_signer(files, &folder, &authorities, now)?;
+    let new = fresh_authority(files, now)?;
+    folder.add(&files.file("next.key"), Kind::Key, &new.issuer.key().serialize_pem())?;
+    add_bundle(files, &mut folder, &[authorities, vec![new.certificate_pem]].concat())?;
     written(
         folder,
-        "Pass ca.crt on to the control plane, all nodes and all readers. Run step sign when all of them have the file.",
+        "Pass the certificates on to the control plane (ca.crt also to all nodes and all readers). Run step sign when all of them have the file.",
     )
 }
 
-fn sign(mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
-    let mut authorities = authorities(&folder)?;
-    let path = folder.path("next.key");
-    let Some(key) = folder.read("next.key")? else {
+fn sign(files: AuthorityFiles, mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
+    let mut authorities = authorities(files, &folder)?;
+    let path = folder.path(&files.file("next.key"));
+    let Some(key) = folder.read(&files.file("next.key"))? else {
         return Err(bad_file(&path, "missing: first run step trust"));
     };
     let pair =
@@ -135,18 +142,18 @@ fn sign(mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
     let own = rcgen::PublicKeyData::der_bytes(&pair);
     let mut is_signer = Vec::new();
     for pem in &authorities {
-        is_signer.push(parsed(&folder.path("ca.crt"), pem, |certificate| {
+        is_signer.push(parsed(&folder.path(&files.file("ca.crt")), pem, |certificate| {
             certificate.public_key().subject_public_key.data.as_ref() == own
         })?);
     }
     let Some(place) = is_signer.into_iter().position(|is_signer| is_signer) else {
-        let problem = "is not the key of an authority in ca.crt: delete this file and run step trust again";
+        let problem = "is not the key of a trusted authority: delete this file and run step trust again";
         return Err(bad_file(&path, problem));
     };
     authorities[..=place].rotate_right(1);
-    kept_authority(&folder, authorities[0].clone(), &key, now)?;
-    folder.add("ca.key", Kind::Key, &key)?;
-    add_bundle(&mut folder, &authorities)?;
+    kept_authority(files, &folder, authorities[0].clone(), &key, now)?;
+    folder.add(&files.file("ca.key"), Kind::Key, &key)?;
+    add_bundle(files, &mut folder, &authorities)?;
     let written = written(
         folder,
         "Renew all certificates with `headgatectl certs --force`, and pass them on. Run step retire when every program uses its new certificate.",
@@ -155,20 +162,23 @@ fn sign(mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
     Ok(written)
 }
 
-fn retire(mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
-    let authorities = authorities(&folder)?;
-    if folder.read("next.key")?.is_some() {
+fn retire(files: AuthorityFiles, mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
+    let authorities = authorities(files, &folder)?;
+    if folder.read(&files.file("next.key"))?.is_some() {
         return Err(bad_file(
-            &folder.path("next.key"),
+            &folder.path(&files.file("next.key")),
             "exists, so the old authority still signs: first run step sign",
         ));
     }
     if authorities.len() == 1 {
-        return Err(bad_file(&folder.path("ca.crt"), "contains only one authority: no authority can be removed"));
+        return Err(bad_file(
+            &folder.path(&files.file("ca.crt")),
+            "contains only one authority: no authority can be removed",
+        ));
     }
-    check_signer(&folder, &authorities, now)?;
-    let signer = parsed(&folder.path("ca.crt"), &authorities[0], own_key_id)?;
-    for path in certificates(&folder)? {
+    check_signer(files, &folder, &authorities, now)?;
+    let signer = parsed(&folder.path(&files.file("ca.crt")), &authorities[0], own_key_id)?;
+    for path in certificates(files, &folder)? {
         let pem = fs::read_to_string(&path).map_err(|error| bad_file(&path, format!("cannot be read: {error}")))?;
         if parsed(&path, &pem, signing_key_id)? != signer {
             let problem =
@@ -176,8 +186,11 @@ fn retire(mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
             return Err(bad_file(&path, problem));
         }
     }
-    add_bundle(&mut folder, &authorities[..1])?;
-    written(folder, "Pass ca.crt on. Connections with a certificate of the old authority are declined from then on.")
+    add_bundle(files, &mut folder, &authorities[..1])?;
+    written(
+        folder,
+        "Pass the certificates on. Connections with a certificate of the old authority are declined from then on.",
+    )
 }
 
 /// Writes the files, and describes them and the next step.
@@ -187,32 +200,40 @@ fn written(folder: Folder, next: &str) -> Result<Written, CertsError> {
     Ok(Written { text: format!("Written:\n{list}{next}\n"), json: json!({ "files": files, "next": next }) })
 }
 
-/// Returns the authorities in `ca.crt`, each as PEM. There is at least one.
-fn authorities(folder: &Folder) -> Result<Vec<String>, CertsError> {
-    let text = folder.read("ca.crt")?;
+/// Returns the trusted authorities, each as PEM. There is at least one.
+fn authorities(files: AuthorityFiles, folder: &Folder) -> Result<Vec<String>, CertsError> {
+    let text = folder.read(&files.file("ca.crt"))?;
     let parts = text.as_deref().unwrap_or_default().split_inclusive(END);
     let authorities: Vec<_> =
         parts.map(str::trim).filter(|part| !part.is_empty()).map(|part| format!("{part}\n")).collect();
     if authorities.is_empty() {
         let problem = "contains no authority: create an authority with `headgatectl ca init`";
-        return Err(bad_file(&folder.path("ca.crt"), problem));
+        return Err(bad_file(&folder.path(&files.file("ca.crt")), problem));
     }
     Ok(authorities)
 }
 
-/// Fails if the first authority cannot sign with `ca.key`.
-fn check_signer(folder: &Folder, authorities: &[String], now: SystemTime) -> Result<(), CertsError> {
-    let Some(key) = folder.read("ca.key")? else {
-        return Err(bad_file(&folder.path("ca.key"), "missing, but ca.crt exists: restore the authority's key"));
+/// Fails if the first authority cannot sign with its key.
+fn check_signer(
+    files: AuthorityFiles,
+    folder: &Folder,
+    authorities: &[String],
+    now: SystemTime,
+) -> Result<(), CertsError> {
+    let Some(key) = folder.read(&files.file("ca.key"))? else {
+        return Err(bad_file(
+            &folder.path(&files.file("ca.key")),
+            "missing, but its certificate exists: restore the authority's key",
+        ));
     };
-    kept_authority(folder, authorities[0].clone(), &key, now).map(drop)
+    kept_authority(files, folder, authorities[0].clone(), &key, now).map(drop)
 }
 
-/// Adds `ca.crt` and its existing copies.
-fn add_bundle(folder: &mut Folder, authorities: &[String]) -> Result<(), CertsError> {
+/// Adds the trusted certificates and their existing copies.
+fn add_bundle(files: AuthorityFiles, folder: &mut Folder, authorities: &[String]) -> Result<(), CertsError> {
     let bundle = authorities.concat();
-    folder.add("ca.crt", Kind::Authority, &bundle)?;
-    for copy in FOLDERS.map(|name| format!("{name}/ca.crt")) {
+    folder.add(&files.file("ca.crt"), Kind::Authority, &bundle)?;
+    for copy in FOLDERS.map(|name| format!("{name}/{}", files.file("ca.crt"))) {
         if folder.read(&copy)?.is_some() {
             folder.add(&copy, Kind::Authority, &bundle)?;
         }
@@ -220,10 +241,10 @@ fn add_bundle(folder: &mut Folder, authorities: &[String]) -> Result<(), CertsEr
     Ok(())
 }
 
-/// Returns the paths of all certificates that are not copies of the authority, in order.
-fn certificates(folder: &Folder) -> Result<Vec<PathBuf>, CertsError> {
+/// Returns the paths of all certificates that the authority signs, in order.
+fn certificates(files: AuthorityFiles, folder: &Folder) -> Result<Vec<PathBuf>, CertsError> {
     let mut found = Vec::new();
-    for path in FOLDERS.map(|name| folder.path(name)) {
+    for path in files.signs.iter().map(|name| folder.path(name)) {
         let unreadable = |error: io::Error| bad_file(&path, format!("cannot be listed: {error}"));
         let entries = match fs::read_dir(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,

@@ -231,6 +231,11 @@ impl Store {
         self.read().nodes.get(name)
     }
 
+    /// Returns true if a Node in the source has this address.
+    pub(crate) fn is_node_address(&self, address: IpAddr) -> bool {
+        self.read().nodes.have(address)
+    }
+
     /// Notifies an observer of Nodes that change from now on, until the observer is dropped.
     pub fn observe_nodes(&self, observer: Weak<dyn NodeObserver>) {
         self.write().nodes.observe(observer);
@@ -757,6 +762,10 @@ impl Store {
 
 // Nodes. A stream receives only the Node of its agent.
 
+/// How many addresses of a Node have a share of their own in the limits of listeners. A kubelet
+/// writes the addresses of its Node itself.
+const MAX_SHARES: usize = 8;
+
 /// Receives notifications of changed Nodes.
 pub trait NodeObserver: Send + Sync {
     /// The Node of this name has changed or was removed. The committing task calls this method
@@ -779,6 +788,8 @@ pub struct OwnNode {
 struct Nodes {
     /// Each Node, and whether `--agent-nodes` selects it.
     by_name: HashMap<Arc<str>, (OwnNode, bool)>,
+    /// How many Nodes have each address.
+    addresses: HashMap<IpAddr, usize>,
     /// The position of the source when any Node last changed.
     position: Option<(SourceKind, u64)>,
     observers: Vec<Weak<dyn NodeObserver>>,
@@ -812,11 +823,27 @@ impl Nodes {
             return None;
         }
         self.position = position;
-        match node {
+        for address in node.iter().flat_map(|node| shares(node)) {
+            *self.addresses.entry(address).or_default() += 1;
+        }
+        let before = match node {
             node @ Some(_) => self.by_name.insert(Arc::clone(&name), (OwnNode { node, position }, is_selected)),
             None => self.by_name.remove(&name),
         };
+        for address in before.iter().filter_map(|(own, _)| own.node.as_ref()).flat_map(|node| shares(node)) {
+            if let Some(count) = self.addresses.get_mut(&address) {
+                *count -= 1;
+                if *count == 0 {
+                    self.addresses.remove(&address);
+                }
+            }
+        }
         Some(name)
+    }
+
+    /// Returns true if a Node has this address.
+    fn have(&self, address: IpAddr) -> bool {
+        self.addresses.contains_key(&address)
     }
 
     /// Adds an observer, which is notified until the observer is dropped.
@@ -829,6 +856,10 @@ impl Nodes {
     fn observers(&self) -> Vec<Arc<dyn NodeObserver>> {
         self.observers.iter().filter_map(Weak::upgrade).collect()
     }
+}
+
+fn shares(node: &Node) -> impl Iterator<Item = IpAddr> {
+    node.addresses.iter().take(MAX_SHARES).map(IpAddr::to_canonical)
 }
 
 impl std::fmt::Debug for Nodes {

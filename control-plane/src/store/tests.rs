@@ -425,6 +425,26 @@ fn a_node_has_the_position_at_which_it_changed() {
 }
 
 #[test]
+fn addresses_of_nodes_are_known_as_long_as_a_node_has_them() {
+    let store = store(Limits::default());
+    let commit = |change| store.commit(Transaction { nodes: vec![change], ..Transaction::default() });
+    let at = |name: &str, hosts: std::ops::Range<u8>| {
+        let addresses = hosts.map(|host| [192, 0, 2, host].into()).collect();
+        NodeChange::Apply(Node { name: name.into(), addresses, ..node_in("a") })
+    };
+    let known = || (0..=255).filter(|host| store.is_node_address([192, 0, 2, *host].into())).collect::<Vec<u8>>();
+    commit(at("n1", 1..3));
+    commit(at("n2", 2..4));
+    assert_eq!(known(), [1, 2, 3]);
+    commit(at("n1", 5..6));
+    assert_eq!(known(), [2, 3, 5]);
+    commit(NodeChange::Remove("n2".into()));
+    assert_eq!(known(), [5]);
+    commit(at("n1", 100..200));
+    assert_eq!(known(), (100..108).collect::<Vec<u8>>(), "a Node with many addresses has no more shares");
+}
+
+#[test]
 fn observers_are_notified_of_changed_nodes() {
     let store = store(Limits::default());
     let node = node_in;

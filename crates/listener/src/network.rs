@@ -1,20 +1,47 @@
 //! The network of a client. Limits on connections apply to each network.
 
-use std::net::{IpAddr, Ipv6Addr};
+use std::{
+    fmt,
+    net::{IpAddr, Ipv6Addr},
+};
 
-/// The network of a connection's client: one IPv4 address, or an IPv6 network with a prefix of 64
-/// bits. A single IPv6 host can use any address of such a network. The value is the first address.
+/// The network of a connection's client: the address of a Node, or for strangers one IPv4 address
+/// or an IPv6 network with a prefix of 64 bits. A single IPv6 host can use any address of such a
+/// network, but all nodes of a segment may have addresses of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Network(pub(crate) IpAddr);
+pub struct Network {
+    address: IpAddr,
+    is_node: bool,
+}
 
 impl Network {
-    /// Returns the network of a client's address.
+    /// Returns the network of a stranger's address.
     #[must_use]
     pub fn of(address: IpAddr) -> Self {
-        match address.to_canonical() {
-            IpAddr::V6(address) => Self(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into()),
-            ipv4 @ IpAddr::V4(_) => Self(ipv4),
-        }
+        let address = match address.to_canonical() {
+            IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into(),
+            ipv4 @ IpAddr::V4(_) => ipv4,
+        };
+        Self { address, is_node: false }
+    }
+
+    /// Returns the network of an address that is one of a Node.
+    #[must_use]
+    pub fn of_node(address: IpAddr) -> Self {
+        Self { address: address.to_canonical(), is_node: true }
+    }
+
+    /// Returns true if the network is the address of a Node.
+    #[must_use]
+    pub fn is_node(self) -> bool {
+        self.is_node
+    }
+}
+
+impl fmt::Display for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let prefix = if self.is_node || self.address.is_ipv4() { "" } else { "/64" };
+        write!(f, "{}{prefix}", self.address)
     }
 }
 
@@ -30,5 +57,14 @@ mod tests {
         assert_ne!(network("2001:db8::1"), network("2001:db8:0:1::1"));
         assert_eq!(network("::ffff:192.0.2.1"), network("192.0.2.1"));
         assert_ne!(network("192.0.2.1"), network("192.0.2.2"));
+        assert_eq!(network("2001:db8::1").to_string(), "2001:db8::/64");
+    }
+
+    #[test]
+    fn each_address_of_a_node_is_a_network() {
+        let node = |text: &str| Network::of_node(text.parse().unwrap());
+        assert_ne!(node("2001:db8::1"), node("2001:db8::2"));
+        assert_ne!(node("2001:db8::"), Network::of("2001:db8::".parse().unwrap()));
+        assert_eq!(node("::ffff:192.0.2.1").to_string(), "192.0.2.1");
     }
 }

@@ -64,6 +64,7 @@ fn certificate(error: &CertificateError, files: &Files) -> (&'static str, String
         Side::Client => ("the control plane's certificate", "serverAuth"),
     };
     let (option, ca) = (files.side.ca_option(), files.ca.display());
+    let nodes = if files.side == Side::Server { " (a node's: of --tls-node-ca)" } else { "" };
     let renew = "renew it, or check this machine's clock";
     match error {
         CertificateError::Expired => ("certificate_expired", format!("{whose} has expired; {renew}")),
@@ -81,18 +82,22 @@ fn certificate(error: &CertificateError, files: &Files) -> (&'static str, String
         CertificateError::UnknownIssuer | CertificateError::BadSignature => (
             "unknown_authority",
             format!(
-                "{whose} is not signed by an authority of {option} {ca}; have one of these authorities sign it, or add its authority to the file"
+                "{whose} is not signed by an authority of {option} {ca}{nodes}; have one of these authorities sign it, or add its authority to the file"
+            ),
+        ),
+        CertificateError::Revoked => (
+            "certificate_denied",
+            format!(
+                "{whose} or its holder is in the file of --tls-denied; remove the entry, or give the client a new certificate"
             ),
         ),
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => (
             "wrong_usage",
             format!("{whose} lacks the extended key usage {usage}; issue a new certificate with that usage"),
         ),
-        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => (
+        CertificateError::ApplicationVerificationFailure => (
             "wrong_name",
-            format!(
-                "the control plane's {error}; connect to a name that the certificate contains, or issue a new certificate with the name or address of the URL"
-            ),
+            format!("{whose} names no replica; issue a new certificate with the URI headgate://replica/NAME"),
         ),
         _ => ("bad_certificate", format!("{whose} cannot be used ({error}); issue a new certificate")),
     }
@@ -107,8 +112,8 @@ fn alerted(alert: AlertDescription, files: &Files) -> (&'static str, String) {
     let cert = files.cert.display();
     if files.side == Side::Server {
         let text = format!(
-            "the client rejects the certificate of --tls-cert {cert} ({alert:?}); give the client the authority of this certificate (--tls-ca), and connect to an \
-             address that the certificate names"
+            "the client rejects the certificate of --tls-cert {cert} ({alert:?}); give the client the authority of this certificate (--tls-ca); an agent also needs the \
+             URI headgate://replica/NAME in it, and another client an address that it names"
         );
         return (REFUSED_BY_CLIENT, text);
     }
@@ -118,8 +123,11 @@ fn alerted(alert: AlertDescription, files: &Files) -> (&'static str, String) {
             format!("{own}: it has expired, or is not valid yet; renew it, and check the clocks of both machines")
         }
         AlertDescription::UnknownCA | AlertDescription::DecryptError => format!(
-            "{own}: no authority that the control plane knows signed it; have an authority of its --tls-client-ca sign the certificate, or add the certificate's authority to that file"
+            "{own}: no authority that the control plane knows signed it; have an authority of its --tls-node-ca (for a reader: --tls-client-ca) sign the certificate, or add the certificate's authority to that file"
         ),
+        AlertDescription::CertificateRevoked => {
+            format!("{own}: it or its holder is in the file of --tls-denied; ask the operator of the control plane")
+        }
         AlertDescription::UnsupportedCertificate => {
             format!("{own}: it is not for clients; issue a new certificate with the extended key usage clientAuth")
         }

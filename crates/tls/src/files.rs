@@ -1,4 +1,4 @@
-//! The three PEM files of one side of a connection, read and checked.
+//! The files of one side of a connection, read and checked.
 
 use std::{
     fmt,
@@ -17,7 +17,11 @@ use rustls::{
 };
 use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
 
-use crate::validity::{Validity, date};
+use crate::{
+    denied::Denied,
+    replica::is_replica,
+    validity::{Validity, date},
+};
 
 /// The maximum size of a file. A bundle of a thousand authorities is smaller.
 const MAX_FILE_BYTES: u64 = 4 << 20;
@@ -42,7 +46,7 @@ impl Side {
     }
 }
 
-/// The three files.
+/// The files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Files {
     /// The side that uses the files.
@@ -53,6 +57,11 @@ pub struct Files {
     pub key: PathBuf,
     /// The authorities that may sign the other side's certificate.
     pub ca: PathBuf,
+    /// For a server: the authorities that may sign the certificates of nodes, and nothing else
+    /// (`--tls-node-ca`). The same as `ca` if these also sign for nodes.
+    pub node_ca: PathBuf,
+    /// For a server: the holders and certificates that are denied (`--tls-denied`).
+    pub denied: Option<PathBuf>,
 }
 
 /// A file cannot be used. Retry after the file has changed.
@@ -75,6 +84,8 @@ pub(crate) struct Contents {
     cert: Vec<u8>,
     key: Vec<u8>,
     ca: Vec<u8>,
+    node_ca: Vec<u8>,
+    denied: Vec<u8>,
 }
 
 /// The checked contents of the files: complete, with matching certificate and key, suitable for
@@ -85,13 +96,17 @@ pub struct Material {
     pub own: Arc<CertifiedKey>,
     /// The trusted authorities.
     pub authorities: RootCertStore,
+    /// The authorities that sign for nodes.
+    pub node_authorities: RootCertStore,
+    /// The holders and certificates that are denied.
+    pub denied: Denied,
     /// The validity of this side's certificate.
     pub validity: Validity,
     /// The time at which the first authority expires.
     pub authorities_not_after: SystemTime,
 }
 
-/// One of the three files.
+/// One of the files.
 struct PemFile<'a> {
     option: &'static str,
     path: &'a Path,
@@ -118,7 +133,7 @@ impl PemFile<'_> {
             Ok(bytes)
         };
         let bytes = read().map_err(|error| {
-            let remedy = format!("it must be a PEM file with {} that this program may read", self.expected);
+            let remedy = format!("it must be a file with {} that this program may read", self.expected);
             self.fault(format!("cannot read the file: {error}"), remedy)
         })?;
         if bytes.len() as u64 > MAX_FILE_BYTES {
@@ -140,6 +155,28 @@ impl PemFile<'_> {
         let parsed = X509Certificate::from_der(der).map(|(_, certificate)| certificate);
         parsed.map_err(|error| self.malformed(&format!("a certificate in the file is malformed: {error}")))
     }
+
+    /// Reads the authorities of a file. Leaves out expired authorities, because rustls would trust
+    /// an expired authority.
+    fn authorities(&self, pem: &[u8], now: SystemTime) -> Result<(RootCertStore, SystemTime), FileError> {
+        let mut roots = RootCertStore::empty();
+        let (mut valid, mut expired) = (Vec::new(), Vec::new());
+        for certificate in self.certificates(pem)? {
+            let validity = Validity::of(&self.parse(&certificate)?);
+            if validity.has_expired(now) {
+                expired.push(validity.not_after);
+                continue;
+            }
+            valid.push(validity.not_after);
+            roots.add(certificate).map_err(|error| self.malformed(&error))?;
+        }
+        let not_after = valid.into_iter().min().ok_or_else(|| {
+            let when = expired.into_iter().max().map(date).unwrap_or_default();
+            let problem = format!("every authority in the file has expired, the last at {when}");
+            self.fault(problem, "replace them, or check this machine's clock")
+        })?;
+        Ok((roots, not_after))
+    }
 }
 
 impl Files {
@@ -159,13 +196,25 @@ impl Files {
         PemFile { option: self.side.ca_option(), path: &self.ca, expected }
     }
 
-    /// Reads the three files. Blocks.
+    fn node_ca_file(&self) -> PemFile<'_> {
+        let expected = "the authorities that sign nodes' certificates";
+        PemFile { option: "--tls-node-ca", path: &self.node_ca, expected }
+    }
+
+    fn denied_file(&self) -> Option<PemFile<'_>> {
+        let expected = "headgate://ROLE/NAME, serial=HEX or sha256 Fingerprint=HEX in each line";
+        self.denied.as_ref().map(|path| PemFile { option: "--tls-denied", path, expected })
+    }
+
+    /// Reads the files. Blocks.
     ///
     /// # Errors
     ///
     /// Returns the error of the first file that cannot be read.
     pub(crate) fn read(&self) -> Result<Contents, FileError> {
-        Ok(Contents { cert: self.cert_file().read()?, key: self.key_file().read()?, ca: self.ca_file().read()? })
+        let [cert, key, ca] = [self.cert_file(), self.key_file(), self.ca_file()].map(|file| file.read());
+        let denied = self.denied_file().map_or_else(|| Ok(Vec::new()), |file| file.read())?;
+        Ok(Contents { cert: cert?, key: key?, ca: ca?, node_ca: self.node_ca_file().read()?, denied })
     }
 
     /// Reads only the authorities. Leaves out expired authorities. Blocks.
@@ -174,7 +223,7 @@ impl Files {
     ///
     /// The file cannot be read, or contains no valid authority. Retry after the file has changed.
     pub fn read_authorities(&self, now: SystemTime) -> Result<RootCertStore, FileError> {
-        self.authorities(&self.ca_file().read()?, now).map(|(roots, _)| roots)
+        self.ca_file().authorities(&self.ca_file().read()?, now).map(|(roots, _)| roots)
     }
 
     /// Checks the contents of the files.
@@ -183,7 +232,13 @@ impl Files {
     ///
     /// Returns the first fault of the files.
     pub(crate) fn check(&self, contents: &Contents, now: SystemTime) -> Result<Material, FileError> {
-        let (authorities, authorities_not_after) = self.authorities(&contents.ca, now)?;
+        let (authorities, not_after) = self.ca_file().authorities(&contents.ca, now)?;
+        let (node_authorities, nodes_not_after) = self.node_ca_file().authorities(&contents.node_ca, now)?;
+        let denied = Denied::parse(&String::from_utf8_lossy(&contents.denied));
+        let denied = denied.or_else(|problem| match self.denied_file() {
+            Some(file) => Err(file.fault(problem, format!("write {}", file.expected))),
+            None => Ok(Denied::default()),
+        })?;
         let chain = self.cert_file().certificates(&contents.cert)?;
         let validity = self.check_own(&chain[0], now)?;
         let file = self.key_file();
@@ -192,30 +247,8 @@ impl Files {
             let problem = format!("it is not the key of --tls-cert {}: {error}", self.cert.display());
             file.fault(problem, "use the private key of the certificate")
         })?;
-        Ok(Material { own: Arc::new(own), authorities, validity, authorities_not_after })
-    }
-
-    /// Reads the authorities. Leaves out expired authorities, because rustls would trust an expired
-    /// authority.
-    fn authorities(&self, pem: &[u8], now: SystemTime) -> Result<(RootCertStore, SystemTime), FileError> {
-        let file = self.ca_file();
-        let mut roots = RootCertStore::empty();
-        let (mut valid, mut expired) = (Vec::new(), Vec::new());
-        for certificate in file.certificates(pem)? {
-            let validity = Validity::of(&file.parse(&certificate)?);
-            if validity.has_expired(now) {
-                expired.push(validity.not_after);
-                continue;
-            }
-            valid.push(validity.not_after);
-            roots.add(certificate).map_err(|error| file.malformed(&error))?;
-        }
-        let not_after = valid.into_iter().min().ok_or_else(|| {
-            let when = expired.into_iter().max().map(date).unwrap_or_default();
-            let problem = format!("every authority in the file has expired, the last at {when}");
-            file.fault(problem, "replace them, or check this machine's clock")
-        })?;
-        Ok((roots, not_after))
+        let (own, authorities_not_after) = (Arc::new(own), not_after.min(nodes_not_after));
+        Ok(Material { own, authorities, node_authorities, denied, validity, authorities_not_after })
     }
 
     fn check_own(&self, certificate: &CertificateDer<'_>, now: SystemTime) -> Result<Validity, FileError> {
@@ -243,6 +276,12 @@ impl Files {
         if is_server && !has_address {
             let problem = "the certificate names no address in its subject alternative names".to_owned();
             let remedy = "issue a new certificate with the DNS names and IP addresses that agents connect to";
+            return Err(file.fault(problem, remedy));
+        }
+        if is_server && !is_replica(&parsed) {
+            let problem = "the certificate names no replica, so agents would refuse it".to_owned();
+            let remedy =
+                "issue a new certificate with the URI headgate://replica/NAME in its subject alternative names";
             return Err(file.fault(problem, remedy));
         }
         Ok(validity)

@@ -361,7 +361,8 @@ impl Options {
             return Ok((targets, None));
         }
         if let (Some(cert), Some(key), Some(ca)) = (&self.tls_cert, &self.tls_key, &self.tls_ca) {
-            let files = Files { side: Side::Client, cert: cert.clone(), key: key.clone(), ca: ca.clone() };
+            let (cert, key, ca, node_ca) = (cert.clone(), key.clone(), ca.clone(), ca.clone());
+            let files = Files { side: Side::Client, cert, key, ca, node_ca, denied: None };
             return Ok((targets, Some(files)));
         }
         let files = [("--tls-cert", &self.tls_cert), ("--tls-key", &self.tls_key), ("--tls-ca", &self.tls_ca)];

@@ -46,7 +46,7 @@ impl ControlPlane {
         asked.is_ok_and(|speaks_tls| speaks_tls).then_some(ConnectError::SpeaksTls)
     }
 
-    /// The URL for the TCP connection to one address. TLS still verifies the configured name.
+    /// The URL for the TCP connection to one address.
     fn at(&self, address: Option<SocketAddr>) -> Uri {
         let uri = address.and_then(|address| format!("http://{address}").parse().ok());
         uri.unwrap_or_else(|| self.uri().clone())
@@ -191,7 +191,10 @@ mod tests {
     #[tokio::test]
     async fn a_missing_tls_file_is_named() {
         let [cert, key, ca] = ["/nowhere/c", "/nowhere/k", "/nowhere/a"].map(PathBuf::from);
-        let tls = AgentTls::new(Files { side: Side::Client, cert, key, ca }, TlsMetrics::default());
+        let tls = AgentTls::new(
+            Files { side: Side::Client, cert, key, node_ca: ca.clone(), ca, denied: None },
+            TlsMetrics::default(),
+        );
         let target = ControlPlane::parse("https://127.0.0.1:1", false).unwrap();
         let error = target.connect(None, Some(&tls)).await.unwrap_err().to_string();
         assert!(error.starts_with("--tls-cert /nowhere/c: cannot read the file: No such file"), "{error}");

@@ -16,7 +16,7 @@ use std::{
 
 use axum::body::{Body, to_bytes};
 use headgate_core::errors::chain;
-use headgate_tls::{FileError, Files, explain};
+use headgate_tls::{FileError, Files, explain, replica_verifier};
 use hyper::{Method, Request, StatusCode, client::conn::http1, header};
 use hyper_util::rt::TokioIo;
 use rcgen::{CertificateParams, KeyPair};
@@ -167,7 +167,7 @@ impl Enrolment {
         let name = ServerName::try_from(host.to_owned()).map_err(|_| invalid())?;
         let stream = TcpStream::connect(address).await?;
         // The handshake fails before the token is sent, unless an authority of --tls-ca has signed
-        // the server's certificate.
+        // the server's certificate as one of a replica.
         let stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await.map_err(|error| {
             explain(&error, &self.files)
                 .map_or(EnrolmentError::Connection(error), |refusal| EnrolmentError::Tls(refusal.sentence))
@@ -215,7 +215,8 @@ fn prepare(files: &Files, token: &Path) -> Result<Prepared, EnrolmentError> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     let builder = builder.map_err(|error| crypto(&error))?;
-    let config = builder.with_root_certificates(roots).with_no_client_auth();
+    let verifier = replica_verifier(roots);
+    let config = builder.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
     Ok(Prepared { token: text.trim().to_owned(), request: request.der().to_vec(), config })
 }
 

@@ -13,7 +13,7 @@ use crate::control_planes::ControlPlane;
 /// One replica at one address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Replica {
-    /// The configured URL. The replica's certificate must be valid for the host in this URL.
+    /// The configured URL.
     pub control_plane: ControlPlane,
     /// The address; `None` if the name could not be resolved. In this case, the error of the
     /// connection attempt names the reason.

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use headgate_tls::{FileError, Files, Loaded, Material, Refusal, Reloader, Side, date, explain};
+use headgate_tls::{FileError, Files, Loaded, Material, Refusal, Reloader, Side, date, explain, replica_verifier};
 use rustls::{
     ClientConfig, HandshakeKind,
     client::{ClientSessionMemoryCache, Resumption},
@@ -142,7 +142,8 @@ impl AgentTls {
         }
     }
 
-    /// Makes the TLS handshake on a connection to `host`, a DNS name or an IP address.
+    /// Makes the TLS handshake on a connection to `host`, a DNS name or an IP address. The server
+    /// must be a replica; its certificate need not contain `host`.
     ///
     /// # Errors
     /// One side does not accept the other side's certificate, or the connection breaks. After such
@@ -178,7 +179,8 @@ pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send 
 
 fn client_config(material: &Material) -> Result<ClientConfig, rustls::Error> {
     let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
-    let builder = builder.with_safe_default_protocol_versions()?.with_root_certificates(material.authorities.clone());
+    let verifier = replica_verifier(material.authorities.clone());
+    let builder = builder.with_safe_default_protocol_versions()?.dangerous().with_custom_certificate_verifier(verifier);
     let own = Arc::new(SingleCertAndKey::from(Arc::clone(&material.own)));
     let mut config = builder.with_client_cert_resolver(own);
     config.alpn_protocols = vec![b"h2".to_vec()];

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, SanType};
 use tempfile::TempDir;
 use tonic::transport::{Certificate, Identity, ServerTlsConfig};
 
@@ -21,10 +21,12 @@ impl Authority {
         self.0.pem()
     }
 
-    /// Issues a certificate for a name or address. Returns the certificate and its key as PEM.
+    /// Issues a certificate for a name or address, which also names a replica. Returns the
+    /// certificate and its key as PEM.
     fn issue(&self, name: &str) -> (String, String) {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        params.subject_alt_names.push(SanType::URI("headgate://replica/test".try_into().unwrap()));
         (params.signed_by(&key, &self.0).unwrap().pem(), key.serialize_pem())
     }
 }

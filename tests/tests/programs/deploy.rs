@@ -334,7 +334,8 @@ fn only_the_control_plane_mounts_secrets_and_accepts_the_agents_account() {
         volumes.filter_map(|volume| Some(volume["secret"]["secretName"].as_str()?.to_owned())).collect()
     };
     assert_eq!(secrets(&agent_pod()), BTreeSet::new());
-    let expected = ["headgate-authority", "headgate-control-plane-tls"].map(str::to_owned);
+    // The key that signs for readers and replicas is in no pod.
+    let expected = ["headgate-control-plane-tls", "headgate-node-authority"].map(str::to_owned);
     assert_eq!(secrets(&control_plane_pod()), BTreeSet::from(expected));
     let account =
         format!("--enrolment-service-account=headgate-system/{}", agent_pod()["serviceAccountName"].as_str().unwrap());
@@ -351,15 +352,16 @@ fn the_manifests_of_cert_manager_fill_the_secrets_of_the_control_plane() {
         certificates.iter().find(is_its).map(|object| object["spec"].clone()).unwrap()
     };
     for volume in control_plane_pod()["volumes"].as_array().unwrap() {
-        of(volume["secret"]["secretName"].as_str().unwrap());
+        volume["secret"]["secretName"].as_str().map(of);
     }
-    let (authority, server) = (of("headgate-authority"), of("headgate-control-plane-tls"));
+    let (authority, server) = (of("headgate-node-authority"), of("headgate-control-plane-tls"));
+    assert!(of("headgate-authority")["isCA"] == true && server["issuerRef"]["name"] == "headgate-authority");
     assert_eq!((&authority["isCA"], &authority["privateKey"]["encoding"]), (&json!(true), &json!("PKCS8")));
     assert_eq!(strings(&server["uris"]), BTreeSet::from(["headgate://replica/headgate-control-plane"]));
     assert!(strings(&server["usages"]).is_superset(&BTreeSet::from(["server auth", "client auth"])));
     // cert-manager and `kubectl create secret tls` name the files alike.
     let args = control_plane_pod()["containers"][0]["args"].clone();
-    for (option, file) in [("--enrolment-ca-cert", "tls.crt"), ("--enrolment-ca-key", "tls.key")] {
+    for (option, file) in [("--tls-node-ca", "tls.crt"), ("--enrolment-ca-key", "tls.key")] {
         assert!(strings(&args).contains(format!("{option}=/etc/headgate/authority/{file}").as_str()), "{option}");
     }
 }
@@ -561,9 +563,10 @@ fn certificates_contain_the_identities_that_the_control_plane_expects() {
     let authority = std::fs::read(path("ca.crt")).unwrap();
 
     let verify = |file: &str, purpose: &str| {
+        let authority = if file.starts_with("nodes/") { "node-ca.crt" } else { "ca.crt" };
         run(Command::new("openssl")
             .args(["verify", "-purpose", purpose, "-CAfile"])
-            .arg(path("ca.crt"))
+            .arg(path(authority))
             .arg(path(file)))
     };
     let names = |file: &str| {
@@ -585,8 +588,10 @@ fn certificates_contain_the_identities_that_the_control_plane_expects() {
     verify("nodes/node-c.crt", "sslclient");
     assert_eq!(std::fs::read(path("nodes/ca.crt")).unwrap(), authority);
     assert!(commands.contains("--node-name node-c") && !commands.contains("kubectl"), "{commands}");
-    assert!(path("ca.key").is_file());
-    assert!(!path("nodes/ca.key").exists() && !path("control-plane/ca.key").exists());
+    assert!(path("ca.key").is_file() && path("node-ca.key").is_file());
+    for folder in ["nodes", "control-plane"] {
+        assert!(!path(folder).join("ca.key").exists() && !path(folder).join("node-ca.key").exists());
+    }
 }
 
 #[test]
@@ -622,6 +627,12 @@ fn certificates_of_the_chart_serve_the_programs() {
     };
     write("headgate-authority", "tls.crt", "ca.crt");
     write("headgate-authority", "tls.key", "ca.key");
+    write("headgate-node-authority", "tls.crt", "node-ca.crt");
+    write("headgate-node-authority", "tls.key", "node-ca.key");
+    assert_ne!(
+        std::fs::read(folder.path().join("node-ca.crt")).unwrap(),
+        std::fs::read(folder.path().join("ca.crt")).unwrap()
+    );
     for key in ["ca.crt", "tls.crt", "tls.key"] {
         write("headgate-control-plane-tls", key, &format!("control-plane/{key}"));
     }
@@ -641,6 +652,7 @@ fn accepts_only_its_clients(folder: &tempfile::TempDir) {
         format!("--tls-cert={}", path("control-plane/tls.crt")),
         format!("--tls-key={}", path("control-plane/tls.key")),
         format!("--tls-client-ca={}", path("control-plane/ca.crt")),
+        format!("--tls-node-ca={}", path("node-ca.crt")),
     ];
     let control_plane = ControlPlane::start(folder.path(), &options).unwrap();
     let server = format!("--server=https://{}", control_plane.inspect);

@@ -48,8 +48,9 @@ impl ControlPlane {
     /// grpcurl presents the certificate of `who`.
     fn start_with_tls(folder: &Path, certs: &Path, who: Option<&str>) -> Self {
         let file = |name: &str| certs.join(name).display().to_string();
-        let [cert, key, ca] = ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt"].map(file);
-        let options = [("--tls-cert", cert), ("--tls-key", key), ("--tls-client-ca", ca)];
+        let [cert, key, ca, node_ca] =
+            ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt", "node-ca.crt"].map(file);
+        let options = [("--tls-cert", cert), ("--tls-key", key), ("--tls-client-ca", ca), ("--tls-node-ca", node_ca)];
         let options: Vec<String> = options.into_iter().map(|(option, file)| format!("{option}={file}")).collect();
         Self::start_with(folder, &options, Self::tls(certs, who))
     }

@@ -7,7 +7,7 @@ mod tally;
 mod visits;
 mod warnings;
 
-use std::{sync::Arc, time::Duration};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use headgate_core::node_state::SourceState;
 pub(crate) use headgate_listener::Network;
@@ -63,6 +63,13 @@ impl Context {
     /// Returns the replica's present phase.
     pub(crate) fn lifecycle(&self) -> Lifecycle {
         *self.lifecycle.borrow()
+    }
+
+    /// Returns the network of a client. The address of a Node has a share of its own, which the node
+    /// and its pods contest with nobody else.
+    pub(crate) fn network(&self, client: IpAddr) -> Network {
+        let is_node = self.store.is_node_address(client.to_canonical());
+        if is_node { Network::of_node(client) } else { Network::of(client) }
     }
 
     /// Returns why this replica is not ready, or `None` if the replica is ready. All probes use

@@ -24,6 +24,8 @@ pub struct Settings {
     pub drain_grace: Duration,
     /// True if clients with the identity of a node may use Inspect and reflection, like readers.
     pub nodes_may_inspect: bool,
+    /// True if a stream must come from an address of its Node.
+    pub streams_from_node_address: bool,
     /// The Service whose ready endpoints are the replicas. Agents are balanced between these
     /// replicas. `None` turns balancing off.
     pub balance_service: Option<ServiceKey>,
@@ -63,9 +65,7 @@ pub struct ReadinessSettings {
 pub struct EnrolmentSettings {
     /// The address to listen on.
     pub listen: SocketAddr,
-    /// The certificate of the authority that signs, in the first place of this PEM file.
-    pub ca_cert: PathBuf,
-    /// The key of the authority.
+    /// The key of the authority, whose certificate is the first in the file of `--tls-node-ca`.
     pub ca_key: PathBuf,
     /// The audience that tokens must have.
     pub audience: String,
@@ -112,6 +112,7 @@ impl Default for Settings {
             stalled_response_timeout: Duration::from_secs(300),
             drain_grace: Duration::from_secs(2),
             nodes_may_inspect: false,
+            streams_from_node_address: false,
             balance_service: None,
             peers: None,
             uncovered_after: Duration::from_secs(600),

@@ -5,17 +5,23 @@
 //! retry as often as it likes. Metrics count all warnings.
 
 use std::{
+    collections::HashMap,
     sync::{Mutex, PoisonError},
     time::Duration,
 };
 
 use tokio::time::Instant;
 
+use super::Network;
+
 /// The maximum number of warnings of one kind that are logged within [`INTERVAL`].
 const MAX_LOGGED: u32 = 10;
 
 /// How long further warnings are counted before their number is logged.
 const INTERVAL: Duration = Duration::from_secs(10);
+
+/// The maximum number of networks whose warnings are counted within [`INTERVAL`].
+const MAX_NETWORKS: usize = 1024;
 
 /// The kinds of warnings that peers can cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,12 +73,19 @@ struct LoggedKind {
     /// When the interval ends; `None` before the first warning of an interval.
     end: Option<Instant>,
     logged: u32,
-    left_out: u64,
+    /// How many warnings clients of each network caused. The others count as `None`.
+    left_out: HashMap<Option<Network>, u64>,
 }
 
 impl Warnings {
     /// Returns true if a warning may be logged at `now`. Otherwise counts the warning.
     pub(crate) fn admit(&self, warning: Warning, now: Instant) -> bool {
+        self.admit_from(None, warning, now)
+    }
+
+    /// As [`Self::admit`], for a warning that a client of `network` causes. The log names the
+    /// network that causes most.
+    pub(crate) fn admit_from(&self, network: Option<Network>, warning: Warning, now: Instant) -> bool {
         self.end_interval(warning, now);
         let mut kind = self.kind(warning);
         kind.end.get_or_insert(now + INTERVAL);
@@ -80,7 +93,8 @@ impl Warnings {
         if is_admitted {
             kind.logged += 1;
         } else {
-            kind.left_out += 1;
+            let network = network.filter(|_| kind.left_out.len() < MAX_NETWORKS);
+            *kind.left_out.entry(network).or_default() += 1;
         }
         is_admitted
     }
@@ -101,8 +115,11 @@ impl Warnings {
         }
         let LoggedKind { left_out, .. } = std::mem::take(&mut *kind);
         drop(kind);
-        if left_out > 0 {
-            tracing::warn!(count = left_out, "{}", SUMMARIES[warning as usize].1);
+        let count: u64 = left_out.values().sum();
+        if count > 0 {
+            let most = left_out.into_iter().filter_map(|(network, count)| Some((count, network?))).max();
+            let most_from = most.map(|(count, network)| format!("{network} ({count})"));
+            tracing::warn!(count, most_from, "{}", SUMMARIES[warning as usize].1);
         }
     }
 
@@ -169,5 +186,12 @@ mod tests {
         assert_eq!(admitted, MAX_LOGGED as usize - 1);
         assert!(warnings.admit(Warning::Rejected, start + INTERVAL * 4));
         assert!(log.lines()[0].contains("count=11"));
+        // The network that causes most warnings is named.
+        let later = start + INTERVAL * 5;
+        for host in [1, 1, 2].iter().cycle().take(MAX_LOGGED as usize + 30) {
+            warnings.admit_from(Some(Network::of([192, 0, 2, *host].into())), Warning::Handshake, later);
+        }
+        warnings.tick(later + INTERVAL);
+        assert!(log.lines()[0].contains("most_from=\"192.0.2.1 (20)\""));
     }
 }

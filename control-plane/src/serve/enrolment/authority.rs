@@ -1,28 +1,18 @@
-//! The authority that signs the certificates of enrolled nodes. `headgatectl ca` writes its files:
-//! the first certificate in `ca.crt` belongs to `ca.key`.
+//! The authority that signs the certificates of enrolled nodes, and nothing else. `headgatectl ca`
+//! writes its files: the first certificate in `node-ca.crt` belongs to `node-ca.key`.
 
-use std::{
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::time::SystemTime;
 
 use headgate_tls::Validity;
 use rcgen::{
-    CertificateParams, CertificateSigningRequestParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, PublicKeyData as _, SanType,
-};
-use tokio_rustls::rustls::{
-    RootCertStore,
-    crypto::ring,
-    pki_types::{CertificateDer, UnixTime},
-    server::WebPkiClientVerifier,
+    Certificate, CertificateParams, CertificateSigningRequestParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
+    KeyPair, KeyUsagePurpose, PublicKeyData as _, SanType,
 };
 use x509_parser::pem::{Pem, parse_x509_pem};
 
 /// An authority that can sign.
 pub(super) struct Authority {
     issuer: Issuer<'static, KeyPair>,
-    certificate: CertificateDer<'static>,
     not_after: SystemTime,
 }
 
@@ -41,29 +31,28 @@ pub enum IssueError {
 }
 
 impl Authority {
-    /// Reads the contents of the files of `--enrolment-ca-cert` and `--enrolment-ca-key`. `trusted`
-    /// is the contents of the file of `--tls-client-ca`, with which agents present the certificates
-    /// later.
+    /// Reads the contents of the files of `--tls-node-ca` and `--enrolment-ca-key`. `others` is the
+    /// contents of the file of `--tls-client-ca`, which must not trust this authority: each replica
+    /// has its key, and who takes the key from one could act as a reader or a replica.
     ///
     /// # Errors
     ///
     /// [`IssueError::Authority`]. Retry after the files have changed.
-    pub(super) fn parse(certificates: &str, key: &str, trusted: &str, now: SystemTime) -> Result<Self, IssueError> {
+    pub(super) fn parse(certificates: &str, key: &str, others: &str, now: SystemTime) -> Result<Self, IssueError> {
         let bad = |problem: String| IssueError::Authority(problem);
         let key = KeyPair::from_pem(key)
             .map_err(|error| bad(format!("--enrolment-ca-key is not a PEM private key in PKCS#8 ({error})")))?;
         let (_, pem) = parse_x509_pem(certificates.as_bytes())
-            .map_err(|error| bad(format!("--enrolment-ca-cert is not a PEM certificate ({error})")))?;
-        let own =
-            pem.parse_x509().map_err(|error| bad(format!("--enrolment-ca-cert is not a certificate ({error})")))?;
+            .map_err(|error| bad(format!("--tls-node-ca is not a PEM certificate ({error})")))?;
+        let own = pem.parse_x509().map_err(|error| bad(format!("--tls-node-ca is not a certificate ({error})")))?;
         if own.public_key().subject_public_key.data.as_ref() != key.der_bytes() {
             return Err(bad(
-                "--enrolment-ca-key is not the key of the first certificate of --enrolment-ca-cert: replace both files"
+                "--enrolment-ca-key is not the key of the first certificate of --tls-node-ca: replace both files"
                     .to_owned(),
             ));
         }
         if !own.basic_constraints().ok().flatten().is_some_and(|constraints| constraints.value.ca) {
-            return Err(bad("the first certificate of --enrolment-ca-cert does not belong to an authority".to_owned()));
+            return Err(bad("the first certificate of --tls-node-ca does not belong to an authority".to_owned()));
         }
         let not_after = Validity::of(&own).not_after;
         if not_after <= now {
@@ -73,31 +62,20 @@ impl Authority {
             let other = other.parse_x509();
             other.is_ok_and(|other| other.subject() == own.subject() && other.public_key() == own.public_key())
         };
-        if !Pem::iter_from_buffer(trusted.as_bytes()).flatten().any(|other| is_own(&other)) {
+        if Pem::iter_from_buffer(others.as_bytes()).flatten().any(|other| is_own(&other)) {
             return Err(bad(
-                "--tls-client-ca does not contain the first certificate of --enrolment-ca-cert, so this control plane would reject agents with certificates of this authority: \
-                 add the certificate to the file"
+                "--tls-client-ca contains the first certificate of --tls-node-ca, so who has its key could act as a reader or a replica: give nodes an \
+                 authority of their own (`headgatectl ca init` creates both)"
                     .to_owned(),
             ));
         }
         let issuer = Issuer::from_ca_cert_pem(certificates, key).map_err(IssueError::Crypto)?;
-        Ok(Self { issuer, certificate: pem.contents.into(), not_after })
-    }
-
-    /// Returns true if this authority has issued a client certificate that is valid at `now`.
-    /// Certificates of other authorities in `--tls-client-ca` do not count.
-    pub(super) fn has_issued(&self, certificate: &CertificateDer<'_>, now: SystemTime) -> bool {
-        let now = UnixTime::since_unix_epoch(now.duration_since(UNIX_EPOCH).unwrap_or_default());
-        let mut roots = RootCertStore::empty();
-        roots.add(self.certificate.clone()).is_ok()
-            && WebPkiClientVerifier::builder_with_provider(roots.into(), Arc::new(ring::default_provider()))
-                .build()
-                .is_ok_and(|verifier| verifier.verify_client_cert(certificate, &[], now).is_ok())
+        Ok(Self { issuer, not_after })
     }
 
     /// Signs a certificate for the agent of `node`. Uses only the public key of `request` (PKCS#10,
     /// DER), after a check of its signature. Names and extensions of the request do not count.
-    /// Returns the certificate in PEM and the end of its validity, which is not later than the end
+    /// Returns the certificate and the end of its validity, which is not later than the end
     /// of the authority.
     ///
     /// # Errors
@@ -108,7 +86,7 @@ impl Authority {
         node: &str,
         request: &[u8],
         validity: Validity,
-    ) -> Result<(String, SystemTime), IssueError> {
+    ) -> Result<(Certificate, SystemTime), IssueError> {
         let request = CertificateSigningRequestParams::from_der(&request.into()).map_err(IssueError::Request)?;
         let not_after = validity.not_after.min(self.not_after);
         let mut params = CertificateParams::default();
@@ -123,7 +101,7 @@ impl Authority {
         params.use_authority_key_identifier_extension = true;
         (params.not_before, params.not_after) = (validity.not_before.into(), not_after.into());
         let certificate = params.signed_by(&request.public_key, &self.issuer).map_err(IssueError::Crypto)?;
-        Ok((certificate.pem(), not_after))
+        Ok((certificate, not_after))
     }
 }
 
@@ -161,19 +139,16 @@ mod tests {
         let (other, other_key) = ca(2);
         let now = SystemTime::now();
         let bundle = certificate + &other;
-        let signer = Authority::parse(&bundle, &key, &bundle, now).unwrap();
-        assert!(Authority::parse(&bundle, &other_key, &bundle, now).is_err(), "the key of the second authority");
+        let signer = Authority::parse(&bundle, &key, "", now).unwrap();
+        assert!(Authority::parse(&bundle, &other_key, "", now).is_err(), "the key of the second authority");
         let own = KeyPair::generate().unwrap();
         let mut wished = CertificateParams::new(vec!["control-plane.example".to_owned()]).unwrap();
         wished.subject_alt_names.push(SanType::URI("headgate://node/other".try_into().unwrap()));
         wished.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let request = wished.serialize_request(&own).unwrap();
-        let (pem, not_after) = signer.issue("n1", request.der(), week(now)).unwrap();
+        let (certificate, not_after) = signer.issue("n1", request.der(), week(now)).unwrap();
         assert!(not_after < now + DAY * 3, "the certificate outlives its authority");
-        let der = parse_x509_pem(pem.as_bytes()).unwrap().1.contents.into();
-        assert!(signer.has_issued(&der, now) && !signer.has_issued(&der, now + DAY * 3));
-        let (other, key) = ca(2);
-        assert!(!Authority::parse(&other, &key, &other, now).unwrap().has_issued(&der, now));
+        let pem = certificate.pem();
         let (_, pem) = parse_x509_pem(pem.as_bytes()).unwrap();
         let issued = pem.parse_x509().unwrap();
         assert_eq!(issued.public_key().subject_public_key.data.as_ref(), own.der_bytes());
@@ -185,7 +160,7 @@ mod tests {
     #[test]
     fn a_request_with_a_wrong_signature_is_refused() {
         let (certificate, key) = ca(2);
-        let signer = Authority::parse(&certificate, &key, &certificate, SystemTime::now()).unwrap();
+        let signer = Authority::parse(&certificate, &key, "", SystemTime::now()).unwrap();
         let own = KeyPair::generate().unwrap();
         let request = CertificateParams::default().serialize_request(&own).unwrap();
         let mut der = request.der().to_vec();
@@ -201,19 +176,20 @@ mod tests {
     fn an_unusable_authority_is_named() {
         let (certificate, key) = ca(2);
         let problem = |certificate: &str, key: &str, now| {
-            Authority::parse(certificate, key, certificate, now).map(drop).unwrap_err().to_string()
+            Authority::parse(certificate, key, "", now).map(drop).unwrap_err().to_string()
         };
         assert!(problem(&certificate, &key, SystemTime::now() + DAY * 3).contains("expired"));
-        assert!(problem("", &key, SystemTime::now()).contains("--enrolment-ca-cert is not a PEM certificate"));
+        assert!(problem("", &key, SystemTime::now()).contains("--tls-node-ca is not a PEM certificate"));
         assert!(problem(&certificate, "", SystemTime::now()).contains("--enrolment-ca-key is not a PEM private key"));
         let (leaf, leaf_key) = authority(2, IsCa::ExplicitNoCa);
         assert!(problem(&leaf, &leaf_key, SystemTime::now()).contains("does not belong to an authority"));
+        let others = |others: &str| Authority::parse(&certificate, &key, others, SystemTime::now()).map(drop);
         // The names are equal, the keys are not.
         let (other, _) = ca(2);
-        for trusted in ["", "garbage", &other] {
-            let refused = Authority::parse(&certificate, &key, trusted, SystemTime::now()).map(drop).unwrap_err();
-            assert!(refused.to_string().contains("--tls-client-ca does not contain"), "{trusted}: {refused}");
+        for others_file in ["", "garbage", &other] {
+            assert!(others(others_file).is_ok(), "{others_file}");
         }
-        assert!(Authority::parse(&certificate, &key, &(other + &certificate), SystemTime::now()).is_ok());
+        let refused = others(&(other + &certificate)).unwrap_err();
+        assert!(refused.to_string().contains("--tls-client-ca contains the first certificate"), "{refused}");
     }
 }

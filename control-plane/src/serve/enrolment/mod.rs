@@ -1,13 +1,12 @@
 //! Gives certificates to the agents of nodes, in exchange for service-account tokens. While the API
 //! server is unreachable, a valid certificate of the node counts instead of a review of its token.
 //!
-//! The listener has its own port and its own limits, because its clients need no certificate. A
-//! client sends one request for each connection: `POST /v1/enrol` with a bearer token, and a
+//! The listener has its own port and its own places, because its clients need no certificate. A
+//! connection keeps its place until its answer is written. A client sends one request for each connection: `POST /v1/enrol` with a bearer token, and a
 //! certificate signing request (PKCS#10, DER) as the body. The answer is a certificate in PEM, or a
 //! sentence that names the fault and the remedy.
 
 mod authority;
-mod limits;
 mod tokens;
 
 use std::{
@@ -15,30 +14,32 @@ use std::{
     io,
     net::{IpAddr, SocketAddr},
     path::Path,
-    sync::Arc,
-    time::{Duration, Instant, SystemTime},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, SystemTime},
 };
 
 use axum::body::{Body, to_bytes};
-use headgate_tls::{Validity, date};
+use headgate_tls::{Denied, Validity, date};
 use http::{Method, Request, Response, StatusCode, header};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::Semaphore,
-    time::timeout,
+    time::{Instant, timeout},
 };
 use tokio_rustls::{TlsAcceptor, rustls::pki_types::CertificateDer};
 
 use self::{
     authority::{Authority, IssueError},
-    limits::EnrolmentLimits,
     tokens::{Holder, TokenError, Tokens},
 };
 use super::{
-    context::{Context, EnrolmentSettings, Network, Warning},
-    transport::{accept, tls::ServerTls},
+    context::{Context, EnrolmentSettings, Warning},
+    transport::{Handshake, Handshakes, Silent, accept, tls::ServerTls},
 };
 use crate::{
     identity::{self, Identity},
@@ -48,7 +49,8 @@ use crate::{
 /// The longest time for a connection: handshake, request and answer.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How many requests ask the API server at the same time. The other requests wait.
+/// How many requests of nodes, and of strangers, ask the API server at the same time. The other
+/// requests wait.
 const REVIEWS: usize = 8;
 
 /// The maximum size of a token. Tokens of API servers have about 1.5 kB.
@@ -91,14 +93,20 @@ pub(crate) struct Enrolment {
     settings: EnrolmentSettings,
     tls: Arc<ServerTls>,
     tokens: Tokens,
-    reviews: Semaphore,
+    /// The permits of strangers, and of clients with the address of a Node.
+    reviews: [Semaphore; 2],
+    handshakes: Arc<Handshakes>,
 }
 
 /// Who asks.
-struct EnrolmentClient {
+struct EnrolmentClient<'a> {
     address: IpAddr,
-    /// The client's certificate, which some authority of `--tls-client-ca` has issued.
+    /// The client's certificate, which an authority of its role has issued.
     certificate: Option<CertificateDer<'static>>,
+    /// False while the client waits for this side.
+    is_clients_turn: &'a AtomicBool,
+    /// False once this side has given a certificate, or is responsible for the refusal.
+    has_failed: AtomicBool,
 }
 
 /// What a certificate will say.
@@ -130,6 +138,10 @@ enum Refusal {
     #[error("the control plane does not know the Node {0}; try again later")]
     UnknownNode(String),
     #[error(
+        "the certificate or its holder, the node {0}, is denied (--tls-denied); ask the operator of the control plane, and delete the pod of the agent for a new key"
+    )]
+    Denied(String),
+    #[error(
         "the token belongs to the node {0}, and {1} is not an address of this Node; if addresses are translated on the way, start the control plane with --enrolment-any-address"
     )]
     Address(String, IpAddr),
@@ -147,13 +159,16 @@ impl Refusal {
             Self::NoToken => (StatusCode::UNAUTHORIZED, "malformed"),
             Self::Body => (StatusCode::BAD_REQUEST, "malformed"),
             Self::Request(IssueError::Request(_)) => (StatusCode::BAD_REQUEST, "malformed"),
-            Self::Token(error @ (TokenError::Unreachable(_) | TokenError::Busy(_) | TokenError::Denied(_))) => {
+            // Agents show their certificate after "service unavailable", and try again after this.
+            Self::Token(error @ TokenError::Busy(_)) => (StatusCode::TOO_MANY_REQUESTS, error.result()),
+            Self::Token(error @ (TokenError::Unreachable(_) | TokenError::Denied(_))) => {
                 (StatusCode::SERVICE_UNAVAILABLE, error.result())
             }
             Self::Token(error) => (StatusCode::FORBIDDEN, error.result()),
             Self::TooOld(_) => (StatusCode::SERVICE_UNAVAILABLE, "api_server"),
             Self::UnknownNode(_) => (StatusCode::SERVICE_UNAVAILABLE, "unknown_node"),
             Self::Address(..) => (StatusCode::FORBIDDEN, "address"),
+            Self::Denied(_) => (StatusCode::FORBIDDEN, "denied"),
             Self::Request(_) | Self::Authority(_) => (StatusCode::INTERNAL_SERVER_ERROR, "authority"),
         }
     }
@@ -173,7 +188,10 @@ impl Enrolment {
         let client = source::kubernetes_client(settings.kubeconfig.as_deref()).await?;
         let (audience, service_account) = (settings.audience.clone(), settings.service_account.clone());
         let tokens = Tokens::new(client, audience, service_account);
-        let enrolment = Self { context, settings, tls, tokens, reviews: Semaphore::new(REVIEWS) };
+        let reviews = [(); 2].map(|()| Semaphore::new(REVIEWS));
+        let states = ["enrolling", "waiting_to_enrol"];
+        let handshakes = Handshakes::new(Arc::clone(&context.metrics), Arc::clone(&context.failures), states);
+        let enrolment = Self { context, settings, tls, tokens, reviews, handshakes };
         enrolment.authority().await?;
         Ok(Arc::new(enrolment))
     }
@@ -185,41 +203,57 @@ impl Enrolment {
             let file_error = |error| EnrolmentError::File { option, file: file.display().to_string(), error };
             tokio::fs::read_to_string(file).await.map_err(file_error)
         };
-        let certificates = read("--enrolment-ca-cert", &self.settings.ca_cert).await?;
+        let files = self.tls.files();
+        let certificates = read("--tls-node-ca", &files.node_ca).await?;
         let key = read("--enrolment-ca-key", &self.settings.ca_key).await?;
-        let trusted = read("--tls-client-ca", &self.tls.files().ca).await?;
-        Ok(Authority::parse(&certificates, &key, &trusted, SystemTime::now())?)
+        let others = read("--tls-client-ca", &files.ca).await?;
+        Ok(Authority::parse(&certificates, &key, &others, SystemTime::now())?)
     }
 
     /// Serves connections. Never returns.
     pub(crate) async fn run(self: Arc<Self>, listener: TcpListener) {
-        let mut limits = EnrolmentLimits::new(Instant::now());
         loop {
             let failed = |error: io::Error| self.warn(None, "accept", &error.to_string());
             let (stream, address) = accept(&listener, failed).await;
-            let Some(admitted) = limits.admit(Network::of(address.ip()), Instant::now()) else {
-                self.warn(Some(address), "busy", "too many clients enrol; agents try again by themselves");
-                continue;
-            };
-            let enrolment = Arc::clone(&self);
-            tokio::spawn(async move {
-                if timeout(CONNECTION_TIMEOUT, enrolment.serve(stream, address)).await.is_err() {
-                    enrolment.warn(Some(address), "timeout", "the connection took too long");
-                }
-                drop(admitted);
-            });
+            match self.handshakes.enter(self.context.network(address.ip())) {
+                Some(handshake) => drop(tokio::spawn(Arc::clone(&self).serve_in_turn(handshake, stream, address))),
+                None => self.warn(Some(address), "busy", "too many clients of this network wait; agents try again"),
+            }
         }
     }
 
-    async fn serve(&self, stream: TcpStream, address: SocketAddr) {
-        let stream = match TlsAcceptor::from(self.tls.enrolment_config()).accept(stream).await {
-            Ok(stream) => stream,
-            Err(error) => return self.warn(Some(address), "tls", &error.to_string()),
+    /// Serves a connection until its answer is written. A client that fails costs its network a
+    /// pause.
+    async fn serve_in_turn(self: Arc<Self>, handshake: Handshake, stream: TcpStream, address: SocketAddr) {
+        let is_clients_turn = AtomicBool::new(true);
+        let serve = async |stream| {
+            let served = timeout(CONNECTION_TIMEOUT, self.serve(stream, address, &is_clients_turn)).await;
+            served.unwrap_or_else(|_| {
+                self.warn(Some(address), "timeout", "the connection took too long");
+                Err(())
+            })
         };
+        let served = match handshake.until_heard(stream.peek(&mut [0])).await {
+            Ok(()) => handshake.run(|| is_clients_turn.load(Ordering::Relaxed), || serve(stream)).await.map(drop),
+            Err(Silent) => Err(Silent),
+        };
+        if served.is_err() {
+            self.warn(Some(address), "silent", "the client sent nothing for too long");
+        }
+    }
+
+    /// # Errors
+    ///
+    /// The client has failed.
+    async fn serve(&self, stream: TcpStream, address: SocketAddr, is_clients_turn: &AtomicBool) -> Result<(), ()> {
+        let accepted = TlsAcceptor::from(self.tls.enrolment_config()).accept(stream).await;
+        let stream = accepted.map_err(|error| self.warn(Some(address), "tls", &error.to_string()))?;
         let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
         let client = EnrolmentClient {
             address: address.ip().to_canonical(),
             certificate: certificate.map(|certificate| certificate.clone().into_owned()),
+            is_clients_turn,
+            has_failed: AtomicBool::new(true),
         };
         let answer = service_fn(|request| async { Ok::<_, Infallible>(self.answer(request, &client).await) });
         let connection = http1::Builder::new()
@@ -230,9 +264,10 @@ impl Enrolment {
         if let Err(error) = connection {
             tracing::debug!(%address, %error, "a connection for enrolment ended with an error");
         }
+        if client.has_failed.into_inner() { Err(()) } else { Ok(()) }
     }
 
-    async fn answer(&self, request: Request<Incoming>, client: &EnrolmentClient) -> Response<Body> {
+    async fn answer(&self, request: Request<Incoming>, client: &EnrolmentClient<'_>) -> Response<Body> {
         let (code, text) = match self.enrol(request, client).await {
             Ok(certificate) => (StatusCode::OK, certificate),
             Err(refusal) => {
@@ -241,12 +276,15 @@ impl Enrolment {
                 (code, refusal.to_string())
             }
         };
+        let is_served = code.is_success() || code.is_server_error() || code == StatusCode::TOO_MANY_REQUESTS;
+        client.has_failed.store(!is_served, Ordering::Relaxed);
+        client.is_clients_turn.store(true, Ordering::Relaxed);
         let mut response = Response::new(Body::from(text));
         *response.status_mut() = code;
         response
     }
 
-    async fn enrol(&self, request: Request<Incoming>, client: &EnrolmentClient) -> Result<String, Refusal> {
+    async fn enrol(&self, request: Request<Incoming>, client: &EnrolmentClient<'_>) -> Result<String, Refusal> {
         if request.method() != Method::POST || request.uri().path() != "/v1/enrol" {
             return Err(Refusal::NotFound);
         }
@@ -254,14 +292,16 @@ impl Enrolment {
         let token = header.and_then(|value| value.strip_prefix("Bearer "));
         let token = token.filter(|token| token.len() <= MAX_TOKEN_BYTES).ok_or(Refusal::NoToken)?.to_owned();
         let body = to_bytes(Body::new(request.into_body()), MAX_REQUEST_BYTES).await.map_err(|_| Refusal::Body)?;
+        client.is_clients_turn.store(false, Ordering::Relaxed);
         let reviewed = {
+            let is_node = self.context.network(client.address).is_node();
             // The semaphore is never closed, so the permit is always there.
-            let _permit = self.reviews.acquire().await;
+            let _permit = self.reviews[usize::from(is_node)].acquire().await;
             self.tokens.holder(&token).await
         };
         let Grant { node, pod, validity, result } = match (reviewed, &client.certificate) {
             (Ok(holder), _) => self.for_token(holder),
-            (Err(error @ TokenError::Unreachable(_)), Some(held)) => self.for_certificate(held, error).await?,
+            (Err(error @ TokenError::Unreachable(_)), Some(held)) => self.for_certificate(held, error)?,
             (Err(error), _) => return Err(error.into()),
         };
         let address = client.address;
@@ -274,9 +314,13 @@ impl Enrolment {
         // Only clients that get a certificate cause this work.
         let authority = self.authority().await?;
         let (certificate, not_after) = authority.issue(&node, &body, validity).map_err(Refusal::Request)?;
+        let holder = Identity::Node(node.as_str().into());
+        if self.tls.denies(&Denied::entries_of(certificate.der(), holder.uri())) {
+            return Err(Refusal::Denied(node));
+        }
         self.context.metrics.enrolments.of([result]).inc();
         tracing::info!(node, pod, %address, not_after = date(not_after), result, "a node has enrolled");
-        Ok(certificate)
+        Ok(certificate.pem())
     }
 
     fn for_token(&self, Holder { node, pod }: Holder) -> Grant {
@@ -286,29 +330,30 @@ impl Enrolment {
         Grant { node, pod: Some(pod), validity, result: "success" }
     }
 
-    /// Renews the certificate of a node without a review, which failed with `error`.
+    /// Renews the certificate of a node without a review, which failed with `error`. The handshake
+    /// has verified that an authority of nodes has issued the certificate, and that it is not
+    /// denied.
     ///
     /// # Errors
     ///
-    /// `error` if the authority has not issued the certificate to a node. Another refusal if the
+    /// `error` if the certificate is not one of a node. Another refusal if the
     /// Node does not exist, or if the last review is too long ago.
-    async fn for_certificate(&self, held: &CertificateDer<'_>, error: TokenError) -> Result<Grant, Refusal> {
-        let now = SystemTime::now();
-        let is_issued = self.authority().await?.has_issued(held, now);
-        let Some((Identity::Node(node), held)) = identity::from_certificate(held).ok().filter(|_| is_issued) else {
+    fn for_certificate(&self, held: &CertificateDer<'_>, error: TokenError) -> Result<Grant, Refusal> {
+        let Ok((Identity::Node(node), held)) = identity::from_certificate(held) else {
             return Err(error.into());
         };
         if self.context.store.node(&node).node.is_none() {
             return Err(Refusal::UnknownNode(node.to_string()));
         }
-        let validity = renewed(held, self.settings.certificate_lifetime, now)?;
+        let validity = renewed(held, self.settings.certificate_lifetime, SystemTime::now())?;
         Ok(Grant { node: node.to_string(), pod: None, validity, result: "success_by_certificate" })
     }
 
     /// Counts and logs an attempt without a certificate.
     fn warn(&self, address: Option<SocketAddr>, result: &'static str, why: &str) {
         self.context.metrics.enrolments.of([result]).inc();
-        if self.context.warnings.admit(Warning::Enrolment, tokio::time::Instant::now()) {
+        let network = address.map(|address| self.context.network(address.ip()));
+        if self.context.warnings.admit_from(network, Warning::Enrolment, Instant::now()) {
             let address = address.map(|address| tracing::field::display(address.ip()));
             tracing::warn!(address, result, "no certificate was given: {why}");
         }

@@ -30,7 +30,7 @@ use crate::{
     identity::{Expiry, Peer},
     metrics::kind_name,
     serve::{
-        context::{Context, Lifecycle, Network, PositionWait, Signal, Warning, milliseconds},
+        context::{Context, Lifecycle, PositionWait, Signal, Warning, milliseconds},
         fleet::{Agent, End, Lateness, balance},
     },
     store::{BehindWait, Cursor, NotYet, OwnNode, ResumeMode, Resumption, Wait, positions_to_wire, server_frame},
@@ -62,7 +62,7 @@ pub(super) fn admit_stream(streams: &Streams, peer: &Peer, node: &str, now: Inst
     if streams.fleet.may_open(node, now.into_std()) {
         return Ok(());
     }
-    streams.context.failures.count(Network::of(peer.address.ip()), now);
+    streams.context.failures.count(streams.context.network(peer.address.ip()), now);
     let text = format!("node {node} opens streams too often; wait some seconds before the next stream");
     Err(End::refusal("too_many_streams", Status::resource_exhausted(text)))
 }
@@ -123,7 +123,7 @@ impl Session {
             let text = "the first message of a stream must be Hello";
             return Err(End::refusal("no_hello", Status::invalid_argument(text)));
         };
-        let admitted = hello::admit(hello, peer)?;
+        let admitted = hello::admit(hello, peer, &streams.context)?;
         if !streams.everywhere.is_announced() {
             let text = "this replica starts, and the other replicas do not know it yet: try again";
             return Err(End::plain("starting", Status::unavailable(text)));

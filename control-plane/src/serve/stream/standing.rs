@@ -37,7 +37,7 @@ pub(crate) fn standing(
     request: &v1::StandingRequest,
     now: Instant,
 ) -> Result<Bytes, End> {
-    hello::admit_node(&request.node_name, peer)?;
+    hello::admit_node(&request.node_name, peer, &streams.context)?;
     session::admit_stream(streams, peer, &request.node_name, now)?;
     let context = &streams.context;
     let store = &context.store;

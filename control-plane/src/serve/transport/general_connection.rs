@@ -63,7 +63,7 @@ impl General {
     /// them.
     async fn serve_until(
         self,
-        Connection { io, peer }: Connection,
+        Connection { io, peer, .. }: Connection,
         closed: &CancellationToken,
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         let Self { routes, context, shutdown, .. } = self;
@@ -174,7 +174,8 @@ mod tests {
         let context = context::Context::new(store, metrics, settings);
         let (shutdown, stopped) = (CancellationToken::new(), CancellationToken::new());
         let general = General { routes: Routes::default(), context, shutdown, stopped };
-        (client, tokio::spawn(general.serve(Connection { io: Either::Left(io), peer }, held)))
+        let connection = Connection { io: Either::Left(io), peer, denied_by: Vec::new() };
+        (client, tokio::spawn(general.serve(connection, held)))
     }
 
     #[tokio::test]

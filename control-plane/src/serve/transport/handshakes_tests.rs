@@ -6,8 +6,13 @@ use tokio::{sync::mpsc, task::JoinHandle};
 use super::*;
 
 /// The time without a message is short, so that the tests are fast.
-const SMALL: HandshakeLimits =
-    HandshakeLimits { running: 4, running_of_network: 2, waiting: 8, silence: Duration::from_millis(200) };
+const SMALL: HandshakeLimits = HandshakeLimits {
+    running: 4,
+    running_of_network: 2,
+    waiting: 8,
+    waiting_of_node: 3,
+    silence: Duration::from_millis(200),
+};
 
 struct Rig(Arc<Handshakes>);
 
@@ -26,18 +31,22 @@ async fn begin<E: Send + 'static>(
     handshake: Handshake,
     steps: impl Future<Output = Result<(), E>> + Send + 'static,
 ) -> Task<E> {
-    let task = tokio::spawn(handshake.run(|| steps));
+    let task = tokio::spawn(handshake.run(|| true, || steps));
     run_tasks().await;
     task
 }
 
 impl Rig {
     fn new() -> Self {
-        Self(Handshakes::with_limits(SMALL, Arc::default(), Arc::default()))
+        Self(Handshakes::with_limits(SMALL, Arc::default(), Arc::default(), ["active", "waiting"]))
     }
 
     fn enter(&self, host: u8) -> Option<Handshake> {
-        self.0.enter([192, 0, 2, host].into())
+        self.0.enter(Network::of([192, 0, 2, host].into()))
+    }
+
+    fn enter_as_node(&self, host: u8) -> Option<Handshake> {
+        self.0.enter(Network::of_node([192, 0, 2, host].into()))
     }
 
     /// Begins `count` handshakes with a silent host.
@@ -51,7 +60,8 @@ impl Rig {
 
     /// The numbers of handshakes that run and that wait.
     fn counts(&self) -> (usize, usize) {
-        (SMALL.running - self.0.places.available_permits(), self.0.waiting.all())
+        let [strangers, _] = &self.0.shares;
+        (SMALL.running - strangers.places.available_permits(), strangers.waiting.all())
     }
 
     /// The number of handshakes of a host that run.
@@ -135,7 +145,7 @@ async fn a_network_whose_handshakes_fail_has_to_pause_and_other_networks_do_not(
     let network = Network::of([192, 0, 2, 1].into());
     let mut failures = 0;
     while rig.0.failures.pause_end(network, Instant::now()).is_none() {
-        assert_eq!(rig.enter(1).unwrap().run(|| ready(Err::<(), ()>(()))).await, Ok(Err(())));
+        assert_eq!(rig.enter(1).unwrap().run(|| true, || ready(Err::<(), ()>(()))).await, Ok(Err(())));
         failures += 1;
     }
     assert!(failures > 10, "a few failures cost nothing");
@@ -148,7 +158,63 @@ async fn a_network_whose_handshakes_fail_has_to_pause_and_other_networks_do_not(
     // After a short pause, the handshake begins without a further event.
     let rig = Rig::new();
     (0..21).for_each(|_| rig.0.failures.count(network, Instant::now()));
-    let pausing = rig.enter(1).unwrap().run(|| ready(Ok::<(), ()>(())));
+    let pausing = rig.enter(1).unwrap().run(|| true, || ready(Ok::<(), ()>(())));
     assert_eq!(pausing.await, Ok(Ok(())));
     rig.end::<()>([]).await;
+}
+
+#[tokio::test]
+async fn nodes_have_places_of_their_own_and_strangers_take_none_of_them() {
+    let rig = Rig::new();
+    let mut tasks = rig.silent(1, 8).await;
+    tasks.extend(rig.silent(2, 3).await);
+    assert!(rig.enter(3).is_none(), "strangers have no space left");
+    let node = rig.enter_as_node(1).unwrap().run(|| true, || ready(Ok::<(), ()>(())));
+    assert_eq!(node.await, Ok(Ok(())), "the Node has the address of a stranger of before");
+    rig.end(tasks).await;
+}
+
+#[tokio::test]
+async fn of_too_many_connections_of_a_node_the_longest_silent_one_is_closed() {
+    let rig = Rig::new();
+    let listening = |handshake: Handshake| tokio::spawn(async move { handshake.until_heard(pending::<()>()).await });
+    let mut silent = Vec::new();
+    for _ in 0..SMALL.waiting_of_node {
+        silent.push(listening(rig.enter_as_node(1).unwrap()));
+        run_tasks().await;
+    }
+    let other = listening(rig.enter_as_node(2).unwrap());
+    let agent = rig.enter_as_node(1).unwrap();
+    assert_eq!(silent.remove(0).await.unwrap(), Err(Silent), "the first has been silent for longest");
+    assert_eq!(agent.until_heard(ready(())).await, Ok(()));
+    assert_eq!(agent.run(|| true, || ready(Ok::<(), ()>(()))).await, Ok(Ok(())));
+    run_tasks().await;
+    assert!(silent.iter().chain([&other]).all(|task| !task.is_finished()));
+    // A client that has sent something waits for its turn, and is not closed for another one.
+    let mut talking = Vec::new();
+    for _ in 0..SMALL.running_of_network + 1 {
+        talking.push(begin(rig.enter_as_node(1).unwrap(), pending::<Result<(), ()>>()).await);
+    }
+    for task in silent.iter().chain([&other]) {
+        task.abort();
+    }
+    run_tasks().await;
+    talking.push(begin(rig.enter_as_node(1).unwrap(), pending()).await);
+    talking.push(begin(rig.enter_as_node(1).unwrap(), pending()).await);
+    assert!(rig.enter_as_node(1).is_none(), "three clients of the Node wait, and none of them is silent");
+    rig.end(talking).await;
+}
+
+#[tokio::test]
+async fn a_peer_that_waits_for_this_side_is_not_silent() {
+    let rig = Rig::new();
+    let waits = tokio::spawn(rig.enter(1).unwrap().run(|| false, pending::<Result<(), ()>>));
+    run_tasks().await;
+    let mut tasks = rig.silent(1, 2).await;
+    while !tasks[0].is_finished() {
+        sleep(SMALL.silence / 20).await;
+    }
+    assert!(!waits.is_finished());
+    tasks.push(waits);
+    rig.end(tasks).await;
 }

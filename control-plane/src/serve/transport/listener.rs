@@ -1,9 +1,10 @@
 //! Accepts connections on both gRPC ports, and runs their TLS handshakes, within limits that the
 //! ports share.
 
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{future::pending, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use futures::future::BoxFuture;
+use headgate_tls::Denied;
 use rustls::HandshakeKind;
 use tokio::{
     net::{TcpListener, TcpStream},
@@ -42,7 +43,8 @@ impl Entrance {
     /// Returns an entrance that is open until `shutdown` is cancelled. Connections that are not
     /// served by then are dropped.
     pub(crate) fn new(security: Security, context: Arc<Context>, shutdown: CancellationToken) -> Self {
-        let handshakes = Handshakes::new(Arc::clone(&context.metrics), Arc::clone(&context.failures));
+        let states = ["active", "waiting"];
+        let handshakes = Handshakes::new(Arc::clone(&context.metrics), Arc::clone(&context.failures), states);
         Self { security, context, handshakes, connections: Arc::default(), tasks: TaskTracker::new(), shutdown }
     }
 
@@ -60,7 +62,7 @@ impl Entrance {
             match &self.security {
                 Security::Plaintext => {
                     let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
-                    self.admit(Connection { io: Either::Left(stream), peer }, &serve);
+                    self.admit(Connection { io: Either::Left(stream), peer, denied_by: Vec::new() }, &serve);
                 }
                 Security::Tls(tls) => self.secure_in_turn(stream, address, Arc::clone(tls), Arc::clone(&serve)),
             }
@@ -70,20 +72,23 @@ impl Entrance {
     /// Starts a task that waits until the limit admits another handshake, and then runs the
     /// handshake of the connection.
     fn secure_in_turn(&self, stream: TcpStream, address: SocketAddr, tls: Arc<ServerTls>, serve: Serve) {
-        let Some(handshake) = self.handshakes.enter(address.ip()) else {
+        let network = self.context.network(address.ip());
+        let Some(handshake) = self.handshakes.enter(network) else {
             return self.refuse(address, "too_many_handshakes");
         };
         let entrance = self.clone();
         let secure = async move {
-            let (reason, error) = match handshake.run(|| secure(stream, address, &tls, &entrance.context)).await {
+            let ended = match handshake.until_heard(stream.peek(&mut [0])).await {
+                Ok(()) => handshake.run(|| true, || secure(stream, address, &tls, &entrance.context)).await,
+                Err(Silent) => Err(Silent),
+            };
+            let (reason, error) = match ended {
                 Ok(Ok(connection)) => return entrance.admit(connection, &serve),
                 Ok(Err(failure)) => failure,
-                Err(Silent) => {
-                    ("silent", "the client sent nothing for too long while other connections waited".to_owned())
-                }
+                Err(Silent) => ("silent", "the client sent nothing for too long".to_owned()),
             };
             entrance.context.metrics.handshakes_failed.of([reason]).inc();
-            if entrance.context.warnings.admit(Warning::Handshake, Instant::now()) {
+            if entrance.context.warnings.admit_from(Some(network), Warning::Handshake, Instant::now()) {
                 tracing::warn!(%address, reason, error, "TLS handshake failed");
             }
         };
@@ -93,15 +98,33 @@ impl Entrance {
     /// Serves a connection, unless there are too many.
     fn admit(&self, connection: Connection, serve: &Serve) {
         match hold(&self.connections, &connection.peer.identity) {
-            Ok(held) => drop(self.tasks.spawn(serve(connection, held))),
+            Ok(held) => {
+                let (address, entrance, entries) =
+                    (connection.peer.address, self.clone(), connection.denied_by.clone());
+                let served = serve(connection, held);
+                self.tasks.spawn(async move {
+                    let denied = async {
+                        match &entrance.security {
+                            Security::Tls(tls) if !entries.is_empty() => tls.denied(&entries).await,
+                            _ => pending().await,
+                        }
+                    };
+                    tokio::select! {
+                        () = served => {}
+                        () = denied => entrance.refuse(address, "denied"),
+                    }
+                });
+            }
             Err(reason) => self.refuse(connection.peer.address, reason),
         }
     }
 
-    /// Counts and logs a connection that is closed because a limit is reached.
+    /// Counts and logs a connection that is closed because a limit is reached, or because its
+    /// client is denied.
     fn refuse(&self, address: SocketAddr, reason: &'static str) {
         self.context.metrics.connections_refused.of([reason]).inc();
-        if self.context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+        let network = self.context.network(address.ip());
+        if self.context.warnings.admit_from(Some(network), Warning::ConnectionRefused, Instant::now()) {
             tracing::warn!(%address, reason, "connection refused");
         }
     }
@@ -131,8 +154,9 @@ async fn secure(
         identity::from_certificate(certificate).map_err(|error| ("malformed_certificate", error))?;
     let is_resumed = session.handshake_kind() == Some(HandshakeKind::Resumed);
     context.metrics.handshakes.of([if is_resumed { "resumed" } else { "full" }]).inc();
+    let denied_by = tls.files().denied.as_ref().map(|_| Denied::entries_of(certificate, identity.uri()));
     let peer = Peer { address, identity, not_after: Some(validity.not_after) };
-    Ok(Connection { io: Either::Right(Box::new(stream)), peer })
+    Ok(Connection { io: Either::Right(Box::new(stream)), peer, denied_by: denied_by.unwrap_or_default() })
 }
 
 /// Returns the label and the sentence for a handshake that failed.
@@ -147,6 +171,8 @@ fn refusal(error: &io::Error, tls: &ServerTls) -> (&'static str, String) {
 pub(crate) struct Connection {
     pub(crate) io: Transport,
     pub(crate) peer: Peer,
+    /// The entries of `--tls-denied` that end the connection. Empty without this file.
+    pub(crate) denied_by: Vec<String>,
 }
 
 /// Serves a connection that counts until it ends.

@@ -5,6 +5,7 @@
 //! else. This module does not depend on the services of the general server.
 
 mod budget;
+mod client_verifier;
 mod connection_limits;
 mod general_connection;
 mod handshakes;
@@ -18,7 +19,10 @@ use std::time::Duration;
 
 pub(crate) use headgate_listener::accept;
 
-pub(crate) use self::server::serve;
+pub(crate) use self::{
+    handshakes::{Handshake, Handshakes, Silent},
+    server::serve,
+};
 
 /// If a client sends nothing for this time, the server sends a ping. If the client then sends
 /// nothing for the same time again, the server closes the connection. Agents apply the same rule to

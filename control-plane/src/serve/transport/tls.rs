@@ -5,22 +5,17 @@
 //! open connections: each handshake uses the configuration that is current when it begins.
 
 use std::{
-    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, SystemTime},
 };
 
 use arc_swap::ArcSwap;
-use headgate_tls::{FileError, Files, Loaded, Material, Reloader, Side, Validity, date};
-use rustls::{
-    ServerConfig,
-    crypto::ring,
-    server::{ClientCertVerifierBuilder, NoServerSessionStorage, WebPkiClientVerifier},
-    sign::SingleCertAndKey,
-};
-use tokio::{task::spawn_blocking, time::sleep};
+use headgate_tls::{Denied, FileError, Files, Loaded, Material, Reloader, Validity, date};
+use rustls::{ServerConfig, crypto::ring, server::NoServerSessionStorage, sign::SingleCertAndKey};
+use tokio::{sync::watch, task::spawn_blocking, time::sleep};
 use tokio_util::sync::CancellationToken;
 
+use super::client_verifier::ClientVerifier;
 use crate::metrics::Metrics;
 
 /// How often the files are read. What one read alone finds does not count, because programs write
@@ -47,6 +42,8 @@ pub struct ServerTls {
     files: Files,
     reloader: Mutex<Reloader<Configs>>,
     current: ArcSwap<Loaded<Configs>>,
+    /// Changes after `current`.
+    reloaded: watch::Sender<()>,
 }
 
 /// The configurations of the two listeners.
@@ -56,19 +53,20 @@ struct Configs {
     streams: Arc<ServerConfig>,
     /// HTTP/1.1, without sessions. A client may have a certificate.
     enrolment: Arc<ServerConfig>,
+    /// The holders and certificates that are denied.
+    denied: Denied,
 }
 
 impl ServerTls {
-    /// Reads the files of `--tls-cert`, `--tls-key` and `--tls-client-ca`.
+    /// Reads the files of a server.
     ///
     /// # Errors
     ///
     /// The first error in the files. A retry helps only after the files have changed.
-    pub fn load(cert: PathBuf, key: PathBuf, client_ca: PathBuf) -> Result<Arc<Self>, FileError> {
-        let files = Files { side: Side::Server, cert, key, ca: client_ca };
+    pub fn load(files: Files) -> Result<Arc<Self>, FileError> {
         let mut reloader = Reloader::new(files.clone(), configs);
         let current = ArcSwap::new(reloader.load(SystemTime::now())?);
-        Ok(Arc::new(Self { files, reloader: Mutex::new(reloader), current }))
+        Ok(Arc::new(Self { files, reloader: Mutex::new(reloader), current, reloaded: watch::Sender::default() }))
     }
 
     /// Returns the paths of the files.
@@ -88,6 +86,18 @@ impl ServerTls {
         Arc::clone(&self.current.load().config.enrolment)
     }
 
+    /// Returns true if the files deny a holder or certificate with one of these entries.
+    pub(crate) fn denies(&self, entries: &[String]) -> bool {
+        self.current.load().config.denied.contains(entries)
+    }
+
+    /// Waits until the files deny a holder or certificate with one of these entries.
+    pub(crate) async fn denied(&self, entries: &[String]) {
+        let mut reloaded = self.reloaded.subscribe();
+        // The sender exists as long as this value, so the wait for a change does not fail.
+        while !self.denies(entries) && reloaded.changed().await.is_ok() {}
+    }
+
     /// Reloads the files whenever they change, until `shutdown` is cancelled.
     pub(crate) async fn follow(self: Arc<Self>, metrics: Arc<Metrics>, shutdown: CancellationToken) {
         shutdown.run_until_cancelled(self.follow_files(&metrics)).await;
@@ -105,6 +115,7 @@ impl ServerTls {
                 match &found {
                     Ok(loaded) => {
                         self.current.store(Arc::clone(loaded));
+                        self.reloaded.send_replace(());
                         metrics.tls_reloads.of(["success"]).inc();
                         self.report(metrics);
                     }
@@ -164,24 +175,23 @@ fn is_same(one: &FoundFiles, other: &FoundFiles) -> bool {
 /// memory of the server.
 fn configs(material: &Material) -> Result<Configs, rustls::Error> {
     let provider = Arc::new(ring::default_provider());
-    let roots = Arc::new(material.authorities.clone());
     let own = Arc::new(SingleCertAndKey::from(Arc::clone(&material.own)));
-    let verifier = || WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider));
-    let config = |verifier: ClientCertVerifierBuilder, protocol: &str| {
-        let verifier = verifier.build().map_err(|error| rustls::Error::General(error.to_string()))?;
+    let config = |is_mandatory: bool, protocol: &str| {
+        let verifier = ClientVerifier::new(material, &provider, is_mandatory)
+            .map_err(|error| rustls::Error::General(error.to_string()))?;
         let builder =
             ServerConfig::builder_with_provider(Arc::clone(&provider)).with_safe_default_protocol_versions()?;
-        let mut config = builder.with_client_cert_verifier(verifier).with_cert_resolver(own.clone());
+        let mut config = builder.with_client_cert_verifier(Arc::new(verifier)).with_cert_resolver(own.clone());
         config.alpn_protocols = vec![protocol.into()];
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
         Ok::<_, rustls::Error>(config)
     };
-    let mut streams = config(verifier(), "h2")?;
+    let mut streams = config(true, "h2")?;
     streams.ticketer = ring::Ticketer::new()?;
     streams.send_tls13_tickets = TICKETS;
-    let enrolment = config(verifier().allow_unauthenticated(), "http/1.1")?;
-    Ok(Configs { streams: Arc::new(streams), enrolment: Arc::new(enrolment) })
+    let enrolment = config(false, "http/1.1")?;
+    Ok(Configs { streams: Arc::new(streams), enrolment: Arc::new(enrolment), denied: material.denied.clone() })
 }
 
 #[cfg(test)]
@@ -189,15 +199,23 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::{fs, iter, path::Path};
 
-    use rcgen::{CertificateParams, KeyPair};
+    use headgate_tls::Side;
+    use rcgen::{CertificateParams, KeyPair, SanType};
 
     use super::*;
 
     /// Contents of the three files.
     fn contents() -> [String; 3] {
         let key = KeyPair::generate().unwrap();
-        let certificate = CertificateParams::new(vec!["localhost".into()]).unwrap().self_signed(&key).unwrap().pem();
+        let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
+        params.subject_alt_names.push(SanType::URI("headgate://replica/test".try_into().unwrap()));
+        let certificate = params.self_signed(&key).unwrap().pem();
         [certificate.clone(), key.serialize_pem(), certificate]
+    }
+
+    fn load(folder: &Path) -> Result<Arc<ServerTls>, FileError> {
+        let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.join(name));
+        ServerTls::load(Files { side: Side::Server, cert, key, node_ca: ca.clone(), ca, denied: None })
     }
 
     fn write(folder: &Path, contents: &[String]) {
@@ -213,7 +231,7 @@ mod tests {
         let path = |name: &str| folder.path().join(name);
         let sets: Vec<_> = iter::repeat_with(contents).take(5).collect();
         write(folder.path(), &sets[0]);
-        let tls = ServerTls::load(path("tls.crt"), path("tls.key"), path("ca.crt")).unwrap();
+        let tls = load(folder.path()).unwrap();
         let mut in_force: FoundFiles = Ok(tls.current.load_full());
         let (first, mut before) = (in_force.clone(), in_force.clone());
         let mut counted = Vec::new();
@@ -239,12 +257,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         write(folder.path(), &contents());
-        let load = || ServerTls::load(path("tls.crt"), path("tls.key"), path("ca.crt"));
-        let config = load().unwrap().config();
+        let config = load(folder.path()).unwrap().config();
         assert_eq!(config.alpn_protocols, [b"h2".to_vec()]);
         assert!(config.ticketer.enabled() && !config.session_storage.can_cache());
         fs::write(path("ca.crt"), "garbage").unwrap();
-        let error = load().map(drop).unwrap_err().to_string();
+        let error = load(folder.path()).map(drop).unwrap_err().to_string();
         assert!(error.contains("--tls-client-ca") && error.contains("the file contains no certificate"), "{error}");
     }
 }

@@ -5,7 +5,8 @@ use std::{
 };
 
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair, date_time_ymd,
+    BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair, SanType,
+    date_time_ymd,
 };
 
 use super::*;
@@ -36,6 +37,7 @@ impl Folder {
 
     fn own(&self, change: impl FnOnce(&mut CertificateParams)) {
         let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
+        params.subject_alt_names.push(SanType::URI("headgate://replica/test".try_into().unwrap()));
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
         change(&mut params);
         let key = KeyPair::generate().unwrap();
@@ -45,7 +47,9 @@ impl Folder {
 
     fn reloader(&self, side: Side) -> Reloader<usize> {
         let path = |name| self.folder.path().join(name);
-        let files = Files { side, cert: path("cert"), key: path("key"), ca: path("ca") };
+        let given = |name| Some(path(name)).filter(|file| file.exists());
+        let (node_ca, denied) = (given("node_ca").unwrap_or_else(|| path("ca")), given("denied"));
+        let files = Files { side, cert: path("cert"), key: path("key"), ca: path("ca"), node_ca, denied };
         Reloader::new(files, |material| Ok(material.authorities.len()))
     }
 
@@ -64,6 +68,11 @@ fn a_new_configuration_is_built_only_if_the_files_have_changed() {
     folder.own(|_| {});
     let second = reloader.load(now).unwrap();
     assert!(!Arc::ptr_eq(&first, &second));
+    folder.write("denied", "headgate://node/n1");
+    let mut denying = folder.reloader(Side::Server);
+    let third = denying.load(now).unwrap();
+    folder.write("denied", "");
+    assert!(!Arc::ptr_eq(&third, &denying.load(now).unwrap()));
     folder.write("cert", "");
     assert!(reloader.load(now).is_err());
     folder.own(|_| {});
@@ -114,6 +123,8 @@ fn every_error_names_the_option_the_file_and_the_remedy() {
         Side::Server,
         &["--tls-cert", &file("cert"), "names no address", "issue a new certificate with the DNS names"],
     );
+    folder.own(|params| params.subject_alt_names.truncate(1));
+    holds(Side::Server, &["--tls-cert", &file("cert"), "names no replica", "the URI headgate://replica/NAME"]);
     folder.own(|params| params.not_before = date_time_ymd(2200, 1, 1));
     holds(Side::Server, &["--tls-cert", "not valid before 2200-01-01T00:00:00Z; check this machine's clock"]);
     folder.own(|params| params.not_after = date_time_ymd(2001, 1, 1));
@@ -140,6 +151,12 @@ fn every_error_names_the_option_the_file_and_the_remedy() {
     );
     fs::write(file("ca"), vec![b'a'; (4 << 20) + 1]).unwrap();
     holds(Side::Server, &["--tls-client-ca", &file("ca"), "larger than 4194304 bytes"]);
+    folder.write("ca", &folder.authority.pem());
+    folder.write("node_ca", "");
+    holds(Side::Server, &["--tls-node-ca", &file("node_ca"), "the file contains no certificate"]);
+    folder.write("node_ca", &folder.authority.pem());
+    folder.write("denied", "n1");
+    holds(Side::Server, &["--tls-denied", &file("denied"), "line 1 is none of them", "write headgate://ROLE/NAME"]);
 }
 
 #[test]

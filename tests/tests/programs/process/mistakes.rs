@@ -23,7 +23,8 @@ fn with_and_without_tls() -> (Rig, Program) {
     let certs = rig.path("certs");
     let out = format!("--out={}", certs.display());
     rig.headgatectl(&["certs", &out, "--server-ip=127.0.0.1", "--node=node-a", "--reader=me"]).unwrap();
-    let files = tls(&certs, ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt"], "--tls-client-ca");
+    let mut files = tls(&certs, ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt"], "--tls-client-ca");
+    files.push(format!("--tls-node-ca={}", certs.join("node-ca.crt").display()));
     let listen = format!("--listen={}", WITH_TLS[0]);
     let with_tls = rig.control_plane(&[&rig.manifests(), &listen, "--metrics-listen=127.0.0.1:0"], &files);
     with_tls.until_logged("control plane runs");

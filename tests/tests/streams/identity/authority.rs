@@ -4,6 +4,7 @@
 use std::{fs, path::Path, sync::Arc, time::SystemTime};
 
 use headgate_control_plane::serve::tls::ServerTls;
+use headgate_tls::{Files, Side};
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SanType,
 };
@@ -65,17 +66,21 @@ impl Authority {
 
     pub(crate) fn server(&self, change: impl FnOnce(&mut CertificateParams)) -> Pair {
         self.issue(|params| {
-            params.subject_alt_names = vec![SanType::IpAddress([127, 0, 0, 1].into())];
+            let uri = SanType::URI("headgate://replica/test".try_into().unwrap());
+            params.subject_alt_names = vec![SanType::IpAddress([127, 0, 0, 1].into()), uri];
             params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
             change(params);
         })
     }
 }
 
-/// The TLS files in `folder`, loaded as the control plane loads them.
+/// The TLS files in `folder`, loaded as the control plane loads them. The files `node-ca.crt` and
+/// `denied` are used if they exist.
 pub(crate) fn load(folder: &Path) -> Arc<ServerTls> {
     let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.join(name));
-    ServerTls::load(cert, key, ca).unwrap()
+    let [node_ca, denied] = ["node-ca.crt", "denied"].map(|name| Some(folder.join(name)).filter(|file| file.exists()));
+    let node_ca = node_ca.unwrap_or_else(|| ca.clone());
+    ServerTls::load(Files { side: Side::Server, cert, key, ca, node_ca, denied }).unwrap()
 }
 
 impl Pair {

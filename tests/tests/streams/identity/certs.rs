@@ -78,10 +78,10 @@ fn the_authority_is_reused_and_files_are_overwritten_only_with_force() {
     let out = folder.path().join("certs");
     let read = |name: &str| fs::read(out.join(name)).unwrap();
     made(&out, &["--node=a", "--server-ip=192.0.2.1", "--reader=ops"]);
-    for key in ["ca.key", "nodes/a.key", "readers/ops.key", "control-plane/tls.key"] {
+    for key in ["ca.key", "node-ca.key", "nodes/a.key", "readers/ops.key", "control-plane/tls.key"] {
         assert_eq!(fs::metadata(out.join(key)).unwrap().permissions().mode() & 0o777, 0o600, "{key}");
     }
-    let (authority, first) = (read("ca.crt"), read("nodes/a.crt"));
+    let (authority, of_nodes, first) = (read("ca.crt"), read("node-ca.crt"), read("nodes/a.crt"));
     let text = made(&out, &["--node=b", "--output=json"]);
     let json: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(json["authority_is_new"], false);
@@ -93,6 +93,7 @@ fn the_authority_is_reused_and_files_are_overwritten_only_with_force() {
     made(&out, &["--node=a", "--force"]);
     assert_ne!(read("nodes/a.crt"), first);
     assert_eq!((read("ca.crt"), read("nodes/ca.crt")), (authority.clone(), authority));
+    assert_eq!(read("node-ca.crt"), of_nodes);
 }
 
 #[test]
@@ -105,6 +106,7 @@ fn errors_name_the_problem_and_the_remedy() {
     assert!(refused(&out, &["--node=a,a"], 2).contains("--node a is given twice"));
     assert!(!out.exists());
     made(&out, &["--reader=ops"]);
+    assert!(!out.join("node-ca.crt").exists(), "certificates of readers need no authority of nodes");
     assert!(refused(&out, &["--node=a", "--days=3650"], 1).contains("the certificates must be valid for 3650 days"));
     let key = fs::read(out.join("ca.key")).unwrap();
     fs::remove_file(out.join("ca.key")).unwrap();

@@ -52,7 +52,7 @@ pub(crate) struct Connected {
 /// Paths of client files, for error messages.
 pub(crate) fn files() -> Files {
     let [cert, key, ca] = ["/client/tls.crt", "/client/tls.key", "/client/ca.crt"].map(Into::into);
-    Files { side: Side::Client, cert, key, ca }
+    Files { side: Side::Client, cert, key, node_ca: ca.clone(), ca, denied: None }
 }
 
 fn trusting(authority: &Authority) -> ConfigBuilder<ClientConfig, WantsClientCert> {

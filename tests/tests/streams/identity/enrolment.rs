@@ -2,6 +2,7 @@
 //! stand-in API server issues and reviews the tokens. A real one does where `KUBEBUILDER_ASSETS`
 //! names it.
 
+mod attacks;
 mod limits;
 mod outages;
 mod real;
@@ -28,7 +29,7 @@ use super::{
     agent::Agent,
     certs::{headgatectl, made},
     program::{control_plane_with, metric},
-    rotation::rotate,
+    rotation::rotate_with,
     server::eventually,
 };
 
@@ -107,8 +108,7 @@ impl<A> Cluster<A> {
             "--source=kubernetes".to_owned(),
             format!("--kubeconfig={}", path("kubeconfig").display()),
             format!("--enrolment-listen={}", enrolment.address()),
-            format!("--enrolment-ca-cert={}", path("certs/ca.crt").display()),
-            format!("--enrolment-ca-key={}", path("certs/ca.key").display()),
+            format!("--enrolment-ca-key={}", path("certs/node-ca.key").display()),
         ];
         all.extend(options.iter().map(|option| (*option).to_owned()));
         let mut cluster = Self { api, control_plane: None, options: all, listen, enrolment, folder };
@@ -225,16 +225,18 @@ async fn certificates_are_renewed_and_the_stream_resumes_with_the_new_one() {
 async fn the_authority_is_replaced_while_enrolled_agents_follow() {
     let cluster = Cluster::start(&[SHORT]);
     let certs = cluster.path("certs");
-    let old = cluster.path("old.crt");
-    fs::copy(certs.join("ca.crt"), &old).unwrap();
+    let [old, old_of_nodes] = ["ca.crt", "node-ca.crt"].map(|file| fs::read_to_string(certs.join(file)).unwrap());
     let (agent, _) = cluster.connected("n1").await;
-    rotate(&certs, "trust").unwrap();
-    rotate(&certs, "sign").unwrap();
+    let rotate = |step: &str| [&[][..], &["--nodes"]].map(|options| rotate_with(&certs, step, options).unwrap());
+    rotate("trust");
+    rotate("sign");
     made(&certs, &["--server-ip=127.0.0.1", "--force"]);
     // After two renewals, the stream's certificate comes from the new authority.
     until_renewed(&agent, 2).await;
-    rotate(&certs, "retire").unwrap();
-    assert!(!fs::read_to_string(certs.join("ca.crt")).unwrap().contains(&fs::read_to_string(old).unwrap()));
+    rotate("retire");
+    for (file, old) in [("ca.crt", old), ("node-ca.crt", old_of_nodes)] {
+        assert!(!fs::read_to_string(certs.join(file)).unwrap().contains(&old), "{file}");
+    }
     until_renewed(&agent, 3).await;
     // An attempt fails, and is repeated, if it meets the files of the authority between two writes.
     assert!(agent.metric(FAILURE) <= 1);

@@ -1,6 +1,7 @@
 //! Identity, roles, renewal and session resumption, over real sockets.
 
 mod agent;
+mod attacks;
 pub(crate) mod authority;
 mod certs;
 pub(crate) mod client;

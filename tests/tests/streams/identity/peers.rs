@@ -25,9 +25,11 @@ use super::{
 use crate::replica::node;
 
 /// A server certificate for 127.0.0.1 that may also be used by a client, with a URI if there is
-/// one.
+/// one. Its DNS name makes it the certificate of a replica for agents.
 fn certificate(authority: &Authority, uri: Option<&str>) -> Pair {
     authority.server(|params| {
+        let name = SanType::DnsName("test.replica.headgate.internal".try_into().unwrap());
+        params.subject_alt_names = vec![SanType::IpAddress(Ipv4Addr::LOCALHOST.into()), name];
         params.subject_alt_names.extend(uri.map(|uri| SanType::URI(uri.try_into().unwrap())));
         params.extended_key_usages.push(ExtendedKeyUsagePurpose::ClientAuth);
     })

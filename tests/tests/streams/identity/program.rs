@@ -5,7 +5,7 @@ use std::{fs, net::SocketAddr, path::Path};
 use headgate_tests::testbed::{control_plane::ControlPlane, page};
 
 /// Starts the program with a folder without objects as its source. The folder `tls` holds
-/// `tls.crt`, `tls.key` and `ca.crt`.
+/// `tls.crt`, `tls.key` and `ca.crt`, and the folder that contains it may hold `node-ca.crt`.
 pub(crate) fn control_plane(folder: &Path, tls: &Path) -> ControlPlane {
     let source = folder.join("manifests");
     fs::create_dir_all(&source).unwrap();
@@ -16,8 +16,11 @@ pub(crate) fn control_plane(folder: &Path, tls: &Path) -> ControlPlane {
 /// As [`control_plane`], with these options instead of a source.
 pub(crate) fn control_plane_with(folder: &Path, tls: &Path, options: &[String]) -> ControlPlane {
     let file = |option: &str, name: &str| format!("{option}={}", tls.join(name).display());
-    let tls = [file("--tls-cert", "tls.crt"), file("--tls-key", "tls.key"), file("--tls-client-ca", "ca.crt")];
-    ControlPlane::start(folder, &[&tls[..], options].concat()).unwrap()
+    let mut all = vec![file("--tls-cert", "tls.crt"), file("--tls-key", "tls.key"), file("--tls-client-ca", "ca.crt")];
+    if tls.join("../node-ca.crt").exists() {
+        all.push(file("--tls-node-ca", "../node-ca.crt"));
+    }
+    ControlPlane::start(folder, &[&all[..], options].concat()).unwrap()
 }
 
 /// Gets a page and returns its body.

@@ -11,9 +11,14 @@ use super::{
     server::eventually,
 };
 
-/// Runs a step, and returns the error if the step fails.
-pub(super) fn rotate(out: &Path, step: &str) -> Result<(), String> {
-    let output = headgatectl(&["ca", "rotate", step, "--out", &out.display().to_string()]);
+/// Runs a step for the authority of replicas and readers, and returns the error if the step fails.
+fn rotate(out: &Path, step: &str) -> Result<(), String> {
+    rotate_with(out, step, &[])
+}
+
+/// Runs a step with further options, and returns the error if the step fails.
+pub(super) fn rotate_with(out: &Path, step: &str, options: &[&str]) -> Result<(), String> {
+    let output = headgatectl(&[&["ca", "rotate", step, "--out", &out.display().to_string()], options].concat());
     if output.status.success() { Ok(()) } else { Err(String::from_utf8(output.stderr).unwrap()) }
 }
 

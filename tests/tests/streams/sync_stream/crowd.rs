@@ -57,7 +57,7 @@ impl Crowd {
         Self(crowd)
     }
 
-    /// Waits until `count` handshakes are active and other handshakes wait.
+    /// Waits until `count` handshakes are active and other connections wait.
     async fn until_active(&self, replica: &Replica, count: u64) {
         let pending = |state: &str| replica.metric(&format!("headgate_tls_handshakes_pending{{state=\"{state}\"}}"));
         let is_so = async || pending("active") == count && pending("waiting") > 0;
@@ -86,15 +86,22 @@ async fn silent_peers_do_not_keep_an_agent_from_connecting() {
     let address = replica.running.local_addr;
     let silent = || replica.metric("headgate_tls_handshakes_failed_total{reason=\"silent\"}");
 
+    // Peers that send nothing fill no slots.
+    let crowd = Crowd::gather(address, [1, 2], 500, b"");
+    crowd.until_active(&replica, 0).await;
+    agent_gets_everything(&replica, &authority, host(1), "n1").await;
+    crowd.leave().await;
+
     // One host opens enough connections to fill all slots for more than a minute. Only 64 of its
     // handshakes may be active at the same time.
-    let crowd = Crowd::gather(address, [2], 2_000, b"");
+    let header = b"\x16\x03\x01\x02\x00";
+    let crowd = Crowd::gather(address, [2], 2_000, header);
     crowd.until_active(&replica, 64).await;
     agent_gets_everything(&replica, &authority, host(1), "n1").await;
     crowd.leave().await;
 
     // Many hosts fill all slots. The replica closes silent connections.
-    let crowd = Crowd::gather(address, 10..40, 40, b"");
+    let crowd = Crowd::gather(address, 10..40, 40, header);
     crowd.until_active(&replica, 256).await;
     agent_gets_everything(&replica, &authority, host(1), "n1").await;
     assert!(silent() > 0);
@@ -102,7 +109,7 @@ async fn silent_peers_do_not_keep_an_agent_from_connecting() {
 
     // Peers on the agent's own host send only the header of a TLS record.
     let before = silent();
-    let crowd = Crowd::gather(address, [1], 100, b"\x16\x03\x01\x02\x00");
+    let crowd = Crowd::gather(address, [1], 100, header);
     crowd.until_active(&replica, 64).await;
     agent_gets_everything(&replica, &authority, host(1), "n1").await;
     assert!(silent() > before);

@@ -97,7 +97,7 @@ struct ConnectionState<S> {
 /// Returns a future that serves a connection of the listener.
 pub(crate) fn serve_accepted(
     streams: &Arc<Streams>,
-    listener::Connection { io, peer }: listener::Connection,
+    listener::Connection { io, peer, .. }: listener::Connection,
     held: HeldConnection,
 ) -> impl Future<Output = ()> + Send + use<> {
     let (stream, tls) = match io {

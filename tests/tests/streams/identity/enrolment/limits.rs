@@ -13,24 +13,22 @@ use super::{
     Cluster, FAILURE, add_node,
     requests::{Client, enrol, signing_request},
 };
-use crate::identity::server::eventually;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_clients_are_limited_and_end_and_disturb_no_stream() {
     let cluster = Cluster::start(&[]);
     let (agent, _) = cluster.connected("n1").await;
     let silent: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(cluster.enrolment.address()).unwrap()).collect();
-    cluster.until_enrolments("busy", 96).await;
-    let (late, _) = cluster.agent("n1", Token::of_agent("n1")).await;
-    eventually("the agent is asked to wait", || async { late.metric(FAILURE) > 0 }).await;
     cluster.add_service(&agent, 1).await;
-    // Each silent connection ends by itself, and then there is place for the agent.
-    cluster.until_enrolments("timeout", 4).await;
+    let (late, _) = cluster.agent("n1", Token::of_agent("n1")).await;
+    cluster.until_enrolments("success", 2).await;
+    assert_eq!(late.metric(FAILURE), 0);
+    // Each silent connection ends by itself.
+    cluster.until_enrolments("silent", 100).await;
     for mut stream in silent {
         stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         assert!(!matches!(stream.read(&mut [0]), Ok(1..)), "the server sent data to a silent client");
     }
-    cluster.until_enrolments("success", 2).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -55,7 +53,7 @@ async fn many_nodes_enrol_at_once_while_streams_carry_changes() {
             loop {
                 match client.send(&request).await {
                     Ok(answer) => break assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}"),
-                    // Too many clients: the server closes the connection.
+                    // The kernel or the server may have too many connections.
                     Err(_) => tokio::time::sleep(Duration::from_millis(fastrand::u64(500..2000))).await,
                 }
             }
@@ -71,5 +69,4 @@ async fn many_nodes_enrol_at_once_while_streams_carry_changes() {
     }
     clients.join_all().await;
     println!("{NODES} nodes enrolled in {:?}; the slowest of {changes} changes took {slowest:?}", begin.elapsed());
-    assert!(cluster.enrolments("busy") > 0, "the limits were not reached");
 }

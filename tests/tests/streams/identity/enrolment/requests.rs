@@ -19,9 +19,9 @@ use rustls::{
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::TcpSocket,
+    net::{TcpSocket, TcpStream},
 };
-use tokio_rustls::TlsConnector;
+use tokio_rustls::{TlsConnector, client::TlsStream};
 
 use super::Cluster;
 use crate::identity::server::eventually;
@@ -38,7 +38,8 @@ impl Client {
     /// A client from 127.0.0.1.
     pub(super) fn of(cluster: &Cluster) -> Self {
         let none = cluster.path("none");
-        let files = Files { side: Side::Client, cert: none.clone(), key: none, ca: cluster.path("certs/ca.crt") };
+        let ca = cluster.path("certs/ca.crt");
+        let files = Files { side: Side::Client, cert: none.clone(), key: none, node_ca: ca.clone(), ca, denied: None };
         let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
         let builder = builder.with_safe_default_protocol_versions().unwrap();
         let roots = files.read_authorities(SystemTime::now()).unwrap();
@@ -66,13 +67,18 @@ impl Client {
         self.send(&enrol("garbage", &signing_request())).await.unwrap()
     }
 
-    /// Sends a request and returns the answer with its head.
-    pub(super) async fn send(&self, request: &[u8]) -> io::Result<String> {
+    /// Connects, and makes a TLS handshake.
+    pub(super) async fn handshake(&self) -> io::Result<TlsStream<TcpStream>> {
         let socket = TcpSocket::new_v4()?;
         socket.bind((self.address, 0).into())?;
         let stream = socket.connect(self.server).await?;
         let name = ServerName::from(self.server.ip());
-        let mut stream = TlsConnector::from(Arc::clone(&self.config)).connect(name, stream).await?;
+        TlsConnector::from(Arc::clone(&self.config)).connect(name, stream).await
+    }
+
+    /// Sends a request and returns the answer with its head.
+    pub(super) async fn send(&self, request: &[u8]) -> io::Result<String> {
+        let mut stream = self.handshake().await?;
         stream.write_all(request).await?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await?;
@@ -125,7 +131,7 @@ async fn every_refusal_names_the_fault_and_is_counted() {
     assert!(answer.starts_with("HTTP/1.1 403 ") && answer.contains("the API server rejects the token"), "{answer}");
     assert_eq!(cluster.enrolments("token_rejected"), 1);
 
-    let key = cluster.path("certs/ca.key");
+    let key = cluster.path("certs/node-ca.key");
     let pem = fs::read(&key).unwrap();
     fs::write(&key, "garbage").unwrap();
     let answer = client.send(&good).await.unwrap();

@@ -1,0 +1,87 @@
+//! Holders and certificates that a server does not accept, although an authority has signed them.
+
+use std::collections::BTreeSet;
+
+use sha2::{Digest as _, Sha256};
+use x509_parser::prelude::{FromDer as _, X509Certificate};
+
+/// The entries of a file of denied holders and certificates (`--tls-denied`).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Denied(BTreeSet<String>);
+
+impl Denied {
+    /// Reads the entries, one a line: the URI of a holder (`headgate://node/NAME`), or a serial
+    /// number or SHA-256 fingerprint as `openssl x509` prints them. `#` begins a comment.
+    ///
+    /// # Errors
+    ///
+    /// The problem of the first line that is none of these.
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim()).enumerate();
+        let entries = lines.filter(|(_, line)| !line.is_empty()).map(|(index, line)| {
+            let entry = match line.split_once('=') {
+                Some((kind, digits)) => number(kind, &digits.replace(':', "")),
+                None => Some(line.to_owned()).filter(|line| line.starts_with("headgate://")),
+            };
+            entry.ok_or_else(|| format!("line {} is none of them: {line:?}", index + 1))
+        });
+        entries.collect::<Result<_, _>>().map(Self)
+    }
+
+    /// Returns the entries that would deny a certificate (DER) of `holder`, the URI of a role.
+    #[must_use]
+    pub fn entries_of(certificate: &[u8], holder: Option<String>) -> Vec<String> {
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02X}")).collect::<String>();
+        let parsed = X509Certificate::from_der(certificate).ok();
+        let serial = parsed.and_then(|(_, parsed)| number("serial", &hex(parsed.raw_serial())));
+        let fingerprint = number("sha256 fingerprint", &hex(&Sha256::digest(certificate)));
+        holder.into_iter().chain(serial).chain(fingerprint).collect()
+    }
+
+    /// Returns true if the file contains one of these entries.
+    #[must_use]
+    pub fn contains(&self, entries: &[String]) -> bool {
+        entries.iter().any(|entry| self.0.contains(entry))
+    }
+}
+
+/// Returns the entry of a number. DER begins a serial number with a zero byte if its highest bit is
+/// set, and openssl does not print it.
+fn number(kind: &str, digits: &str) -> Option<String> {
+    let (kind, digits) = (kind.to_ascii_lowercase(), digits.to_ascii_uppercase());
+    let is_known = kind == "serial" || kind == "sha256 fingerprint" && digits.len() == 64;
+    let is_hex = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+    (is_known && is_hex).then(|| format!("{kind}={}", digits.trim_start_matches('0')))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use rcgen::{CertificateParams, KeyPair, SerialNumber};
+
+    use super::*;
+
+    #[test]
+    fn holders_serial_numbers_and_fingerprints_are_denied() {
+        let mut params = CertificateParams::default();
+        params.serial_number = Some(SerialNumber::from_slice(&[0, 0xab, 1]));
+        let der = params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().to_vec();
+        let own = Denied::entries_of(&der, Some("headgate://node/n1".to_owned()));
+        let digest: Vec<_> = Sha256::digest(&der).iter().map(|byte| format!("{byte:02x}")).collect();
+        let fingerprint = format!("SHA256 Fingerprint={}", digest.join(":"));
+        for line in ["headgate://node/n1", "serial=AB01", "serial=00ab01 # stolen", &fingerprint] {
+            assert!(Denied::parse(&format!("# none\n\n {line}\n")).unwrap().contains(&own), "{line}");
+        }
+        for line in ["headgate://node/n2", "headgate://reader/n1", "serial=AB0100", ""] {
+            assert!(!Denied::parse(line).unwrap().contains(&own), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_line_that_denies_nothing_is_an_error() {
+        for line in ["n1", "serial=", "serial=xyz", "sha256 Fingerprint=AB", "sha1 Fingerprint=AB"] {
+            let problem = Denied::parse(&format!("headgate://node/n1\n{line}")).unwrap_err();
+            assert!(problem.starts_with("line 2 is none of them"), "{problem}");
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! The identity of replicas of the control plane, and how agents verify it.
+
+use std::sync::Arc;
+
+use rustls::{
+    CertificateError, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
+    client::{
+        danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
+        verify_server_cert_signed_by_trust_anchor,
+    },
+    crypto::{WebPkiSupportedAlgorithms, ring, verify_tls12_signature, verify_tls13_signature},
+    pki_types::{CertificateDer, ServerName, UnixTime},
+    server::ParsedCertificate,
+};
+use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
+
+/// Prefix of the URI in the certificate of a replica.
+pub const REPLICA_URI_PREFIX: &str = "headgate://replica/";
+
+/// Suffix of the DNS name that says the same, for authorities that cannot write URIs.
+const REPLICA_DNS_SUFFIX: &str = ".replica.headgate.internal";
+
+/// Returns true if the subject alternative names of a certificate name a replica.
+pub(crate) fn is_replica(certificate: &X509Certificate<'_>) -> bool {
+    let names = certificate.subject_alternative_name().ok().flatten();
+    names.iter().flat_map(|names| &names.value.general_names).any(|name| match name {
+        GeneralName::URI(uri) => uri.starts_with(REPLICA_URI_PREFIX),
+        GeneralName::DNSName(name) => name.ends_with(REPLICA_DNS_SUFFIX),
+        _ => false,
+    })
+}
+
+/// Returns a verifier that accepts each replica that an authority of `roots` has signed, at
+/// whatever address or name it answers.
+#[must_use]
+pub fn replica_verifier(roots: RootCertStore) -> Arc<dyn ServerCertVerifier> {
+    Arc::new(ReplicaVerifier { roots, algorithms: ring::default_provider().signature_verification_algorithms })
+}
+
+#[derive(Debug)]
+struct ReplicaVerifier {
+    roots: RootCertStore,
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl ServerCertVerifier for ReplicaVerifier {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let parsed = ParsedCertificate::try_from(end_entity)?;
+        verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, intermediates, now, self.algorithms.all)?;
+        match X509Certificate::from_der(end_entity) {
+            Ok((_, certificate)) if is_replica(&certificate) => Ok(ServerCertVerified::assertion()),
+            _ => Err(CertificateError::ApplicationVerificationFailure.into()),
+        }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls12_signature(message, certificate, signed, &self.algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, certificate, signed, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}
