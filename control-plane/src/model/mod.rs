@@ -10,6 +10,7 @@
 mod annotations;
 mod cidrs;
 mod endpoints;
+mod external_ips;
 mod gates;
 mod intern;
 mod node_selector;
@@ -30,7 +31,6 @@ use std::{
 
 use headgate_core::{Change, Service, ServiceCidr, ServiceKey};
 
-pub use self::node_selector::NodeSelector;
 use self::{
     endpoints::Endpoints,
     intern::Interner,
@@ -38,6 +38,7 @@ use self::{
     object_set::{ObjectSet, Outcome, Reading},
     problems::{Findings, Problems, Subject},
 };
+pub use self::{external_ips::ExternalIps, node_selector::NodeSelector};
 use crate::{
     objects::{GateState, Object, ObjectKey, ObjectKind, Pod, PodId},
     transaction::{NodeChange, Problem, Transaction, TriggeredChange},
@@ -79,6 +80,7 @@ pub struct Model {
     endpoints: Endpoints,
     nodes: ObjectSet<Arc<str>, SelectedNode>,
     agent_nodes: NodeSelector,
+    external_ips: ExternalIps,
     service_cidrs: ObjectSet<Box<str>, ServiceCidr>,
     problems: Problems,
     /// The objects that are invalid as a whole.
@@ -99,6 +101,12 @@ impl Model {
     #[must_use]
     pub fn with_agent_nodes(self, agent_nodes: NodeSelector) -> Self {
         Self { agent_nodes, ..self }
+    }
+
+    /// Sets which externalIPs Services may have. Call this method before the first event.
+    #[must_use]
+    pub fn with_external_ips(self, external_ips: ExternalIps) -> Self {
+        Self { external_ips, ..self }
     }
 
     /// Applies one event. `origin` is the place of the object, such as `web.yaml, document 2`;
@@ -237,7 +245,7 @@ impl Model {
 
     fn put_object(&mut self, key: &ObjectKey, object: &Object, origin: &str, trigger_is_new: bool) -> usize {
         let outcome = match object {
-            Object::Service(object) => self.services.put(service_key(key), services::read(object)),
+            Object::Service(object) => self.services.put(service_key(key), services::read(object, &self.external_ips)),
             Object::EndpointSlice(object) => {
                 let reading = slices::read(object, &mut self.interner);
                 self.endpoints.put(key, reading, trigger_is_new, &mut self.interner)

@@ -139,6 +139,8 @@ pub async fn start(
     let (agents, local_addr) = bind("--listen", listen.agents).await?;
     let (inspect, inspect_addr) = bind("--inspect-listen", listen.inspect).await?;
     settings.ports = Ports { agents: local_addr.port(), inspect: inspect_addr.port() };
+    let enrolment = settings.enrolment.as_ref().map(|enrolment| enrolment.listen);
+    settings.listen = [local_addr, inspect_addr].into_iter().chain(enrolment).collect();
     let metrics_listener = match listen.metrics {
         Some(address) => Some(bind("--metrics-listen", address).await?),
         None => None,

@@ -8,7 +8,7 @@ use std::{fmt, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    model::NodeSelector,
+    model::{ExternalIps, NodeSelector},
     transaction::{Problem, Sink},
 };
 
@@ -19,7 +19,7 @@ pub use self::{
     kubernetes::{list_events, watch_events},
 };
 // `crate::serve` uses these items.
-pub(crate) use self::kubernetes::{BackOff, client as kubernetes_client};
+pub(crate) use self::kubernetes::{BackOff, api_server, client as kubernetes_client};
 
 /// Which source to read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,6 +42,8 @@ pub struct SourceSettings {
     pub reads_pods: bool,
     /// Which Nodes should have an agent.
     pub agent_nodes: NodeSelector,
+    /// Which externalIPs Services may have.
+    pub external_ips: ExternalIps,
 }
 
 impl SourceSettings {
@@ -53,7 +55,7 @@ impl SourceSettings {
 impl Default for SourceSettings {
     fn default() -> Self {
         let (watch_silence, agent_nodes) = (Self::DEFAULT_WATCH_SILENCE, NodeSelector::default());
-        Self { kubeconfig: None, watch_silence, reads_pods: false, agent_nodes }
+        Self { kubeconfig: None, watch_silence, reads_pods: false, agent_nodes, external_ips: ExternalIps::default() }
     }
 }
 
@@ -122,7 +124,7 @@ pub async fn run(
     match (spec, settings.kubeconfig.clone()) {
         (SourceSpec::Kubernetes, _) => kubernetes::run(settings, sink, shutdown).await,
         (spec @ SourceSpec::Files(_), Some(path)) => Err(SourceError::UselessKubeconfig(path, spec)),
-        (SourceSpec::Files(folder), None) => files::run(folder, settings.agent_nodes, sink, shutdown).await,
+        (SourceSpec::Files(folder), None) => files::run(folder, settings, sink, shutdown).await,
     }
 }
 

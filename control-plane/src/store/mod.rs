@@ -22,6 +22,7 @@ mod interests;
 mod log;
 mod nodes;
 mod pods;
+mod reserved;
 mod resume;
 #[cfg(test)]
 mod tests;
@@ -29,7 +30,7 @@ mod usage;
 mod verify;
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque, hash_map::Entry},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque, hash_map::Entry},
     sync::{
         Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
         atomic::{AtomicU64, Ordering},
@@ -37,7 +38,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Change, Dirty, Placement, ServiceKey, State, digest::Digests, node_state::SourceState, reference};
+use headgate_core::{
+    Change, Dirty, Placement, ServiceKey, State, digest::Digests, frontends::Frontend, node_state::SourceState,
+    reference,
+};
 use headgate_proto::{References, v1};
 use tokio::sync::watch;
 
@@ -149,6 +153,8 @@ struct Inner {
     pods: Pods,
     gates: WaitingPods,
     witnesses: Witnesses,
+    /// What no Service gets.
+    reserved: BTreeSet<Frontend>,
     version: u64,
     /// The position of each kind, including bookmarks. Positions of agents are compared with these
     /// positions.

@@ -1,7 +1,8 @@
 //! Nodes. A stream receives only the Node of its agent.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
+    net::IpAddr,
     sync::{Arc, Weak},
 };
 
@@ -14,6 +15,9 @@ pub trait NodeObserver: Send + Sync {
     /// The Node of this name has changed or was removed. The committing task calls this method
     /// after the commit, so the method must return quickly.
     fn node_changed(&self, name: &str);
+
+    /// What no Service gets has changed, for all agents. Must return quickly, too.
+    fn reserved_changed(&self);
 }
 
 /// The Node of an agent.
@@ -49,6 +53,12 @@ impl Nodes {
     pub(super) fn get(&self, name: &str) -> OwnNode {
         let known = self.by_name.get(name).map(|(known, _)| known.clone());
         known.unwrap_or(OwnNode { node: None, position: self.position })
+    }
+
+    /// The addresses of Nodes among these.
+    pub(super) fn addresses_among(&self, wanted: &BTreeSet<IpAddr>) -> BTreeSet<IpAddr> {
+        let nodes = self.by_name.values().filter_map(|(known, _)| known.node.as_deref());
+        nodes.flat_map(|node| &node.addresses).filter(|address| wanted.contains(address)).copied().collect()
     }
 
     /// Applies a change that the source made at `position`. Returns the name of the Node if its

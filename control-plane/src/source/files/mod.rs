@@ -23,9 +23,9 @@ use self::{
     folder::{ManifestFolder, Update},
     notices::Notices,
 };
-use super::SourceError;
+use super::{SourceError, SourceSettings};
 use crate::{
-    model::{Event, Model, NodeSelector},
+    model::{Event, Model},
     transaction::{Problem, Sink, SourceKind, Transaction},
 };
 
@@ -37,14 +37,13 @@ const RESCAN: Duration = Duration::from_secs(10);
 /// use.
 pub(super) async fn run(
     folder: PathBuf,
-    agent_nodes: NodeSelector,
+    settings: SourceSettings,
     sink: Arc<dyn Sink>,
     shutdown: CancellationToken,
 ) -> Result<(), SourceError> {
     // The reading thread ends when `stop` is closed, also when this future is dropped.
     let (stop, stopped) = UnixStream::pair().map_err(|error| SourceError::WatchEnded(error.to_string()))?;
-    let mut reading =
-        tokio::task::spawn_blocking(move || FolderReader::start(&folder, agent_nodes, sink).run(&stopped));
+    let mut reading = tokio::task::spawn_blocking(move || FolderReader::start(&folder, settings, sink).run(&stopped));
     let ended = tokio::select! {
         () = shutdown.cancelled() => {
             drop(stop);
@@ -76,10 +75,10 @@ struct Intake {
 
 impl FolderReader {
     /// Starts to watch the folder, and reads all its files once.
-    fn start(root: &Path, agent_nodes: NodeSelector, sink: Arc<dyn Sink>) -> Self {
+    fn start(root: &Path, settings: SourceSettings, sink: Arc<dyn Sink>) -> Self {
         // Notifications name files by absolute paths.
         let root = std::path::absolute(root).unwrap_or_else(|_| root.to_owned());
-        let model = Model::default().with_agent_nodes(agent_nodes);
+        let model = Model::default().with_agent_nodes(settings.agent_nodes).with_external_ips(settings.external_ips);
         let mut reader = Self {
             notices: Notices::new(root.clone()),
             folder: ManifestFolder::new(root),

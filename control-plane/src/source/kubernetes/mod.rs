@@ -30,7 +30,7 @@ use self::{
 };
 use super::{SourceError, SourceSettings};
 use crate::{
-    model::{Event, Model, NodeSelector},
+    model::{Event, Model},
     objects::ObjectKind,
     transaction::{Problem, Sink, SourceKind, Transaction},
 };
@@ -65,7 +65,7 @@ pub(super) async fn run(
     let judging = contact.run(client);
     watches.spawn(shutdown.clone().run_until_cancelled_owned(judging).map(drop));
     drop(sender);
-    let mut state = Applier::new(sink, kinds, settings.agent_nodes);
+    let mut state = Applier::new(sink, kinds, settings);
     let mut gatherer = Gatherer::default();
     loop {
         tokio::select! {
@@ -93,21 +93,31 @@ pub(super) async fn run(
 pub(crate) async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
     // The installation fails only if a provider is already installed, which is harmless.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let mut config = match kubeconfig {
-        None => Config::incluster().map_err(|error| SourceError::NotInCluster(error.to_string()))?,
-        Some(path) => {
-            let refused = |why: String| SourceError::Kubeconfig { path: path.to_owned(), why };
-            let kubeconfig = Kubeconfig::read_from(path).map_err(|error| refused(error.to_string()))?;
-            let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
-            config.map_err(|error| refused(error.to_string()))?
-        }
-    };
+    let mut config = config(kubeconfig).await?;
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     // Each watch has its own time limits.
     config.read_timeout = None;
     // Each watch also has its own back-off, which counts and logs failures.
     config.default_retry = false;
     Client::try_from(config).map_err(|error| SourceError::Client(error.to_string()))
+}
+
+async fn config(kubeconfig: Option<&Path>) -> Result<Config, SourceError> {
+    let Some(path) = kubeconfig else {
+        return Config::incluster().map_err(|error| SourceError::NotInCluster(error.to_string()));
+    };
+    let refused = |why: String| SourceError::Kubeconfig { path: path.to_owned(), why };
+    let kubeconfig = Kubeconfig::read_from(path).map_err(|error| refused(error.to_string()))?;
+    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
+    config.map_err(|error| refused(error.to_string()))
+}
+
+/// The name and port of the API server of [`client`]; `None` if no client can be created, as
+/// [`client`] reports.
+pub(crate) async fn api_server(kubeconfig: Option<&Path>) -> Option<(String, u16)> {
+    let url = config(kubeconfig).await.ok()?.cluster_url;
+    let port = url.port_u16().unwrap_or(if url.scheme_str() == Some("http") { 80 } else { 443 });
+    Some((url.host()?.trim_start_matches('[').trim_end_matches(']').to_owned(), port))
 }
 
 /// Turns updates into transactions.
@@ -129,12 +139,12 @@ struct Applier {
 
 impl Applier {
     /// Creates the state of a source that has listed none of `kinds`.
-    fn new(sink: Arc<dyn Sink>, kinds: BTreeSet<ObjectKind>, agent_nodes: NodeSelector) -> Self {
+    fn new(sink: Arc<dyn Sink>, kinds: BTreeSet<ObjectKind>, settings: SourceSettings) -> Self {
         let reads_pods = kinds.contains(&ObjectKind::Pod);
         let model = if reads_pods { Model::with_gates() } else { Model::default() };
         Self {
             sink,
-            model: model.with_agent_nodes(agent_nodes),
+            model: model.with_agent_nodes(settings.agent_nodes).with_external_ips(settings.external_ips),
             shown_problems: Vec::new(),
             positions: BTreeMap::new(),
             bookmarks: BTreeMap::new(),

@@ -23,7 +23,7 @@ pub use self::{
 };
 use self::{
     digest::{BucketDigest, Digests},
-    frontends::FrontendOwners,
+    frontends::{Frontend, FrontendOwners},
 };
 use crate::model::{Change, Endpoint, Service, ServiceCidr, ServiceKey};
 
@@ -151,6 +151,13 @@ impl State {
     #[must_use]
     pub fn frontends(&self) -> &FrontendOwners {
         &self.frontends
+    }
+
+    /// Replaces the reserved frontends, and adds the Services that gain or lose a frontend to
+    /// `dirty`. If `with_addresses` is true, the addresses are reserved with all ports, as mode IPVS
+    /// needs: its nodes hold every address of a Service themselves.
+    pub fn reserve(&mut self, frontends: &BTreeSet<Frontend>, with_addresses: bool, dirty: &mut Dirty) {
+        dirty.services.extend(self.frontends.reserve(frontends, with_addresses));
     }
 
     /// For each feature that a node may lack, the number of Services that use it.
