@@ -42,8 +42,13 @@ fn text(checked: &Checked, is_wide: bool, style: Style) -> String {
     let count = |outcome| format!("{} {}", checked.count(outcome), outcome.as_str());
     let counts: Vec<String> =
         [Outcome::CarriesOver, Outcome::OtherDefault, Outcome::NoEffect, Outcome::Invalid].map(count).into();
-    format!("{}\n{}.\n{}\n", render::migration(&checked.lines, is_wide, style), counts.join(", "), mode(checked.mode))
+    let table = render::migration(&checked.lines, is_wide, style);
+    format!("{table}\n{}.\n{}\n{EXTERNAL_IPS}\n", counts.join(", "), mode(checked.mode))
 }
+
+const EXTERNAL_IPS: &str = "externalIPs: the production values leave them out (--external-ips of the control plane). The Services\n\
+    that have some:\n  \
+    kubectl get services -A -o custom-columns=NS:.metadata.namespace,NAME:.metadata.name,IPS:.spec.externalIPs | grep -v '<none>'";
 
 /// The mode to choose.
 const fn mode(mode: Option<ProxyMode>) -> &'static str {

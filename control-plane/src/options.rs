@@ -11,7 +11,7 @@ use headgate_core::{ServiceKey, dns_name::check_subdomain, plaintext};
 use headgate_tls::{FileError, Files, Side};
 
 use crate::{
-    model::{NodeSelector, ServiceBudget},
+    model::{ExternalIps, NodeSelector, ServiceBudget},
     serve::{EnrolmentSettings, Listen, PeerSettings, PeerTls, ReadinessSettings, Security, Settings, tls::ServerTls},
     source::{SourceSettings, SourceSpec},
 };
@@ -144,6 +144,13 @@ pub struct Options {
     /// the label kubernetes.io/os counts as a Linux node
     #[arg(long, value_name = "SELECTOR", default_value_t)]
     pub agent_nodes: NodeSelector,
+
+    /// The externalIPs that Services may have: all, none, or ranges of addresses, separated by
+    /// commas. Others are left out of the Service, and are a problem of the Service. Everybody who
+    /// may write a Service can take over connections to its externalIPs, so production values use
+    /// none
+    #[arg(long, value_name = "all|none|CIDRS", default_value_t)]
+    pub external_ips: ExternalIps,
 
     /// A Node counts as one that never had an agent if no replica remembers its stream, all
     /// replicas have run for this time in seconds, and none has vanished for this time. Replicas
@@ -329,6 +336,7 @@ impl Options {
             reads_pods: self.ready_everywhere,
             agent_nodes: self.agent_nodes.clone(),
             service_budget: ServiceBudget::new(self.service_budget),
+            external_ips: self.external_ips.clone(),
         }
     }
 

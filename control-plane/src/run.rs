@@ -9,7 +9,7 @@ use crate::{
     metrics::Metrics,
     options::{Options, OptionsError},
     serve::{self, Running, ServeError},
-    source::{self, SourceError},
+    source::{self, SourceError, SourceSpec},
     store::{Limits, Store},
     transaction::Sink,
 };
@@ -51,12 +51,15 @@ impl ControlPlane {
     pub async fn start(options: &Options, shutdown: CancellationToken) -> Result<Self, RunError> {
         options.check_source()?;
         let security = options.security()?;
+        let mut settings = options.settings();
+        if options.source == SourceSpec::Kubernetes || settings.enrolment.is_some() {
+            settings.api_server = source::api_server(options.kubeconfig.as_deref()).await;
+        }
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let shutdown = shutdown.child_token();
         let running =
-            serve::start(options.listen(), security, options.settings(), Arc::clone(&store), metrics, shutdown.clone())
-                .await?;
+            serve::start(options.listen(), security, settings, Arc::clone(&store), metrics, shutdown.clone()).await?;
         let metrics = running.metrics_addr.map(tracing::field::display);
         tracing::info!(listen = %running.local_addr, inspect = %running.inspect_addr, metrics, source = %options.source, epoch = format!("{:016x}", store.epoch()), "control plane runs");
         let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);

@@ -38,6 +38,9 @@ pub struct Progress {
     /// Services whose rules the kernel rejects, with the reasons. `programmed` excludes these
     /// Services.
     pub rejections: Arc<[v1::Rejection]>,
+    /// Services that lack an address and port, because the agent needs it itself. `programmed`
+    /// includes the rest of these Services.
+    pub left_out: Arc<[v1::Rejection]>,
     /// The last verification of the kernel. `None` before the first one.
     pub verification: Option<Arc<Verification>>,
 }

@@ -166,7 +166,7 @@ async fn run_configured(
 
     // Connect the parts.
     let metrics = Arc::new(Metrics::registered());
-    let (state, state_file) = restore(&options, &settings, &node_name, &metrics);
+    let (state, state_file) = restore(&options, &settings, &node_name, &metrics, dataplane.name());
     // The guard stops all parts of the agent when this function returns, even with an error.
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
@@ -179,7 +179,7 @@ async fn run_configured(
     });
     let enrolment = files.clone().filter(|_| !options.enrolment_address.is_empty()).map(|files| {
         let (token, address) = (options.enrolment_token.clone(), options.enrolment_address.clone());
-        Enrolment::new(files, token, address, metrics.session.clone())
+        Enrolment::new(files, token, address, Arc::clone(&state), metrics.session.clone())
     });
     let tls = files.map(|files| AgentTls::new(files, metrics.session.tls.clone()));
     let (backoff, node) = (Backoff::default(), Arc::clone(&node_name));
@@ -240,6 +240,7 @@ fn restore(
     settings: &Settings,
     node_name: &Arc<str>,
     metrics: &Metrics,
+    backend: &str,
 ) -> (Arc<AgentState>, Option<StateFile>) {
     let opened = options.state_folder().map(|folder| persist::open(folder, Arc::clone(node_name)));
     let (restored, file) = opened.unzip();
@@ -248,7 +249,12 @@ fn restore(
     let state = Arc::new(AgentState::restored(node_name, restored.unwrap_or_default()));
     let Settings { bind_address, allow_external_ips, .. } = *settings;
     let node_awaited_until = NodeSettings::of(settings).needs_node().then(|| Instant::now() + NODE_TIMEOUT);
-    state.set_policy(NodePolicy { bind_address, ignores_external_ips: !allow_external_ips, node_awaited_until });
+    state.set_policy(NodePolicy {
+        bind_address,
+        ignores_external_ips: !allow_external_ips,
+        holds_service_addresses: proxy_mode(backend) == "ipvs",
+        node_awaited_until,
+    });
     if settings.node_ports.names_ipv6_loopback() {
         warn!("NodePorts do not answer on ::1, which nodePortAddresses names: clients on this node can use 127.0.0.1");
     }

@@ -1,12 +1,17 @@
 //! Conversion from the wire to [`headgate_core`]. Unusable resources are reported, and the other
 //! resources are converted.
 
-use std::{collections::HashMap, net::IpAddr, sync::Arc};
+use std::{
+    collections::{BTreeSet, HashMap},
+    net::IpAddr,
+    sync::Arc,
+};
 
 use headgate_core::{
-    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Hints, Node, Placement, Protocol, ProxyProtocol,
-    Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight, address_from_bytes,
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Placement, Protocol,
+    ProxyProtocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight, address_from_bytes,
     digest::{BUCKETS, BucketDigest, Digests},
+    frontends::Frontend,
     pool::Pool,
     reference::Referable,
 };
@@ -374,6 +379,22 @@ pub fn node_from_wire(wire: &v1::Node) -> Result<Node, v1::Rejection> {
         addresses: addresses.map_err(rejection)?,
         going_away: wire.going_away,
     })
+}
+
+/// Converts the reserved frontends of [`v1::OwnNode`].
+///
+/// # Errors
+/// The rejection names the field that cannot be used. A retry with the same message does not help.
+pub fn reserved_from_wire(wire: &[v1::ReservedFrontend]) -> Result<BTreeSet<Frontend>, v1::Rejection> {
+    let frontend = |v1::ReservedFrontend { address, protocol, port, is_ipv6 }: &v1::ReservedFrontend| {
+        let protocol = protocol_from_wire(*protocol, "reserved.protocol")?;
+        let port = non_zero_port(*port, "reserved.port")?;
+        if address.is_empty() {
+            return Ok(Frontend::NodePort(if *is_ipv6 { Family::V6 } else { Family::V4 }, protocol, port));
+        }
+        Ok(Frontend::Address(address_from_wire(address, "reserved.address")?, protocol, port))
+    };
+    wire.iter().map(frontend).collect::<Checked<_>>().map_err(|fault| fault.rejection("Node reserved".to_owned()))
 }
 
 /// Converts digests from a `Hello`. Returns `None` if the numbers of sums and of counts do not both

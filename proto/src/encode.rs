@@ -1,11 +1,15 @@
 //! Conversion from [`headgate_core`] to the wire. The conversion cannot fail.
 
-use std::{collections::HashMap, net::IpAddr, sync::Arc};
+use std::{
+    collections::{BTreeSet, HashMap},
+    net::IpAddr,
+    sync::Arc,
+};
 
 use bytes::Bytes;
 use headgate_core::{
-    Change, Conditions, Endpoint, EndpointPort, Node, Placement, Service, ServiceCidr, ServiceKey, Weight,
-    digest::Digests, reference::Reference,
+    Change, Conditions, Endpoint, EndpointPort, Family, Node, Placement, Service, ServiceCidr, ServiceKey, Weight,
+    digest::Digests, frontends::Frontend, reference::Reference,
 };
 use ipnet::IpNet;
 
@@ -263,6 +267,18 @@ pub fn node_to_wire(node: &Node) -> v1::Node {
         addresses: node.addresses.iter().copied().map(address_to_wire).collect(),
         going_away: node.going_away,
     }
+}
+
+/// Converts reserved frontends for [`v1::OwnNode`].
+#[must_use]
+pub fn reserved_to_wire(reserved: &BTreeSet<Frontend>) -> Vec<v1::ReservedFrontend> {
+    let frontend = |frontend: &Frontend| v1::ReservedFrontend {
+        address: if let Frontend::Address(address, ..) = frontend { address_to_wire(*address) } else { Bytes::new() },
+        protocol: to_number(&PROTOCOLS, frontend.protocol()),
+        port: frontend.port().into(),
+        is_ipv6: frontend.family() == Family::V6,
+    };
+    reserved.iter().map(frontend).collect()
 }
 
 /// Converts digests for [`v1::Resume`].

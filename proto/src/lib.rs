@@ -10,8 +10,8 @@ pub mod frame;
 mod known;
 mod verification;
 
-pub use decode::{Decoder, digests_from_wire, node_from_wire};
-pub use encode::{ChangesBuilder, References, address_to_wire, digests_to_wire, node_to_wire};
+pub use decode::{Decoder, digests_from_wire, node_from_wire, reserved_from_wire};
+pub use encode::{ChangesBuilder, References, address_to_wire, digests_to_wire, node_to_wire, reserved_to_wire};
 use headgate_core::{Protocol, ProxyProtocol, node_state::SourceState};
 /// Rules that all programs share, for programs that do not use the core crate.
 pub use headgate_core::{dns_name::check_subdomain, errors, plaintext};

@@ -10,6 +10,7 @@
 mod annotations;
 mod cidrs;
 mod endpoints;
+mod external_ips;
 mod gates;
 mod intern;
 mod node_selector;
@@ -38,7 +39,7 @@ use self::{
     object_set::{ObjectSet, Outcome, Reading},
     problems::{Findings, MAX_SHOWN, Problems, Subject, and_more},
 };
-pub use self::{node_selector::NodeSelector, size::ServiceBudget};
+pub use self::{external_ips::ExternalIps, node_selector::NodeSelector, size::ServiceBudget};
 use crate::{
     objects::{GateState, Object, ObjectKey, ObjectKind, Pod, PodId},
     transaction::{NodeChange, Problem, Transaction, TriggeredChange},
@@ -80,6 +81,7 @@ pub struct Model {
     endpoints: Endpoints,
     nodes: ObjectSet<Arc<str>, SelectedNode>,
     agent_nodes: NodeSelector,
+    external_ips: ExternalIps,
     service_cidrs: ObjectSet<Box<str>, ServiceCidr>,
     problems: Problems,
     /// The addresses about which the slices of a service contradict each other.
@@ -109,6 +111,12 @@ impl Model {
     pub fn with_service_budget(mut self, service_budget: ServiceBudget) -> Self {
         self.endpoints.budget = service_budget;
         self
+    }
+
+    /// Sets which externalIPs Services may have. Call this method before the first event.
+    #[must_use]
+    pub fn with_external_ips(self, external_ips: ExternalIps) -> Self {
+        Self { external_ips, ..self }
     }
 
     /// Applies one event. `origin` is the place of the object, such as `web.yaml, document 2`;
@@ -253,7 +261,8 @@ impl Model {
     fn put_object(&mut self, key: &ObjectKey, object: &Object, origin: &str, trigger_is_new: bool) -> usize {
         let outcome = match object {
             Object::Service(object) => {
-                self.services.put(service_key(key), services::read(object, self.endpoints.budget))
+                let reading = services::read(object, &self.external_ips, self.endpoints.budget);
+                self.services.put(service_key(key), reading)
             }
             Object::EndpointSlice(object) => {
                 let reading = slices::read(object, &mut self.interner);

@@ -5,7 +5,7 @@ use std::{collections::HashSet, net::IpAddr};
 use headgate_core::{ClientIpAffinity, Family, Service, ServiceKey, ServicePort, TrafficPolicy};
 use ipnet::IpNet;
 
-use super::{annotations, object_set::Reading, parse, problems::Findings, size};
+use super::{ExternalIps, annotations, object_set::Reading, parse, problems::Findings, size};
 use crate::objects::{self, keys};
 
 /// The API's default of `timeoutSeconds`.
@@ -16,8 +16,12 @@ const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 
 /// Reads a Service. The result has no value for ExternalName Services and headless Services. The
 /// result also has no value if the label `service.kubernetes.io/service-proxy-name` assigns the
-/// Service to another proxy.
-pub(super) fn read(object: &objects::Service, budget: size::ServiceBudget) -> Reading<Service> {
+/// Service to another proxy. Leaves out externalIPs that are not allowed.
+pub(super) fn read(
+    object: &objects::Service,
+    allowed: &ExternalIps,
+    budget: size::ServiceBudget,
+) -> Reading<Service> {
     let spec = &object.spec;
     let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
     if object.metadata.labels.get(keys::SERVICE_PROXY_NAME).is_some()
@@ -40,6 +44,8 @@ pub(super) fn read(object: &objects::Service, budget: size::ServiceBudget) -> Re
     }
     let mut service = Service::new(key, cluster_ips, ports);
     read_external_addresses(&object.status, spec, &mut service, &mut findings);
+    let is_allowed = |address: &IpAddr| findings.checked_entry("spec.externalIPs", allowed.check(*address)).is_some();
+    service.external_ips.retain(is_allowed);
     read_policies(spec, &mut service, &mut findings);
     service.session_affinity = session_affinity(spec, &mut findings);
     service.created_unix_seconds = parse::unix_seconds(&object.metadata.creation_timestamp);

@@ -649,3 +649,26 @@ fn nodes_and_service_cidrs_are_read_and_removed() {
     bench.flush();
     assert!(bench.nodes.is_empty() && bench.state.service_cidrs().next().is_none());
 }
+
+#[test]
+fn external_ips_that_are_not_allowed_are_left_out_and_are_problems() {
+    let written = service("s", json!({"externalIPs": ["192.0.2.1", "198.51.100.1"], "externalTrafficPolicy": "Local"}));
+    for (option, kept, policy) in [
+        ("all", 2, TrafficPolicy::Local),
+        ("192.0.2.0/24", 1, TrafficPolicy::Local),
+        ("none", 0, TrafficPolicy::Cluster),
+    ] {
+        let model = Model::default().with_external_ips(option.parse().unwrap());
+        let mut bench = Bench { model, ..Bench::default() };
+        bench.apply(&written);
+        bench.flush();
+        let read = bench.service("s").unwrap();
+        assert_eq!((read.external_ips.len(), read.external_traffic_policy), (kept, policy), "{option}");
+        let problems = bench.problems();
+        assert_eq!(problems.len(), 2 - kept, "{problems:?}");
+        for problem in problems {
+            assert!(problem.starts_with("Service x/s spec.externalIPs"), "{problem}");
+            assert!(problem.contains("is not allowed (--external-ips") && problem.contains("is left out"), "{problem}");
+        }
+    }
+}

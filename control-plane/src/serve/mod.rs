@@ -140,6 +140,8 @@ pub async fn start(
     let (agents, local_addr) = bind("--listen", listen.agents)?;
     let (inspect, inspect_addr) = bind("--inspect-listen", listen.inspect)?;
     settings.ports = Ports { agents: local_addr.port(), inspect: inspect_addr.port() };
+    let enrolment = settings.enrolment.as_ref().map(|enrolment| enrolment.listen);
+    settings.listen = [local_addr, inspect_addr].into_iter().chain(enrolment).collect();
     let metrics_listener = listen.metrics.map(|address| bind("--metrics-listen", address)).transpose()?;
     let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
     let streams = Streams::new(store, Arc::clone(&metrics), settings);

@@ -8,7 +8,7 @@ use std::{fmt, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    model::{Model, NodeSelector, ServiceBudget},
+    model::{ExternalIps, Model, NodeSelector, ServiceBudget},
     transaction::{Problem, Sink},
 };
 
@@ -19,7 +19,7 @@ pub use self::{
     kubernetes::{list_events, watch_events},
 };
 // `crate::serve` uses these items.
-pub(crate) use self::kubernetes::{BackOff, client as kubernetes_client};
+pub(crate) use self::kubernetes::{BackOff, api_server, client as kubernetes_client};
 
 /// Which source to read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,6 +44,8 @@ pub struct SourceSettings {
     pub agent_nodes: NodeSelector,
     /// How much one Service may ask of every node.
     pub service_budget: ServiceBudget,
+    /// Which externalIPs Services may have.
+    pub external_ips: ExternalIps,
 }
 
 impl SourceSettings {
@@ -54,7 +56,7 @@ impl SourceSettings {
     /// An empty model with these settings.
     fn model(&self) -> Model {
         let model = if self.reads_pods { Model::with_gates() } else { Model::default() };
-        model.with_agent_nodes(self.agent_nodes.clone()).with_service_budget(self.service_budget)
+        model.with_agent_nodes(self.agent_nodes.clone()).with_service_budget(self.service_budget).with_external_ips(self.external_ips.clone())
     }
 }
 
@@ -66,6 +68,7 @@ impl Default for SourceSettings {
             reads_pods: false,
             agent_nodes: NodeSelector::default(),
             service_budget: ServiceBudget::default(),
+            external_ips: ExternalIps::default(),
         }
     }
 }

@@ -17,6 +17,7 @@ mod gates;
 mod inspect;
 mod log;
 mod pods;
+mod reserved;
 mod resume;
 #[cfg(test)]
 mod tests;
@@ -24,7 +25,7 @@ mod usage;
 mod verify;
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque, hash_map::Entry},
+    collections::{BTreeMap, BTreeSet, HashMap, VecDeque, hash_map::Entry},
     hash::{BuildHasher as _, RandomState},
     net::IpAddr,
     sync::{
@@ -35,7 +36,8 @@ use std::{
 };
 
 use headgate_core::{
-    Change, Dirty, Node, Placement, ServiceKey, State, digest::Digests, node_state::SourceState, reference,
+    Change, Dirty, Node, Placement, ServiceKey, State, digest::Digests, frontends::Frontend, node_state::SourceState,
+    reference,
 };
 use headgate_proto::{References, v1};
 use tokio::{
@@ -147,6 +149,8 @@ struct Inner {
     pods: Pods,
     gates: WaitingPods,
     witnesses: Witnesses,
+    /// What no Service gets.
+    reserved: BTreeSet<Frontend>,
     version: u64,
     /// The position of each kind, including bookmarks. Positions of agents are compared with these
     /// positions.
@@ -771,6 +775,9 @@ pub trait NodeObserver: Send + Sync {
     /// The Node of this name has changed or was removed. The committing task calls this method
     /// after the commit, so the method must return quickly.
     fn node_changed(&self, name: &str);
+
+    /// What no Service gets has changed, for all agents. Must return quickly, too.
+    fn reserved_changed(&self);
 }
 
 /// The Node of an agent.
@@ -839,6 +846,11 @@ impl Nodes {
             }
         }
         Some(name)
+    }
+
+    /// The addresses of Nodes among these.
+    fn addresses_among(&self, wanted: &BTreeSet<IpAddr>) -> BTreeSet<IpAddr> {
+        wanted.iter().filter(|address| self.have(address.to_canonical())).copied().collect()
     }
 
     /// Returns true if a Node has this address.

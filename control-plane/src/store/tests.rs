@@ -475,6 +475,23 @@ impl NodeObserver for Notified {
     fn node_changed(&self, name: &str) {
         self.0.lock().unwrap().push(name.to_owned());
     }
+
+    fn reserved_changed(&self) {
+        self.0.lock().unwrap().push("reserved".to_owned());
+    }
+}
+
+#[test]
+fn observers_are_notified_once_of_what_is_reserved() {
+    let store = store(Limits::default());
+    let notified = Arc::new(Notified::default());
+    let observer: Arc<dyn NodeObserver> = Arc::<Notified>::clone(&notified);
+    store.observe_nodes(Arc::downgrade(&observer));
+    let all = [([192, 0, 2, 1], 6443).into()].into();
+    store.reserve(&all);
+    store.reserve(&all);
+    assert_eq!(*notified.0.lock().unwrap(), ["reserved"]);
+    assert_eq!(store.reserved().len(), 1);
 }
 
 #[test]

@@ -9,7 +9,7 @@
 use std::{fmt::Display, fs, io, path::Path};
 
 use headgate_core::{Dirty, State};
-use headgate_proto::{Decoder, node_from_wire, v1};
+use headgate_proto::{Decoder, node_from_wire, reserved_from_wire, v1};
 use prost::Message as _;
 use sha2::{Digest as _, Sha256};
 
@@ -95,6 +95,7 @@ pub(super) fn read_from(bytes: &[u8], node_name: &str) -> Result<Restored, LoadE
             let node = own.node.map(|node| node_from_wire(&node)).transpose().map_err(|error| unusable(&error))?;
             let mut held = Held::restored(state, &point);
             held.node_position = own.position;
+            held.reserved = reserved_from_wire(&own.reserved).map_err(|error| unusable(&error))?;
             return Ok(Restored { held, node, may_be_behind: false });
         }
     }

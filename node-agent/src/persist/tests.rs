@@ -2,9 +2,12 @@
 //! an error, and must never panic.
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc, thread, time::Duration};
+use std::{
+    collections::BTreeSet, fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc, thread,
+    time::Duration,
+};
 
-use headgate_core::{Change, Dirty, Node, digest::Digests};
+use headgate_core::{Change, Dirty, Family, Node, Protocol, digest::Digests, frontends::Frontend};
 use headgate_proto::v1;
 use proptest::{prelude::*, sample::Index};
 use prost::Message as _;
@@ -108,7 +111,16 @@ fn with_checksum(content: &[u8]) -> Vec<u8> {
 
 fn own_node(node: Option<Node>, position: u64) -> OwnNode {
     let position = v1::SourcePosition { kind: v1::source_position::Kind::Nodes.into(), position };
-    OwnNode { revision: 1, node, position: Some(position) }
+    OwnNode { revision: 1, node, position: Some(position), reserved: reserved() }
+}
+
+fn reserved() -> BTreeSet<Frontend> {
+    [
+        Frontend::Address([192, 0, 2, 9].into(), Protocol::Tcp, 7443),
+        Frontend::Address([0x2001, 0xdb8, 0, 0, 0, 0, 0, 9].into(), Protocol::Tcp, 7443),
+        Frontend::NodePort(Family::V6, Protocol::Tcp, 7443),
+    ]
+    .into()
 }
 
 fn node(zone: &str) -> Node {
@@ -132,6 +144,14 @@ fn a_state_is_written_and_read_again() {
     agent.batch(vec![service("db", 5433), Change::RemoveServiceCidr("range".into())]);
     agent.save();
     agent.assert_saved();
+}
+
+#[test]
+fn what_is_reserved_is_read_again() {
+    let mut agent = Agent::with_state();
+    agent.shared.set_node(&own_node(None, 20));
+    agent.save();
+    assert_eq!(agent.reload().held.reserved, reserved());
 }
 
 #[test]

@@ -458,9 +458,13 @@ impl Reconciler {
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
         let counts_packets = statistics.iter().any(|family| family.statistics.counts_packets);
         self.metrics.counts_packets.set(counts_packets.into());
+        let left_out = self.shared.left_out();
         self.progress.send_modify(|progress| {
             progress.programmed = programmed;
             progress.failure = None;
+            if *progress.left_out != *left_out {
+                progress.left_out = left_out.into();
+            }
             self.set_rejections(progress);
         });
         if kind == SyncKind::Full {

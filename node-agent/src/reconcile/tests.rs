@@ -131,7 +131,7 @@ fn node() -> Node {
 }
 
 fn own_node(revision: u64, node: Option<&Node>) -> OwnNode {
-    OwnNode { revision, node: node.cloned(), position: None }
+    OwnNode { revision, node: node.cloned(), position: None, reserved: std::collections::BTreeSet::new() }
 }
 
 fn apply_of(calls: &[Call], index: usize) -> Vec<String> {

@@ -1,7 +1,7 @@
 //! The session: connects to a replica, follows its stream, and connects again until the agent
 //! stops.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use headgate_proto::{
     MAX_SERVER_MESSAGE_BYTES,
@@ -44,7 +44,7 @@ impl Session {
 
     /// Follows one replica after another. Never returns.
     async fn follow_replicas(&mut self) {
-        let mut replicas = Replicas::new(self.config.control_planes.clone());
+        let mut replicas = Replicas::new(self.config.control_planes.clone(), Arc::clone(&self.state));
         let mut backoff = self.config.backoff.clone();
         let mut limits = MoveLimits::default();
         while let Some(replica) = replicas.next().await {
@@ -52,6 +52,11 @@ impl Session {
             let end = self.follow(&replica, &replicas, failover).await;
             self.metrics.connected.set(0);
             self.metrics.stream_error(end.reason());
+            if self.welcomed_at.is_none()
+                && let Err(error) = blocking(&self.state, AgentState::free_reserved).await
+            {
+                warn!(%error, "the reserved addresses were not checked");
+            }
             self.distrusts_version |= matches!(end, StreamEnd::Violation(Violation::Reference(_)));
             if self.welcomed_at.is_some_and(|at| at.elapsed() >= HEALTHY_AFTER) {
                 backoff.reset();

@@ -28,9 +28,13 @@ use tracing::{info, warn};
 
 use super::{
     metrics::SessionMetrics,
+    replicas::lookup,
     tls::{AgentTls, blocking},
 };
-use crate::backoff::{Backoff, Jitter, jitter};
+use crate::{
+    backoff::{Backoff, Jitter, jitter},
+    state::AgentState,
+};
 
 /// The longest time for one attempt.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -54,6 +58,8 @@ pub struct Enrolment {
     token: PathBuf,
     /// `HOST:PORT` of the replicas.
     addresses: Vec<String>,
+    /// Reserves the addresses.
+    state: Arc<AgentState>,
     metrics: SessionMetrics,
 }
 
@@ -90,10 +96,17 @@ struct Prepared {
 }
 
 impl Enrolment {
-    /// Uses the files of `files`, the token file, and the addresses `HOST:PORT` of replicas.
+    /// Uses the files of `files`, the token file, and the addresses `HOST:PORT` of replicas, which
+    /// `state` reserves.
     #[must_use]
-    pub fn new(files: Files, token: PathBuf, addresses: Vec<String>, metrics: SessionMetrics) -> Self {
-        Self { files, token, addresses, metrics }
+    pub fn new(
+        files: Files,
+        token: PathBuf,
+        addresses: Vec<String>,
+        state: Arc<AgentState>,
+        metrics: SessionMetrics,
+    ) -> Self {
+        Self { files, token, addresses, state, metrics }
     }
 
     /// Keeps the certificate valid. Cancels `has_certificate` once the files can be used. Never
@@ -162,10 +175,11 @@ impl Enrolment {
         config.alpn_protocols = vec![b"http/1.1".to_vec()];
         config.resumption = Resumption::disabled();
         let invalid = || EnrolmentError::Address(address.to_owned());
-        let (host, _) = address.rsplit_once(':').ok_or_else(invalid)?;
+        let (host, port) = address.rsplit_once(':').ok_or_else(invalid)?;
+        let port = port.parse().map_err(|_| invalid())?;
         let host = host.trim_start_matches('[').trim_end_matches(']');
         let name = ServerName::try_from(host.to_owned()).map_err(|_| invalid())?;
-        let stream = TcpStream::connect(address).await?;
+        let stream = TcpStream::connect(&*lookup(host, port, &self.state).await?).await?;
         // The handshake fails before the token is sent, unless an authority of --tls-ca has signed
         // the server's certificate as one of a replica.
         let stream = TlsConnector::from(Arc::new(config)).connect(name, stream).await.map_err(|error| {

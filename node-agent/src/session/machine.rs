@@ -14,7 +14,7 @@ use headgate_core::{
     reference::Referable,
 };
 use headgate_proto::{
-    Decoder, UnknownReference, node_from_wire,
+    Decoder, UnknownReference, node_from_wire, reserved_from_wire,
     v1::{self, server_message::Body, welcome::ResumeMode},
 };
 
@@ -348,11 +348,13 @@ impl Machine {
         Ok(self.finish(epoch, end.version, staged, Some(Snapshot { buckets, rejected })))
     }
 
-    fn on_node(&mut self, v1::OwnNode { revision, node, position }: v1::OwnNode) -> Effect {
+    fn on_node(&mut self, own: v1::OwnNode) -> Effect {
+        let v1::OwnNode { revision, node, position, reserved } = own;
         let node = node.map(|wire| self.checked(&wire)).transpose();
-        self.rejections.node(node.as_ref().err());
-        match node {
-            Ok(node) => Effect::Node(OwnNode { revision, node, position }),
+        let checked = node.and_then(|node| Ok((node, reserved_from_wire(&reserved)?)));
+        self.rejections.node(checked.as_ref().err());
+        match checked {
+            Ok((node, reserved)) => Effect::Node(OwnNode { revision, node, position, reserved }),
             Err(rejection) => Effect::Reject(vec![rejection]),
         }
     }

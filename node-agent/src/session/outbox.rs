@@ -155,7 +155,7 @@ impl Outbox {
         }
         if let Some(programmed) = programmed.filter(|_| machine.is_following()) {
             let version = programmed.target.version;
-            machine.rejections.set_by_kernel(version, &progress.rejections);
+            machine.rejections.set_by_node(version, &[&*progress.left_out, &*progress.rejections].concat());
             if failed_version.is_none_or(|failed| version < failed) {
                 self.programmed(programmed, failed_version.is_some(), now);
             }

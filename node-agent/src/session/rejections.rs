@@ -38,8 +38,8 @@ pub(super) struct Rejections {
     /// The number of ended rejections whose names `changed` could not hold. The replica still
     /// remembers them, so they count until the stream ends.
     lost_withdrawals: u64,
-    /// Services whose rules the kernel rejects.
-    by_kernel: BTreeMap<String, v1::Rejection>,
+    /// Services whose rules the kernel rejects, or that lack a reserved address and port.
+    by_node: BTreeMap<String, v1::Rejection>,
     /// Resources whose rejections began, changed or ended since the replica heard of them.
     changed: BTreeSet<String>,
     /// True if the replica has to hear of `changed`, or of another number of rejections.
@@ -146,16 +146,17 @@ impl Rejections {
         ended
     }
 
-    /// Records the Services whose rules the kernel rejects at this version.
-    pub(super) fn set_by_kernel(&mut self, version: u64, rejections: &[v1::Rejection]) {
-        if rejections.is_empty() && self.by_kernel.is_empty() {
+    /// Records the Services that this node does not program as a whole at this version. If a Service
+    /// has several rejections, the last one counts.
+    pub(super) fn set_by_node(&mut self, version: u64, rejections: &[v1::Rejection]) {
+        if rejections.is_empty() && self.by_node.is_empty() {
             return;
         }
         let now = rejections.iter().map(|rejection| (rejection.resource.clone(), rejection.clone())).collect();
-        let before = mem::replace(&mut self.by_kernel, now);
+        let before = mem::replace(&mut self.by_node, now);
         let is_other = |(resource, rejection): &(&String, &v1::Rejection)| before.get(*resource) != Some(*rejection);
-        let is_over = |resource: &&String| !self.by_kernel.contains_key(*resource);
-        let new = self.by_kernel.iter().filter(is_other).map(|(resource, _)| resource);
+        let is_over = |resource: &&String| !self.by_node.contains_key(*resource);
+        let new = self.by_node.iter().filter(is_other).map(|(resource, _)| resource);
         let changed: Vec<String> = new.chain(before.keys().filter(is_over)).cloned().collect();
         for resource in changed {
             self.version = version;
@@ -169,7 +170,7 @@ impl Rejections {
             self.changed.insert(resource);
         } else if !self.changed.contains(&resource)
             && !self.received.contains_key(&resource)
-            && !self.by_kernel.contains_key(&resource)
+            && !self.by_node.contains_key(&resource)
         {
             self.lost_withdrawals += 1;
         }
@@ -180,8 +181,8 @@ impl Rejections {
         if self.is_resuming {
             return 0;
         }
-        let only_by_kernel = self.by_kernel.keys().filter(|resource| !self.received.contains_key(*resource));
-        self.forgotten + self.lost_withdrawals + self.received.len() as u64 + only_by_kernel.count() as u64
+        let only_by_node = self.by_node.keys().filter(|resource| !self.received.contains_key(*resource));
+        self.forgotten + self.lost_withdrawals + self.received.len() as u64 + only_by_node.count() as u64
     }
 
     /// True if [`Self::pop`] returns a message.
@@ -197,7 +198,7 @@ impl Rejections {
         let mut nack = v1::Nack { version: self.version, in_force: self.in_force(), ..v1::Nack::default() };
         let mut room = NACK_BYTES;
         while let Some(mut resource) = self.changed.pop_first() {
-            let rejection = self.received.get(&resource).or_else(|| self.by_kernel.get(&resource));
+            let rejection = self.received.get(&resource).or_else(|| self.by_node.get(&resource));
             let rejection = rejection.cloned().map(|mut rejection| {
                 let v1::Rejection { resource, field, reason } = &mut rejection;
                 [resource, field, reason].into_iter().for_each(|text| shorten(text, MAX_TEXT_BYTES));
@@ -380,7 +381,7 @@ mod tests {
         while rejected.pop().is_some() {}
         // The kernel rejects as many others, so that no name of an ended rejection fits.
         let others: Vec<_> = (0..MAX_CHANGED).map(|number| rejection(&format!("Service other/s{number}"))).collect();
-        rejected.set_by_kernel(2, &others);
+        rejected.set_by_node(2, &others);
         rejected.step(3, &[], &[Change::RemoveService(ServiceKey::new("ns", "s1"))], None);
         let in_force = (MAX_KEPT + MAX_CHANGED) as u64;
         assert_eq!(rejected.pop().unwrap().in_force, in_force, "the replica still remembers ns/s1");
@@ -422,18 +423,18 @@ mod tests {
         let nack = |rejected: &mut Rejections| {
             rejected.pop().map(|nack| (nack.rejections.len(), nack.withdrawn.len(), nack.in_force))
         };
-        rejected.set_by_kernel(5, &[api.clone(), web.clone()]);
+        rejected.set_by_node(5, &[api.clone(), web.clone()]);
         assert_eq!(nack(&mut rejected), Some((2, 0, 2)));
         rejected.step(6, &[web, db], &[], None);
         assert_eq!(nack(&mut rejected), Some((2, 0, 3)), "api, db, web");
         // The kernel accepts both. The agent still rejects one of them.
-        rejected.set_by_kernel(6, &[]);
+        rejected.set_by_node(6, &[]);
         assert_eq!(nack(&mut rejected), Some((1, 1, 2)));
         rejected.step(7, &[], &[service("web", 80), service("db", 80)], None);
         assert_eq!(nack(&mut rejected), Some((0, 2, 0)));
         // The agent can use the Service again, and its kernel still rejects it.
         rejected.step(8, slice::from_ref(&api), &[], None);
-        rejected.set_by_kernel(8, slice::from_ref(&api));
+        rejected.set_by_node(8, slice::from_ref(&api));
         rejected.step(9, &[], &[service("api", 80)], None);
         assert_eq!(nack(&mut rejected), Some((1, 0, 1)));
     }

@@ -2,13 +2,25 @@
 //!
 //! Each address of the host in a URL counts as one replica. The order is random, so that agents
 //! spread evenly. Only the replica of the previous attempt comes at the end of the order. Names are
-//! resolved again after all replicas have been tried, because replicas start and stop.
+//! resolved again after all replicas have been tried, because replicas start and stop. No Service
+//! of this node gets the addresses that are found.
 
-use std::{collections::VecDeque, fmt, net::SocketAddr};
+use std::{
+    collections::{BTreeSet, VecDeque},
+    fmt, fs, io,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
 
+use headgate_core::Protocol;
+use tokio::task::spawn_blocking;
 use tracing::warn;
 
-use crate::control_planes::ControlPlane;
+use crate::{control_planes::ControlPlane, state::AgentState};
+
+/// The files that name the node's name servers. The second one has those that systemd-resolved
+/// asks, if the first one names only systemd-resolved.
+const RESOLVER_FILES: [&str; 2] = ["/etc/resolv.conf", "/run/systemd/resolve/resolv.conf"];
 
 /// One replica at one address.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,20 +46,21 @@ impl fmt::Display for Replica {
 #[derive(Debug)]
 pub(super) struct Replicas {
     control_planes: Vec<ControlPlane>,
+    state: Arc<AgentState>,
     waiting: VecDeque<Replica>,
     last: Option<Replica>,
 }
 
 impl Replicas {
-    /// Creates an order of the replicas behind these URLs.
-    pub(super) fn new(control_planes: Vec<ControlPlane>) -> Self {
-        Self { control_planes, waiting: VecDeque::new(), last: None }
+    /// Creates an order of the replicas behind these URLs, whose addresses `state` reserves.
+    pub(super) fn new(control_planes: Vec<ControlPlane>, state: Arc<AgentState>) -> Self {
+        Self { control_planes, state, waiting: VecDeque::new(), last: None }
     }
 
     /// Returns the next replica to try; `None` only if no URL is configured.
     pub(super) async fn next(&mut self) -> Option<Replica> {
         if self.waiting.is_empty() {
-            self.waiting = ordered(resolve(&self.control_planes).await, self.last.as_ref());
+            self.waiting = ordered(resolve(&self.control_planes, &self.state).await, self.last.as_ref());
         }
         self.last = self.waiting.pop_front();
         self.last.clone()
@@ -55,9 +68,9 @@ impl Replicas {
 
     /// Resolves the names again and returns all replicas except the replica that was tried last.
     pub(super) fn others(&self) -> impl Future<Output = Vec<Replica>> + Send + use<> {
-        let (control_planes, last) = (self.control_planes.clone(), self.last.clone());
+        let (control_planes, state, last) = (self.control_planes.clone(), Arc::clone(&self.state), self.last.clone());
         async move {
-            let mut others = resolve(&control_planes).await;
+            let mut others = resolve(&control_planes, &state).await;
             others.retain(|target| target.address.is_some() && Some(target) != last.as_ref());
             others
         }
@@ -83,13 +96,41 @@ fn ordered(mut targets: Vec<Replica>, last: Option<&Replica>) -> VecDeque<Replic
     others.into()
 }
 
-async fn resolve(control_planes: &[ControlPlane]) -> Vec<Replica> {
+/// Resolves a name. No Service of this node gets the addresses from now on, nor the name servers.
+///
+/// # Errors
+/// The name cannot be resolved. Its last addresses stay reserved.
+pub(super) async fn lookup(host: &str, port: u16, state: &Arc<AgentState>) -> io::Result<Vec<SocketAddr>> {
+    if host.parse::<IpAddr>().is_err() {
+        depend_on(state, "name servers".to_owned(), name_servers()).await?;
+    }
+    let addresses: Vec<SocketAddr> = tokio::net::lookup_host((host, port)).await?.collect();
+    let targets = addresses.iter().map(|address| (Protocol::Tcp, *address)).collect();
+    depend_on(state, format!("{host}:{port}"), targets).await?;
+    Ok(addresses)
+}
+
+/// Calls [`AgentState::depends_on`], which may block.
+async fn depend_on(state: &Arc<AgentState>, name: String, on: BTreeSet<(Protocol, SocketAddr)>) -> io::Result<()> {
+    let state = Arc::clone(state);
+    spawn_blocking(move || state.depends_on(&name, on)).await.map_err(io::Error::other)
+}
+
+/// The name servers in the files that the machine has.
+fn name_servers() -> BTreeSet<(Protocol, SocketAddr)> {
+    let texts = RESOLVER_FILES.iter().filter_map(|file| fs::read_to_string(file).ok()).collect::<String>();
+    let servers = texts.lines().filter_map(|line| line.strip_prefix("nameserver")?.trim().parse::<IpAddr>().ok());
+    servers.flat_map(|server| [Protocol::Udp, Protocol::Tcp].map(|by| (by, SocketAddr::new(server, 53)))).collect()
+}
+
+async fn resolve(control_planes: &[ControlPlane], state: &Arc<AgentState>) -> Vec<Replica> {
     let mut targets = Vec::new();
     for control_plane in control_planes {
         let target = |address| Replica { control_plane: control_plane.clone(), address };
         let before = targets.len();
-        match tokio::net::lookup_host(control_plane.host_and_port()).await {
-            Ok(addresses) => targets.extend(addresses.map(|address| target(Some(address)))),
+        let (host, port) = control_plane.host_and_port();
+        match lookup(host, port, state).await {
+            Ok(addresses) => targets.extend(addresses.into_iter().map(|address| target(Some(address)))),
             Err(error) => {
                 warn!(%control_plane, %error, "the name of the control plane cannot be resolved; check the name, and that the node's resolver knows it");
             }
@@ -104,12 +145,14 @@ async fn resolve(control_planes: &[ControlPlane]) -> Vec<Replica> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::collections::BTreeSet;
-
     use super::*;
 
+    fn state() -> Arc<AgentState> {
+        Arc::new(AgentState::new("node-1"))
+    }
+
     fn replicas(urls: &[&str]) -> Replicas {
-        Replicas::new(urls.iter().map(|url| ControlPlane::parse(url, true).unwrap()).collect())
+        Replicas::new(urls.iter().map(|url| ControlPlane::parse(url, true).unwrap()).collect(), state())
     }
 
     #[tokio::test]
@@ -151,17 +194,20 @@ mod tests {
         let first = replicas.next().await;
         assert!(first.is_some());
         assert_eq!(replicas.next().await, first);
-        assert_eq!(Replicas::new(Vec::new()).next().await, None);
+        assert_eq!(Replicas::new(Vec::new(), state()).next().await, None);
     }
 
     #[tokio::test]
     async fn a_name_resolves_to_one_replica_per_address() {
         let control_plane = ControlPlane::parse("https://localhost:7443", false).unwrap();
-        let targets = resolve(&[control_plane]).await;
+        let targets = resolve(&[control_plane], &state()).await;
         let address = targets[0].address.unwrap();
         assert!(address.ip().is_loopback() && address.port() == 7443);
         assert_eq!(targets[0].to_string(), format!("https://localhost:7443/ ({address})"));
         let unknown = ControlPlane::parse("https://headgate.invalid:7443", false).unwrap();
-        assert_eq!(resolve(std::slice::from_ref(&unknown)).await, [Replica { control_plane: unknown, address: None }]);
+        assert_eq!(
+            resolve(std::slice::from_ref(&unknown), &state()).await,
+            [Replica { control_plane: unknown, address: None }]
+        );
     }
 }

@@ -1,13 +1,14 @@
 //! The state that the agent holds, and how a step of the stream changes it.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     net::IpAddr,
 };
 
 use headgate_core::{
     Change, Dirty, Node, ServiceKey, State,
     digest::{self, BUCKETS},
+    frontends::Frontend,
 };
 use headgate_proto::{digests_to_wire, v1};
 
@@ -44,6 +45,8 @@ pub struct OwnNode {
     /// The source's position at the last change of this Node; `None` if the replica did not send
     /// this position.
     pub position: Option<v1::SourcePosition>,
+    /// What no Service gets.
+    pub reserved: BTreeSet<Frontend>,
 }
 
 /// A state that was read from disk.
@@ -87,6 +90,8 @@ pub struct Held {
     /// The source's position at the last change of the agent's own Node. A replica whose Nodes are
     /// behind this position does not send an older Node.
     pub node_position: Option<v1::SourcePosition>,
+    /// What no Service gets, as the replica said last.
+    pub reserved: BTreeSet<Frontend>,
     has_rejections: bool,
 }
 

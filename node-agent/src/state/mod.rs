@@ -9,15 +9,19 @@ pub mod backlog;
 pub mod held;
 
 use std::{
-    collections::BTreeSet,
-    net::IpAddr,
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError},
     time::Instant,
 };
 
-use headgate_core::{Dirty, Node, NodeFacts, ServiceKey, State, StateSource, digest::Digests};
-use headgate_proto::{node_to_wire, v1};
-use tracing::error;
+use headgate_core::{
+    Dirty, Family, Node, NodeFacts, Protocol, ServiceKey, State, StateSource,
+    digest::Digests,
+    frontends::{Conflict, Frontend},
+};
+use headgate_proto::{node_to_wire, reserved_to_wire, v1};
+use tracing::{error, info};
 
 use crate::{
     node_inputs::node_addresses,
@@ -31,6 +35,9 @@ use crate::{
 /// The number of Services that are hashed while the lock is held.
 const SERVICES_AT_ONCE: usize = 256;
 
+/// The maximum number of Services that are reported because they lack something that is reserved.
+const MAX_LEFT_OUT: usize = 1_000;
+
 /// The operator's settings about the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct NodePolicy {
@@ -38,6 +45,8 @@ pub struct NodePolicy {
     pub bind_address: Option<IpAddr>,
     /// True if rules leave out externalIPs.
     pub ignores_external_ips: bool,
+    /// True if the node itself holds every address of a Service, as in mode IPVS.
+    pub holds_service_addresses: bool,
     /// The time until which syncs wait for the Node, if rules depend on it.
     pub node_awaited_until: Option<Instant>,
 }
@@ -69,6 +78,8 @@ struct Shared {
     /// The facts about this node that rules depend on, computed from `node` and `policy`.
     facts: NodeFacts,
     policy: NodePolicy,
+    /// Where the agent connects, by name. No Service gets these addresses and ports.
+    targets: BTreeMap<String, BTreeSet<(Protocol, SocketAddr)>>,
     /// The number of the current stream, from 1.
     stream: u64,
     /// `OwnNode.revision` of the Node that the current stream sent last. 0 if the stream has not
@@ -107,8 +118,23 @@ impl Shared {
     }
 
     fn own_node(&self) -> v1::OwnNode {
-        let node = self.node.as_ref().map(node_to_wire);
-        v1::OwnNode { revision: 0, node, position: self.held.node_position }
+        let Held { node_position: position, reserved, .. } = &self.held;
+        let (node, position) = (self.node.as_ref().map(node_to_wire), *position);
+        v1::OwnNode { revision: 0, node, position, reserved: reserved_to_wire(reserved) }
+    }
+
+    /// Reserves what the replica names, and where the agent connects.
+    fn reserve(&mut self) {
+        let Self { held, targets, facts, policy, dirty, .. } = self;
+        let own = targets.values().flatten().flat_map(|(protocol, at)| {
+            let address = at.ip().to_canonical();
+            // Without a Node, the addresses of this node are not known.
+            let may_be_own = address.is_loopback() || facts.addresses.is_empty() || facts.addresses.contains(&address);
+            let node_port = Frontend::NodePort(Family::of(address), *protocol, at.port());
+            [Some(Frontend::Address(address, *protocol, at.port())), may_be_own.then_some(node_port)]
+        });
+        let all = held.reserved.iter().copied().chain(own.flatten()).collect();
+        held.state.reserve(&all, policy.holds_service_addresses, dirty);
     }
 
     /// Returns what the reconcile loop does next, and when. Takes out a signal that it returns.
@@ -250,6 +276,7 @@ impl AgentState {
             facts: NodeFacts::of(node_name, node.as_ref()),
             node,
             policy: NodePolicy::default(),
+            targets: BTreeMap::new(),
             stream: 0,
             node_revision: 0,
             dirty: Dirty::default(),
@@ -266,6 +293,49 @@ impl AgentState {
         let mut inner = self.lock();
         inner.policy = policy;
         inner.facts = inner.facts_of(inner.node.as_ref());
+        inner.reserve();
+    }
+
+    /// Reserves the addresses and ports to which a name leads, so that no Service gets them. A later
+    /// call with the same name replaces them. Waits for the lock, as [`Self::apply`] does.
+    pub fn depends_on(&self, name: &str, addresses: BTreeSet<(Protocol, SocketAddr)>) {
+        let mut inner = self.lock();
+        if inner.targets.get(name) != Some(&addresses) {
+            inner.targets.insert(name.to_owned(), addresses);
+            inner.reserve();
+            if !inner.dirty.is_empty() {
+                self.backlog.queue_other();
+                inner.generation += 1;
+                self.changed.notify_all();
+            }
+        }
+    }
+
+    /// The Services that lack something because it is reserved, except what the replica has
+    /// reserved itself, for NACKs. At most [`MAX_LEFT_OUT`].
+    pub(crate) fn left_out(&self) -> Vec<v1::Rejection> {
+        let inner = self.lock();
+        let conflicts = inner.held.state.frontends().reserved_conflicts(&inner.held.reserved);
+        let rejection = |(key, conflict): (&Arc<ServiceKey>, Conflict<'_>)| {
+            let (resource, field) = (format!("Service {key}"), conflict.field().to_owned());
+            v1::Rejection { resource, field, reason: conflict.to_string() }
+        };
+        conflicts.take(MAX_LEFT_OUT).map(rejection).collect()
+    }
+
+    /// Call this function if no control plane answers. If a Service lacks something because it is
+    /// reserved, the rules of an earlier run may give it to the Service, and nobody can hear the
+    /// agent. So syncs may program a state from disk.
+    pub(crate) fn free_reserved(&self) {
+        let mut inner = self.lock();
+        let has_conflict = inner.held.state.frontends().reserved_conflicts(&BTreeSet::new()).next().is_some();
+        if has_conflict && inner.lack == Lack::ChangesOfRules {
+            info!(
+                "a Service may have taken an address of the control plane, so that no control plane can answer; programming the last good state"
+            );
+            inner.lack = Lack::Changes;
+            self.changed.notify_all();
+        }
     }
 
     /// The changes that are not in the kernel yet.
@@ -341,7 +411,7 @@ impl AgentState {
     /// is marked as going away, also on disk, so that load balancers send no new connections. The
     /// next Node that arrives replaces the last Node.
     pub fn set_node(&self, own: &OwnNode) {
-        let OwnNode { revision, node, position } = own;
+        let OwnNode { revision, node, position, reserved } = own;
         let mut inner = self.lock();
         let node = node.clone().or_else(|| inner.node.clone().map(|last| Node { going_away: true, ..last }));
         node.iter().for_each(|node| self.backlog.set_node(node));
@@ -356,6 +426,8 @@ impl AgentState {
             inner.node = node;
             inner.held.node_position = *position;
         }
+        inner.held.reserved.clone_from(reserved);
+        inner.reserve();
         inner.node_revision = *revision;
         inner.generation += 1;
         self.changed.notify_all();
@@ -551,9 +623,70 @@ impl AgentState {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use std::time::Duration;
 
+    use headgate_core::{Service, ServicePort};
+
     use super::*;
+
+    /// A Service claims where the agent connects, and then what the replica reserves. It gets each
+    /// back afterwards.
+    #[test]
+    fn the_agent_reserves_where_it_connects_and_what_the_replica_names() {
+        let port = |port| ServicePort { name: "".into(), protocol: Protocol::Tcp, port, node_port: port };
+        let key = ServiceKey::new("tenant", "hostile");
+        let mut service = Service::new(key.clone(), vec![[10, 96, 0, 1].into()], vec![port(80), port(7443)]);
+        service.external_ips = vec![[192, 0, 2, 1].into()];
+        let state = AgentState::new("node-1");
+        state.apply(StateUpdate { epoch: 1, version: 1, changes: vec![service.into()], ..StateUpdate::default() });
+        let at = |port| Frontend::Address([192, 0, 2, 1].into(), Protocol::Tcp, port);
+        let owns = |frontend| state.with_state(|state| state.frontends().owns(&key, &frontend));
+        let node_port = Frontend::NodePort(Family::V4, Protocol::Tcp, 7443);
+        let dirty = || std::mem::take(&mut state.lock().dirty).services.len();
+        assert!(owns(at(7443)) && dirty() == 1 && state.left_out().is_empty());
+
+        let generation = state.lock().generation;
+        state.depends_on("cp", [(Protocol::Tcp, ([192, 0, 2, 1], 7443).into())].into());
+        assert_eq!((owns(at(7443)), owns(at(80)), owns(node_port), dirty()), (false, true, false, 1));
+        assert_eq!(state.lock().generation, generation + 1);
+        let [address, of_node] = &state.left_out()[..] else { panic!("{:?}", state.left_out()) };
+        assert_eq!((address.resource.as_str(), address.field.as_str()), ("Service tenant/hostile", "spec.externalIPs"));
+        assert!(address.reason.starts_with("192.0.2.1 port 7443/TCP is reserved, "), "{}", address.reason);
+        assert_eq!(of_node.field, "spec.ports", "without a Node, the address may be one of this node");
+
+        // The address is no address of the Node, and the replica has reserved it too.
+        let (name, addresses) = ("node-1".into(), vec![[192, 0, 2, 2].into()]);
+        let node = Node { name, zone: None, pod_cidrs: Vec::new(), addresses, going_away: false };
+        let own = |reserved| OwnNode { revision: 1, node: Some(node.clone()), position: None, reserved };
+        state.set_node(&own([at(7443)].into()));
+        assert_eq!((owns(at(7443)), owns(node_port), state.left_out().len()), (false, true, 0));
+        state.depends_on("cp", BTreeSet::new());
+        assert!(!owns(at(7443)));
+        state.set_policy(NodePolicy { holds_service_addresses: true, ..NodePolicy::default() });
+        assert_eq!((owns(at(80)), state.left_out().len()), (false, 1), "the replica does not know the mode");
+        dirty();
+        state.set_node(&own(BTreeSet::new()));
+        assert_eq!((owns(at(7443)), owns(at(80)), dirty()), (true, true, 1));
+    }
+
+    /// After a crash, rules in the kernel may give a Service what the agent needs to hear anything.
+    #[test]
+    fn a_state_from_disk_is_programmed_if_a_service_may_have_taken_the_control_planes_address() {
+        let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 7443, node_port: 0 };
+        let mut service = Service::new(ServiceKey::new("t", "h"), vec![[10, 96, 0, 1].into()], vec![port]);
+        service.external_ips = vec![[192, 0, 2, 1].into()];
+        let mut held = Held::default();
+        let update = StateUpdate { epoch: 1, version: 1, changes: vec![service.into()], ..StateUpdate::default() };
+        held.apply(update, &mut Dirty::default());
+        let state = AgentState::restored("node-1", Restored { held, may_be_behind: true, ..Restored::default() });
+        state.free_reserved();
+        assert!(state.is_unconfirmed(), "no Service claims anything that is reserved");
+        state.depends_on("cp", [(Protocol::Tcp, ([192, 0, 2, 1], 7443).into())].into());
+        assert!(state.is_unconfirmed());
+        state.free_reserved();
+        assert!(!state.is_unconfirmed());
+    }
 
     #[test]
     fn signals_come_before_work_in_their_order_and_each_once() {

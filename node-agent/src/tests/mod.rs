@@ -215,7 +215,7 @@ async fn a_failed_apply_is_reported_and_tried_again() {
 /// The Node of the agent, in this zone.
 fn own_node(revision: u64, zone: &str) -> v1::ServerMessage {
     let node = v1::Node { name: "node-1".into(), zone: zone.into(), ..Default::default() };
-    message(server_message::Body::OwnNode(v1::OwnNode { revision, node: Some(node), position: None }))
+    message(server_message::Body::OwnNode(v1::OwnNode { revision, node: Some(node), ..v1::OwnNode::default() }))
 }
 
 #[tokio::test(flavor = "multi_thread")]

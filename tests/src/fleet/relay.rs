@@ -48,7 +48,15 @@ impl Relay {
     /// # Errors
     /// The relay cannot listen, or a thread cannot be started.
     pub fn start(namespace: &Namespace, target: SocketAddr) -> Result<Self> {
-        let listener = namespace.run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("binding a relay"))?;
+        Self::start_at(namespace, (Ipv4Addr::LOCALHOST, 0).into(), target)
+    }
+
+    /// Starts a relay to `target` at this address of the namespace.
+    ///
+    /// # Errors
+    /// The errors of [`Self::start`].
+    pub fn start_at(namespace: &Namespace, at: SocketAddr, target: SocketAddr) -> Result<Self> {
+        let listener = namespace.run(|| TcpListener::bind(at).context("binding a relay"))?;
         let address = listener.local_addr()?;
         let (gate, is_over) = (Arc::new(Gate::default()), Arc::new(Mutex::new(false)));
         let (doorway, shared, over) = (namespace.doorway()?, Arc::clone(&gate), Arc::clone(&is_over));

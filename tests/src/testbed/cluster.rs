@@ -1,5 +1,6 @@
 //! The programs under test: starts the control plane and the agents, and asks `Inspect` about them.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -73,6 +74,8 @@ pub struct AgentSetup {
     pub in_container: bool,
     /// Omits `--cluster-cidr`, so that the agent cannot tell pods from other clients.
     pub cannot_tell_pods: bool,
+    /// Where the agent reaches the control plane; `None` for the control plane's own address.
+    pub control_plane: Option<SocketAddr>,
     /// Additional arguments.
     pub arguments: Vec<String>,
 }
@@ -117,7 +120,11 @@ fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &Agen
 /// Starts the agent of a node.
 pub(super) fn start_agent(machines: &Machines, backend: Backend, node: &str, setup: &AgentSetup) -> Result<Process> {
     let mut command = agent_command(machines, backend, node, setup)?;
-    command.args(["--control-plane", &control_plane_url(CONTROL_PORT)?, "--insecure-loopback"]);
+    let url = match setup.control_plane {
+        Some(address) => format!("http://{address}"),
+        None => control_plane_url(CONTROL_PORT)?,
+    };
+    command.args(["--control-plane", &url, "--insecure-loopback"]);
     if let Some(tools) = &setup.tools {
         command.env("PATH", format!("{}:{}", tools.display(), std::env::var("PATH").context("PATH is not set")?));
     }

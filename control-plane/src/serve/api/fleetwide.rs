@@ -19,6 +19,7 @@ use crate::{
     serve::{
         context::milliseconds,
         everywhere::{Absence, Link, Verdict},
+        fleet::OF_AGENTS,
     },
     transaction::Problem,
 };
@@ -100,7 +101,8 @@ impl Inspector {
             Some(link.inspect()?.get_status(request).await.ok()?.into_inner())
         };
         for status in join_all(self.everywhere.links().into_iter().map(ask)).await.into_iter().flatten() {
-            let of_nodes = status.problems.into_iter().filter(|problem| problem.object.starts_with("Node "));
+            let is_of_node = |problem: &v1::Problem| problem.object.starts_with("Node ") || problem.origin == OF_AGENTS;
+            let of_nodes = status.problems.into_iter().filter(is_of_node);
             let read = |v1::Problem { object, field, message, origin }| Problem { object, field, message, origin };
             problems.extend(of_nodes.map(read));
             let fleet = status.fleet.unwrap_or_default();

@@ -97,6 +97,7 @@ impl Inspect for Inspector {
         let (fleet_info, mut problems) = self.fleet_info(only_this_replica).await;
         problems.extend(context.store.conflict_problems());
         problems.extend(fleet.all().iter().filter_map(|agent| agent.rivalry()));
+        problems.extend(fleet.rejected());
         problems.extend_from_slice(&context.store.present_problems());
         problems.sort_unstable();
         // Other replicas have the same problems of Nodes.

@@ -38,6 +38,11 @@ pub struct Settings {
     pub enrolment: Option<EnrolmentSettings>,
     /// How conditions of readiness gates are set. `None` turns this off.
     pub readiness: Option<ReadinessSettings>,
+    /// The name and port of the API server; `None` if the replica uses none.
+    pub api_server: Option<(String, u16)>,
+    /// The bound addresses of the ports for agents and other replicas. The start of the servers sets
+    /// this field.
+    pub listen: Vec<SocketAddr>,
     /// The bound ports. The start of the servers sets this field.
     pub ports: Ports,
 }
@@ -118,6 +123,8 @@ impl Default for Settings {
             uncovered_after: Duration::from_secs(600),
             enrolment: None,
             readiness: None,
+            api_server: None,
+            listen: Vec::new(),
             ports: Ports::default(),
         }
     }

@@ -4,6 +4,7 @@
 //! `replicas.rs` follows the other replicas. `here.rs` answers for this replica. `judge.rs`
 //! combines the answers of one round to a verdict.
 
+mod essentials;
 mod here;
 mod judge;
 mod replicas;
@@ -62,6 +63,7 @@ impl Everywhere {
     /// Joins the other replicas, and follows them until `stopped`. Returns once they know this
     /// replica, or cannot be reached.
     pub(crate) async fn start(&self, stopped: CancellationToken) {
+        tokio::spawn(stopped.clone().run_until_cancelled_owned(essentials::follow(Arc::clone(&self.fleet.context))));
         if let Some(replicas) = &self.replicas {
             let run = Arc::clone(replicas).run();
             tokio::spawn(stopped.run_until_cancelled_owned(run));

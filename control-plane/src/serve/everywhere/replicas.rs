@@ -31,7 +31,7 @@ use crate::{
 };
 
 /// How long a connection attempt may take.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A replica that does not answer a keepalive in this time has vanished.
 const KEEPALIVE: Duration = Duration::from_secs(3);

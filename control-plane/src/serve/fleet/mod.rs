@@ -35,11 +35,17 @@ pub(crate) use self::{
     roster::Roster,
 };
 use super::context::Context;
-use crate::store::NodeObserver;
+use crate::{store::NodeObserver, transaction::Problem};
 pub use roster::Departed;
 
 /// When this many nodes are remembered, nodes that have their full allowance again are forgotten.
 const MAX_REMEMBERED: usize = 65_536;
+
+/// The maximum number of rejections that are problems of the fleet.
+const MAX_REJECTED: usize = 1_000;
+
+/// The origin of problems that agents report.
+pub(crate) const OF_AGENTS: &str = "reported by agents";
 
 /// The number of streams that a node may open without a pause: its full allowance. The limit exists
 /// because a new stream can be expensive: the replica may have to compact many changes of its log
@@ -204,6 +210,20 @@ impl Fleet {
     pub(crate) fn len(&self) -> usize {
         self.registry().present.len()
     }
+
+    /// What agents reject, each problem once: at most [`MAX_REJECTED`] problems.
+    pub(crate) fn rejected(&self) -> BTreeSet<Problem> {
+        let mut all = BTreeSet::new();
+        for agent in self.all() {
+            for v1::Rejection { resource, field, reason } in agent.record().rejections.shown() {
+                if all.len() < MAX_REJECTED {
+                    let [object, field, message] = [resource, field, reason].map(String::clone);
+                    all.insert(Problem { object, field, message, origin: OF_AGENTS.to_owned() });
+                }
+            }
+        }
+        all
+    }
 }
 
 impl NodeObserver for Fleet {
@@ -212,6 +232,10 @@ impl NodeObserver for Fleet {
             agent.signal.change_node();
         }
         self.progress.node_changed();
+    }
+
+    fn reserved_changed(&self) {
+        self.registry().present.values().for_each(|agent| agent.signal.change_node());
     }
 }
 

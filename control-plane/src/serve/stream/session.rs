@@ -351,6 +351,7 @@ impl Session {
             revision: self.node_revision,
             node: node.as_deref().map(node_to_wire),
             position: positions_to_wire(position).pop(),
+            reserved: self.streams.context.store.reserved(),
         }))
     }
 }

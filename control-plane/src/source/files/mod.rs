@@ -26,7 +26,7 @@ use self::{
 use super::SourceError;
 use crate::{
     model::{Event, Model},
-    transaction::{Sink, SourceKind, Transaction},
+    transaction::{Problem, Sink, SourceKind, Transaction},
 };
 
 /// Time between scans.

@@ -93,21 +93,31 @@ pub(super) async fn run(
 pub(crate) async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
     // The installation fails only if a provider is already installed, which is harmless.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let mut config = match kubeconfig {
-        None => Config::incluster().map_err(|error| SourceError::NotInCluster(error.to_string()))?,
-        Some(path) => {
-            let refused = |why: String| SourceError::Kubeconfig { path: path.to_owned(), why };
-            let kubeconfig = Kubeconfig::read_from(path).map_err(|error| refused(error.to_string()))?;
-            let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
-            config.map_err(|error| refused(error.to_string()))?
-        }
-    };
+    let mut config = config(kubeconfig).await?;
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     // Each watch has its own time limits.
     config.read_timeout = None;
     // Each watch also has its own back-off, which counts and logs failures.
     config.default_retry = false;
     Client::try_from(config).map_err(|error| SourceError::Client(error.to_string()))
+}
+
+async fn config(kubeconfig: Option<&Path>) -> Result<Config, SourceError> {
+    let Some(path) = kubeconfig else {
+        return Config::incluster().map_err(|error| SourceError::NotInCluster(error.to_string()));
+    };
+    let refused = |why: String| SourceError::Kubeconfig { path: path.to_owned(), why };
+    let kubeconfig = Kubeconfig::read_from(path).map_err(|error| refused(error.to_string()))?;
+    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
+    config.map_err(|error| refused(error.to_string()))
+}
+
+/// The name and port of the API server of [`client`]; `None` if no client can be created, as
+/// [`client`] reports.
+pub(crate) async fn api_server(kubeconfig: Option<&Path>) -> Option<(String, u16)> {
+    let url = config(kubeconfig).await.ok()?.cluster_url;
+    let port = url.port_u16().unwrap_or(if url.scheme_str() == Some("http") { 80 } else { 443 });
+    Some((url.host()?.trim_start_matches('[').trim_end_matches(']').to_owned(), port))
 }
 
 /// Turns updates into transactions.
@@ -132,6 +142,7 @@ impl Applier {
         Self {
             sink,
             model,
+            shown_problems: Vec::new(),
             positions: BTreeMap::new(),
             bookmarks: BTreeMap::new(),
             received: None,

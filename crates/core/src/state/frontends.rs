@@ -12,6 +12,10 @@
 //! has given it to a Service of another proxy. Services may share the addresses of load balancers
 //! and externalIPs elsewhere, with different ports.
 //!
+//! Some frontends are reserved: where agents reach the control plane, and replicas the API server.
+//! No Service gets them, except as its ClusterIP. Otherwise a Service could keep agents from
+//! hearing of its own correction.
+//!
 //! No node forwards traffic from a frontend to Services that do not own it. `headgatectl` shows
 //! these Services as conflicts.
 
@@ -31,6 +35,8 @@ use crate::model::{Family, Protocol, Service, ServiceKey, ServicePort};
 pub enum Claim {
     /// One of its ClusterIPs.
     ClusterIp,
+    /// Reserved, by no Service.
+    Reserved,
     /// An address of its load balancer.
     LoadBalancerIp,
     /// One of its externalIPs.
@@ -45,6 +51,7 @@ impl Claim {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::ClusterIp => "ClusterIP",
+            Self::Reserved => "reserved",
             Self::LoadBalancerIp => "load balancer IP",
             Self::ExternalIp => "externalIP",
             Self::NodePort => "NodePort",
@@ -94,6 +101,8 @@ pub struct FrontendOwners {
     lost: BTreeMap<Arc<ServiceKey>, BTreeMap<Place, Claim>>,
     /// The ranges of ServiceCIDRs. Only ClusterIPs are candidates for places in them.
     service_ranges: Vec<IpNet>,
+    /// The places that are reserved, with their candidates, which are also in `places`.
+    reserved: BTreeMap<Place, Candidate>,
 }
 
 /// A frontend or an address that a Service specifies and does not get.
@@ -112,7 +121,7 @@ impl Conflict<'_> {
     pub fn field(&self) -> &'static str {
         match self.claim {
             Claim::ClusterIp => "spec.clusterIPs",
-            Claim::LoadBalancerIp => "status.loadBalancer.ingress",
+            Claim::Reserved | Claim::LoadBalancerIp => "status.loadBalancer.ingress",
             Claim::ExternalIp => "spec.externalIPs",
             Claim::NodePort => "spec.ports",
         }
@@ -132,6 +141,11 @@ impl fmt::Display for Conflict<'_> {
                 " is in the range of a ServiceCIDR, which is for ClusterIPs: give the Service another address",
             );
         };
+        if owner.claim == Claim::Reserved {
+            return f.write_str(
+                " is reserved, because agents or replicas depend on it (docs/security.md): give this Service another address or port",
+            );
+        }
         write!(f, " belongs to Service {}, ", owner.key)?;
         match owner.claim {
             claim if claim == self.claim => f.write_str("which is older or comes first by name")?,
@@ -232,10 +246,11 @@ impl Candidates {
     }
 }
 
-/// True if a candidate gets nothing at a place with this first candidate.
+/// True if a Service gets nothing at a place with this first candidate.
 fn excludes(place: Place, first: &Candidate, candidate: &Candidate) -> bool {
-    let is_cluster_ip = |candidate: &Candidate| candidate.claim == Claim::ClusterIp;
-    matches!(place, Place::Frontend(_)) || is_cluster_ip(first) && !is_cluster_ip(candidate)
+    let has_address = |candidate: &Candidate| candidate.claim <= Claim::Reserved;
+    candidate.claim != Claim::Reserved
+        && (matches!(place, Place::Frontend(_)) || has_address(first) && !has_address(candidate))
 }
 
 impl FrontendOwners {
@@ -259,6 +274,45 @@ impl FrontendOwners {
         for (place, Candidate { claim, .. }) in now.iter().filter(|(place, _)| matches!(place, Place::Address(_))) {
             self.lost.entry(Arc::clone(key)).or_default().insert(*place, *claim);
         }
+        self.change(&old, new)
+    }
+
+    /// Replaces the reserved frontends, and returns the Services that gain or lose a frontend. If
+    /// `with_addresses` is true, the addresses are reserved with all ports.
+    pub(super) fn reserve(&mut self, frontends: &BTreeSet<Frontend>, with_addresses: bool) -> Vec<Arc<ServiceKey>> {
+        let places = frontends.iter().flat_map(|frontend| {
+            let address = match frontend {
+                Frontend::Address(address, ..) if with_addresses => Some(Place::Address(*address)),
+                _ => None,
+            };
+            address.into_iter().chain([Place::Frontend(*frontend)])
+        });
+        let candidate = Candidate { claim: Claim::Reserved, created_unix_seconds: 0, key: Arc::default() };
+        let new: BTreeMap<Place, Candidate> = places.map(|place| (place, candidate.clone())).collect();
+        let old = std::mem::replace(&mut self.reserved, new.clone());
+        self.change(&old, new)
+    }
+
+    /// Returns the Services that do not get what is reserved, without the frontends in `known`. The
+    /// cost depends on what is reserved, and on these Services.
+    pub fn reserved_conflicts(
+        &self,
+        known: &BTreeSet<Frontend>,
+    ) -> impl Iterator<Item = (&Arc<ServiceKey>, Conflict<'_>)> {
+        let is_known = |place: &Place| matches!(place, Place::Frontend(frontend) if known.contains(frontend));
+        let places = self.reserved.keys().filter(move |place| !is_known(place));
+        places.filter_map(|place| Some((*place, self.places.get(place)?))).flat_map(
+            |(place, Candidates { first, others })| {
+                let others = others.as_deref().into_iter().flatten();
+                let lost = others.filter(move |other| first.claim == Claim::Reserved && excludes(place, first, other));
+                lost.map(move |Candidate { key, claim, .. }| (key, Conflict { place, claim: *claim, owner: Some(first) }))
+            },
+        )
+    }
+
+    /// Replaces candidates. Returns the Services, besides those of the candidates, that gain or
+    /// lose a frontend.
+    fn change(&mut self, old: &BTreeMap<Place, Candidate>, new: BTreeMap<Place, Candidate>) -> Vec<Arc<ServiceKey>> {
         let mut affected = Vec::new();
         for (place, candidate) in old.iter().filter(|(place, candidate)| new.get(place) != Some(candidate)) {
             self.remove(*place, candidate, &mut affected);
@@ -352,17 +406,17 @@ impl FrontendOwners {
         let of_frontend = first(Place::Frontend(*frontend))?;
         match frontend {
             Frontend::Address(address, ..) if of_frontend.claim != Claim::ClusterIp => {
-                first(Place::Address(*address)).filter(|first| first.claim == Claim::ClusterIp).or(Some(of_frontend))
+                first(Place::Address(*address)).filter(|first| first.claim <= Claim::Reserved).or(Some(of_frontend))
             }
             _ => Some(of_frontend),
         }
     }
 
-    /// Returns the Service that owns a frontend, or `None` if no Service is a candidate for it.
-    /// The owner of a ClusterIP also owns frontends there that only other Services specify.
+    /// Returns the Service that owns a frontend, or `None` if no Service gets the frontend. The
+    /// owner of a ClusterIP also owns frontends there that only other Services specify.
     #[must_use]
     pub fn owner(&self, frontend: &Frontend) -> Option<&ServiceKey> {
-        self.first(frontend).map(|first| &*first.key)
+        self.first(frontend).filter(|first| first.claim != Claim::Reserved).map(|first| &*first.key)
     }
 
     /// True if the Service owns the frontend, or would own it if it specified the frontend.
@@ -371,7 +425,7 @@ impl FrontendOwners {
         let lost = self.lost.get(key);
         let is_lost = |address| lost.is_some_and(|lost| lost.contains_key(&Place::Address(address)));
         let has_lost = Place::Frontend(*frontend).address().is_some_and(is_lost);
-        !has_lost && self.owner(frontend).is_none_or(|owner| owner == key)
+        !has_lost && self.first(frontend).is_none_or(|first| *first.key == *key)
     }
 
     /// Returns why a Service that specifies a frontend does not own it.

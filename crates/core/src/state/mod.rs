@@ -17,7 +17,7 @@ use compact_str::CompactString;
 
 use crate::model::{Change, Endpoint, Family, LoadBalancing, Protocol, Service, ServiceCidr, ServiceKey};
 use digest::{BucketDigest, Digests};
-use frontends::FrontendOwners;
+use frontends::{Frontend, FrontendOwners};
 
 /// The state that all nodes share. It does not depend on the order in which changes arrived.
 #[derive(Debug, Default)]
@@ -143,6 +143,13 @@ impl State {
     #[must_use]
     pub fn frontends(&self) -> &FrontendOwners {
         &self.frontends
+    }
+
+    /// Replaces the reserved frontends, and adds the Services that gain or lose a frontend to
+    /// `dirty`. If `with_addresses` is true, the addresses are reserved with all ports, as mode IPVS
+    /// needs: its nodes hold every address of a Service themselves.
+    pub fn reserve(&mut self, frontends: &BTreeSet<Frontend>, with_addresses: bool, dirty: &mut Dirty) {
+        dirty.services.extend(self.frontends.reserve(frontends, with_addresses));
     }
 
     /// For each feature that a node may lack, the number of Services that use it.

@@ -355,11 +355,11 @@ fn only_a_usable_node_with_the_agents_name_is_accepted() {
     let own = |name: &str, addresses: Vec<prost::bytes::Bytes>| {
         let node = v1::Node { name: name.into(), addresses, ..Default::default() };
         let position = Some(v1::SourcePosition { kind: v1::source_position::Kind::Nodes.into(), position: 20 });
-        message(Body::OwnNode(v1::OwnNode { revision: 4, node: Some(node), position }))
+        message(Body::OwnNode(v1::OwnNode { revision: 4, node: Some(node), position, ..v1::OwnNode::default() }))
     };
     let effect = |agent: &mut Agent, message| agent.machine.on_message(message).unwrap().pop().unwrap();
     let good = effect(&mut agent, own("node-1", vec![vec![10, 0, 0, 1].into()]));
-    let Effect::Node(OwnNode { revision: 4, node: Some(node), position: Some(position) }) = good else {
+    let Effect::Node(OwnNode { revision: 4, node: Some(node), position: Some(position), .. }) = good else {
         panic!("{good:?}")
     };
     assert_eq!((node.addresses.len(), position.position), (1, 20));
@@ -369,7 +369,7 @@ fn only_a_usable_node_with_the_agents_name_is_accepted() {
     assert!(matches!(foreign, Effect::Reject(rejections) if rejections[0].resource == "Node node-2"));
     let unknown = v1::OwnNode { revision: 5, ..v1::OwnNode::default() };
     let unknown = effect(&mut agent, message(Body::OwnNode(unknown)));
-    assert!(matches!(unknown, Effect::Node(OwnNode { revision: 5, node: None, position: None })));
+    assert!(matches!(unknown, Effect::Node(OwnNode { revision: 5, node: None, position: None, .. })));
 }
 
 #[test]
@@ -481,7 +481,7 @@ fn a_step_states_whether_a_rejection_is_in_force() {
     assert_eq!(has_rejections(batch(3, 4, &[endpoint("web", 7, 1)]), false), [true], "the rejection is still in force");
     assert_eq!(has_rejections(batch(4, 5, &[service("bad", 1)]), false), [false]);
     let foreign = v1::Node { name: "node-2".into(), ..v1::Node::default() };
-    let own_node = v1::OwnNode { revision: 1, node: Some(foreign), position: None };
+    let own_node = v1::OwnNode { revision: 1, node: Some(foreign), ..v1::OwnNode::default() };
     assert_eq!(has_rejections(message(Body::OwnNode(own_node)), false), [false; 0]);
     // A rejected Node is not included, because each stream sends the Node again.
     assert_eq!(has_rejections(batch(5, 6, &[endpoint("web", 8, 1)]), false), [false]);

@@ -207,7 +207,12 @@ impl Stream {
                     own.position.map(|(kind, position)| v1::SourcePosition { kind: wire_kind(kind), position });
                 let node = own.node.as_deref().map(node_to_wire);
                 self.sent_node = Some(own);
-                return Some(Body::OwnNode(v1::OwnNode { revision: self.node_revision, node, position }));
+                return Some(Body::OwnNode(v1::OwnNode {
+                    revision: self.node_revision,
+                    node,
+                    position,
+                    ..v1::OwnNode::default()
+                }));
             }
         }
         if let Reading::Waiting(resumption) = &self.place {

@@ -91,7 +91,12 @@ fn stream() -> Vec<u8> {
     }
     let node = v1::Node { name: "node-a".into(), zone: "zone-1".into(), ..v1::Node::default() };
     let position = Some(v1::SourcePosition { kind: v1::source_position::Kind::Nodes.into(), position: 100 });
-    bytes.extend(message(Body::OwnNode(v1::OwnNode { revision: 1, node: Some(node), position })));
+    bytes.extend(message(Body::OwnNode(v1::OwnNode {
+        revision: 1,
+        node: Some(node),
+        position,
+        ..v1::OwnNode::default()
+    })));
     bytes.extend(message(Body::Heartbeat(v1::Heartbeat {
         head_version: 4,
         source_age_ms: 12,

@@ -67,12 +67,40 @@ fn any_change() -> impl Strategy<Value = Change> {
     prop_oneof![8 => any_service().prop_map(Change::from), 2 => removal, 2 => service_cidr, 1 => no_service_cidr]
 }
 
+/// What is reserved, and whether with whole addresses.
+type Reserved = (BTreeSet<Frontend>, bool);
+
+fn any_reserved() -> impl Strategy<Value = Reserved> {
+    let protocol = || prop::sample::select(vec![Protocol::Tcp, Protocol::Udp]);
+    let frontend = prop_oneof![
+        (any_address(1..4), protocol(), 80u16..83)
+            .prop_map(|(address, protocol, port)| Frontend::Address(address, protocol, port)),
+        protocol().prop_map(|protocol| Frontend::NodePort(Family::V4, protocol, 30_000)),
+    ];
+    (prop::collection::btree_set(frontend, 0..4), any::<bool>())
+}
+
+/// A change of a Service, or of what is reserved.
+#[derive(Debug, Clone)]
+enum Step {
+    Change(Change),
+    Reserve(Reserved),
+}
+
+fn any_step() -> impl Strategy<Value = Step> {
+    prop_oneof![5 => any_change().prop_map(Step::Change), 1 => any_reserved().prop_map(Step::Reserve)]
+}
+
 fn services(state: &State) -> Vec<&Service> {
     state.entries().filter_map(|(_, entry)| entry.service()).collect()
 }
 
 /// The owner of a frontend by the rules at the head of the module, without any index.
-fn owner_by_the_rules<'a>(state: &'a State, frontend: Frontend) -> Option<&'a ServiceKey> {
+fn owner_by_the_rules<'a>(
+    state: &'a State,
+    (reserved, with_addresses): &Reserved,
+    frontend: Frontend,
+) -> Option<&'a ServiceKey> {
     let services = services(state);
     let is_in_range = |address: IpAddr| {
         let mut ranges = state.service_cidrs().flat_map(|service_cidr| &service_cidr.cidrs);
@@ -93,10 +121,14 @@ fn owner_by_the_rules<'a>(state: &'a State, frontend: Frontend) -> Option<&'a Se
         Frontend::NodePort(..) => false,
     });
     let holder = holders.map(|service| (service.created_unix_seconds, &service.key)).min();
-    Some(match holder {
-        Some((_, holder)) if strongest.0 != Claim::ClusterIp => holder,
-        _ => strongest.2,
-    })
+    let is_address =
+        |of: &Frontend| matches!((of, frontend), (Frontend::Address(of, ..), Frontend::Address(at, ..)) if *of == at);
+    let is_reserved = reserved.contains(&frontend) || *with_addresses && reserved.iter().any(is_address);
+    match holder {
+        Some((_, holder)) if strongest.0 != Claim::ClusterIp => Some(holder),
+        _ if strongest.0 != Claim::ClusterIp && is_reserved => None,
+        _ => Some(strongest.2),
+    }
 }
 
 /// The frontends that each Service owns.
@@ -118,12 +150,20 @@ fn is_at(conflict: &Conflict<'_>, frontend: Frontend) -> bool {
 
 proptest! {
     #[test]
-    fn owners_follow_the_rules_after_any_changes(changes in prop::collection::vec(any_change(), 1..20)) {
-        let mut state = State::default();
-        for change in changes {
+    fn owners_follow_the_rules_after_any_changes(steps in prop::collection::vec(any_step(), 1..20)) {
+        let (mut state, mut reserved) = (State::default(), Reserved::default());
+        for step in steps {
             let before = owned(&state);
             let mut dirty = Dirty::default();
-            state.apply(change, &mut dirty);
+            match step {
+                Step::Change(change) => {
+                    state.apply(change, &mut dirty);
+                }
+                Step::Reserve(new) => {
+                    reserved = new;
+                    state.reserve(&reserved.0, reserved.1, &mut dirty);
+                }
+            }
             let after = owned(&state);
             for (key, frontend) in before.symmetric_difference(&after) {
                 prop_assert!(dirty.services.contains(key), "{} gained or lost {}, and is not dirty", key, frontend);
@@ -133,7 +173,7 @@ proptest! {
             for service in &services {
                 let conflicts: Vec<_> = state.frontends().conflicts(&service.key).collect();
                 for (frontend, _) in frontends_of(service) {
-                    let owner = owner_by_the_rules(&state, frontend);
+                    let owner = owner_by_the_rules(&state, &reserved, frontend);
                     prop_assert_eq!(state.frontends().owner(&frontend), owner, "the owner of {}", frontend);
                     let found = conflicts.iter().filter(|conflict| is_at(conflict, frontend)).count();
                     prop_assert_eq!(found, usize::from(owner != Some(&service.key)), "{} of {}", frontend, service.key);
@@ -146,6 +186,9 @@ proptest! {
                     prop_assert_eq!(at.map(|(_, claim)| claim).min(), Some(conflict.claim), "{}", conflict);
                     prop_assert!(conflict.owner.is_none_or(|owner| *owner.key != service.key), "{}", conflict);
                 }
+            }
+            for (key, conflict) in state.frontends().reserved_conflicts(&BTreeSet::new()) {
+                prop_assert!(state.frontends().conflicts(key).any(|of| of.place == conflict.place), "{}", conflict);
             }
             let found: BTreeSet<ServiceKey> = state.frontends().losers().map(|key| (**key).clone()).collect();
             prop_assert_eq!((state.frontends().losers().len(), found), (losers.len(), losers));
@@ -174,6 +217,29 @@ fn an_edit_that_changes_no_claim_touches_no_other_service() {
     state.apply(Change::RemoveService(ServiceKey::new("t", "web")), &mut Dirty::default());
     // The others have equal ports, so only one of them gets the frontend.
     assert_eq!(state.frontends().losers().len(), 9);
+}
+
+#[test]
+fn a_service_that_loses_what_is_reserved_gets_it_back_afterwards() {
+    let port = |port| ServicePort { name: "".into(), protocol: Protocol::Tcp, port, node_port: 0 };
+    let mut state = State::default();
+    let mut service = Service::new(ServiceKey::new("t", "web"), vec![address(9)], vec![port(80), port(7443)]);
+    service.external_ips = vec![address(1)];
+    state.apply(service.clone().into(), &mut Dirty::default());
+    let frontend = |port| Frontend::Address(address(1), Protocol::Tcp, port);
+    let owns = |state: &State, port| state.frontends().owns(&service.key, &frontend(port));
+    for (with_addresses, serves_other) in [(false, true), (true, false)] {
+        let mut dirty = Dirty::default();
+        state.reserve(&[frontend(7443)].into(), with_addresses, &mut dirty);
+        assert_eq!((dirty.services.len(), owns(&state, 7443), owns(&state, 80)), (1, false, serves_other));
+        let reported: Vec<_> = state.frontends().reserved_conflicts(&[frontend(7443)].into()).collect();
+        assert_eq!(reported.is_empty(), serves_other, "whole addresses are not known elsewhere");
+        assert_eq!(state.frontends().reserved_conflicts(&BTreeSet::new()).count(), if with_addresses { 2 } else { 1 });
+        let mut dirty = Dirty::default();
+        state.reserve(&BTreeSet::new(), with_addresses, &mut dirty);
+        assert_eq!((dirty.services.len(), owns(&state, 7443), owns(&state, 80)), (1, true, true));
+        assert_eq!(state.frontends().losers().len(), 0);
+    }
 }
 
 #[test]

@@ -1,0 +1,3 @@
+//! Attacks of tenants, pods and nodes, with real programs and real rules.
+
+mod lockout;

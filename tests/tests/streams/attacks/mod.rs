@@ -1,0 +1,3 @@
+//! Attacks on a replica in the test's process.
+
+mod lockout;
