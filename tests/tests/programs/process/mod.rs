@@ -3,6 +3,7 @@
 //! a folder of manifests.
 
 mod all_in_one;
+mod attacks;
 mod config;
 mod counters;
 mod degraded;

@@ -1,0 +1,3 @@
+//! Attacks of tenants and pods, with real programs.
+
+mod deputy;
