@@ -4,10 +4,11 @@
 //! The agent computes these inputs from the settings, its own Node and the addresses of the
 //! machine's interfaces. It computes them again whenever one of these sources may have changed.
 
-use std::net::IpAddr;
+use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{
     Demand, Family, Node,
+    dialling::DialPolicy,
     explain::{self, Mode},
     iptables::NodePortAddresses,
     masquerade::{LocalDetector, MasqueradeConfig},
@@ -25,6 +26,12 @@ pub struct NodeSettings {
     pub node_ports: NodePortSelector,
     /// An address of the node that takes precedence over the addresses in the Node.
     pub bind_address: Option<IpAddr>,
+    /// The ranges of `--pod-ranges`.
+    pub pod_ranges: Vec<IpNet>,
+    /// True if programs of the node connect to endpoints: a proxy, or health checks.
+    pub dials: bool,
+    /// True if a proxy carries connections.
+    pub has_proxy: bool,
 }
 
 /// The resolved settings, for both families.
@@ -42,6 +49,8 @@ pub struct NodeInputs {
     /// addresses of services in mode ipvs. Empty if neither the settings nor the dataplane need
     /// these addresses.
     pub interfaces: Vec<IpAddr>,
+    /// The addresses that programs of the node connect to.
+    pub dialled: Arc<DialPolicy>,
 }
 
 impl NodeInputs {
@@ -104,7 +113,25 @@ impl NodeSettings {
             detect_local: settings.detect_local.clone(),
             node_ports: settings.node_ports.clone(),
             bind_address: settings.bind_address,
+            ..Self::default()
         }
+    }
+
+    /// The ranges of all pods that the settings name: `--pod-ranges` and the cluster CIDRs.
+    #[must_use]
+    pub fn ranges_of_pods(&self) -> Vec<IpNet> {
+        let DetectLocal::ClusterCidr(cidrs) = &self.detect_local else { return self.pod_ranges.clone() };
+        [&self.pod_ranges[..], cidrs].concat()
+    }
+
+    fn dialled(&self, node: Option<&Node>, interfaces: &[IpAddr]) -> DialPolicy {
+        if !self.dials {
+            return DialPolicy::default();
+        }
+        let (pod_cidrs, addresses) = node.map(|node| (&*node.pod_cidrs, &*node.addresses)).unwrap_or_default();
+        let ranges = [&self.ranges_of_pods(), pod_cidrs].concat();
+        let policy = DialPolicy::new(ranges, interfaces.iter().chain(addresses).copied());
+        DialPolicy { has_proxy: self.has_proxy, ..policy }
     }
 
     /// True when the result of [`Self::resolve`] depends on the Node.
@@ -117,7 +144,7 @@ impl NodeSettings {
     /// interfaces.
     #[must_use]
     pub fn needs_interfaces(&self) -> bool {
-        !self.node_ports.cidrs.is_empty()
+        self.dials || !self.node_ports.cidrs.is_empty()
     }
 
     /// Resolves the settings. `interfaces` are the addresses of the machine's interfaces, sorted
@@ -126,6 +153,7 @@ impl NodeSettings {
     pub fn resolve(&self, node: Option<&Node>, interfaces: &[IpAddr]) -> NodeInputs {
         NodeInputs {
             interfaces: interfaces.to_vec(),
+            dialled: Arc::new(self.dialled(node, interfaces)),
             detector_v4: self.detector(Family::V4, node),
             detector_v6: self.detector(Family::V6, node),
             node_ports_v4: self.addresses(Family::V4, node, interfaces),
@@ -152,6 +180,12 @@ impl NodeSettings {
             if let Some(missing) = missing.filter(|_| inputs.detector(family).is_none()) {
                 complaints.push(format!(
                     "{missing}. In {family}, connections to ClusterIPs keep their source address, and rules cannot distinguish pods from other clients"
+                ));
+            }
+            let is_dialled = |range: &IpNet| Family::of(range.addr()) == family;
+            if self.dials && !inputs.dialled.ranges.iter().any(is_dialled) {
+                complaints.push(format!(
+                    "no {family} range of pods is known, so neither the proxy of mode userspace nor health checks connect to {family} endpoints: add the range to --pod-ranges"
                 ));
             }
             let has_no_address = *inputs.node_ports(family) == NodePortAddresses::Only(vec![]);
@@ -301,6 +335,35 @@ mod tests {
         assert_eq!(complaints(&primary, None, &both), none);
         assert_eq!(complaints(&primary, Some(&v4_node), &demand(&["10.96.0.1"])), none);
         assert!(complaints(&primary, Some(&v4_node), &both)[0].contains("no IPv6 NodePort answers"));
+    }
+
+    #[test]
+    fn programs_of_the_node_connect_to_the_ranges_of_pods_and_not_to_the_node() {
+        let range = |text: &str| text.parse::<IpNet>().unwrap();
+        let settings = NodeSettings {
+            pod_ranges: vec![range("fd00::/16")],
+            detect_local: DetectLocal::ClusterCidr(vec![range("10.244.0.0/16")]),
+            dials: true,
+            has_proxy: true,
+            ..NodeSettings::default()
+        };
+        let own = node(&["10.9.0.0/24"], &["10.244.0.9"]);
+        let inputs = settings.resolve(Some(&own), &["10.244.0.1", "127.0.0.1"].map(ip));
+        let policy = &inputs.dialled;
+        assert!(["10.244.1.1", "10.9.0.1", "fd00::1"].iter().all(|address| policy.permits(ip(address))));
+        let left_out = ["10.244.0.1", "10.244.0.9", "10.10.0.1", "::1"];
+        assert!(policy.has_proxy && !left_out.iter().any(|address| policy.permits(ip(address))));
+        let idle = NodeSettings { dials: false, ..settings.clone() };
+        assert_eq!(*idle.resolve(Some(&own), &[]).dialled, DialPolicy::default());
+        assert!(settings.needs_interfaces() && !idle.needs_interfaces());
+        let v4_only = NodeSettings { pod_ranges: Vec::new(), ..settings };
+        let complaints =
+            v4_only.complaints(true, &v4_only.resolve(Some(&own), &[]), &demand(&["10.96.0.1", "fd00::1"]));
+        assert!(
+            complaints.iter().any(|sentence| sentence.starts_with("no IPv6 range of pods is known")),
+            "{complaints:?}"
+        );
+        assert!(!complaints.iter().any(|sentence| sentence.contains("no IPv4 range of pods")), "{complaints:?}");
     }
 
     // rows: 46, 47

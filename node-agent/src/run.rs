@@ -8,7 +8,7 @@ use std::{
 };
 
 use futures::{FutureExt as _, future::BoxFuture};
-use headgate_core::Demand;
+use headgate_core::{Demand, dialling::DialPolicy};
 use headgate_listener::{HttpConnections, open_files};
 use headgate_settings::Settings;
 use tokio::{sync::oneshot, task};
@@ -30,7 +30,7 @@ use crate::{
     node_inputs::NodeSettings,
     node_queries::{Explainer, Knowledge},
     observers::{Observer, conntrack::ConntrackCleaner, endpoint_checks, health_check_ports},
-    options::{Configured, Options, OptionsError},
+    options::{Configured, Options, OptionsError, ProxyMode},
     persist::{self, Saver, StateFile},
     reconcile::{Reconciler, Timing},
     session::{
@@ -89,6 +89,11 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
         warn!("{warning}");
     }
     // Check these options before changing the machine.
+    if configured.settings.mode == ProxyMode::Userspace
+        && node_settings(&options, &configured.settings).ranges_of_pods().is_empty()
+    {
+        return Err(OptionsError::NoPodRanges.into());
+    }
     options.node_name(&configured.settings)?;
     options.control_planes()?;
     let _claim = tokio::select! {
@@ -261,6 +266,11 @@ fn restore(
     (state, file)
 }
 
+/// The settings that depend on the Node, without what the dataplane adds.
+fn node_settings(options: &Options, settings: &Settings) -> NodeSettings {
+    NodeSettings { pod_ranges: options.pod_ranges.clone(), ..NodeSettings::of(settings) }
+}
+
 /// Returns the reconcile loop with its observers, the data of the pages, and the tasks of the
 /// observers.
 fn workers(
@@ -279,7 +289,12 @@ fn workers(
     let proxy = dataplane.proxy();
     let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
     let (reconciler, progress) = Reconciler::new(dataplane, Arc::clone(state), metrics.sync.clone(), timing);
-    let mut reconciler = reconciler.with_node_settings(NodeSettings::of(settings));
+    let has_proxy = proxy.is_some();
+    // The proxy connects to no address before the addresses of the node are known.
+    state.set_dialled(Arc::new(DialPolicy { has_proxy, ..DialPolicy::default() }));
+    let dials = has_proxy || !options.health_check_namespaces.is_empty();
+    let node_settings = NodeSettings { dials, has_proxy, ..node_settings(options, settings) };
+    let mut reconciler = reconciler.with_node_settings(node_settings);
     let needs_interfaces = cleans_conntrack || reconciler.needs_interfaces();
     let follow = || interfaces::follow(metrics.interfaces.clone(), interfaces::RECEIVE_BUFFER_BYTES);
     let interfaces = needs_interfaces.then(follow).transpose()?;
@@ -288,8 +303,9 @@ fn workers(
     let of_ports = metrics.health_check_ports.clone();
     let (health_check_ports, health_check_server) =
         health_check_ports::new(of_ports, inputs.clone(), Arc::clone(&backlog), patience, Arc::clone(&connections));
+    let namespaces = options.health_check_namespaces.clone();
     let (checked_endpoints, checker) =
-        endpoint_checks::new(options.check_timing(), Arc::clone(state), metrics.endpoint_checks.clone());
+        endpoint_checks::new(namespaces, options.check_timing(), Arc::clone(state), metrics.endpoint_checks.clone());
     let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
     let mut tasks = vec![health_check_server.run(running.clone()).boxed(), checker.run(running.clone()).boxed()];
     if let Some(interfaces) = interfaces {

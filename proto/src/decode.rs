@@ -442,6 +442,12 @@ fn show_address(bytes: &[u8]) -> String {
     address_from_wire(bytes, "").map_or_else(|_| "?".to_owned(), |address| address.to_string())
 }
 
+/// Reads at most `most` ranges.
+pub(crate) fn ranges_from_wire(wire: &[v1::IpPrefix], most: usize, field: &str) -> Result<Vec<IpNet>, String> {
+    let part = wire.get(..most).unwrap_or(wire);
+    prefixes_from_wire(part, field).map_err(|Fault { field, reason }| format!("{field}: {reason}"))
+}
+
 fn prefixes_from_wire(wire: &[v1::IpPrefix], field: &str) -> Checked<Vec<IpNet>> {
     let prefix = |(i, wire): (usize, &v1::IpPrefix)| {
         let field = format!("{field}[{i}]");

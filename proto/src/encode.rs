@@ -333,6 +333,6 @@ pub fn address_to_wire(address: IpAddr) -> Bytes {
     }
 }
 
-fn prefix_to_wire(prefix: &IpNet) -> v1::IpPrefix {
+pub(crate) fn prefix_to_wire(prefix: &IpNet) -> v1::IpPrefix {
     v1::IpPrefix { address: address_to_wire(prefix.addr()), prefix_length: u32::from(prefix.prefix_len()) }
 }

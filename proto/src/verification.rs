@@ -10,6 +10,7 @@ use std::{
 use bytes::Bytes;
 use headgate_core::{
     Family, NodeFacts, Protocol, ServiceKey, State, address_from_bytes,
+    dialling::DialPolicy,
     digest::{BucketDigest, Digests},
     endpoint_health::FailingEndpoints,
     explain::{Mode, NodeSettings},
@@ -17,8 +18,14 @@ use headgate_core::{
     iptables::NodePortAddresses,
     masquerade::{LocalDetector, MasqueradeConfig},
 };
+use ipnet::IpNet;
 
-use crate::{address_to_wire, encode::key_to_wire, v1};
+use crate::{
+    address_to_wire,
+    decode::ranges_from_wire,
+    encode::{key_to_wire, prefix_to_wire},
+    v1,
+};
 
 /// The maximum number of Services whose failing endpoints a message contains.
 const MAX_FAILING: usize = 1_000;
@@ -114,6 +121,8 @@ impl NodeView {
             recognises_pods: settings.masquerade.detector(*family).is_some(),
             has_node_ports: *settings.node_ports(*family) != NodePortAddresses::Only(Vec::new()),
         };
+        let prefixes =
+            |prefixes: &[IpNet]| prefixes.iter().filter(|_| facts.dialled.has_proxy).map(prefix_to_wire).collect();
         v1::NodeView {
             zone: facts.zone.as_deref().unwrap_or_default().to_owned(),
             addresses: facts.addresses.iter().copied().map(address_to_wire).collect(),
@@ -123,6 +132,8 @@ impl NodeView {
             mode: settings.mode.as_str().to_owned(),
             families: families.iter().map(family).collect(),
             own_node: None,
+            dialled: prefixes(&facts.dialled.ranges),
+            dialled_never: prefixes(&facts.dialled.of_node),
         }
     }
 
@@ -137,6 +148,11 @@ impl NodeView {
             addresses: addresses(&wire.addresses)?,
             ignores_external_ips: wire.ignores_external_ips,
             failing: failing_from_wire(&wire.failing)?,
+            dialled: Arc::new(DialPolicy {
+                ranges: ranges_from_wire(&wire.dialled, MAX_ADDRESSES, "dialled")?,
+                of_node: ranges_from_wire(&wire.dialled_never, MAX_ADDRESSES, "dialled_never")?,
+                has_proxy: matches!(mode, Mode::Userspace | Mode::UserspaceIptables),
+            }),
             ..NodeFacts::named(node)
         };
         let mut settings = NodeSettings {
@@ -205,9 +221,11 @@ mod tests {
         facts.zone = Some("zone-a".into());
         facts.addresses = vec!["192.0.2.1".parse().unwrap(), "2001:db8::1".parse().unwrap()];
         let key = Arc::new(ServiceKey::new("ns", "web"));
+        let policy = DialPolicy::new(vec!["10.244.0.0/16".parse().unwrap()], facts.addresses.clone());
+        facts.dialled = Arc::new(DialPolicy { has_proxy: true, ..policy });
         facts.failing.set(&key, ["10.0.0.1:80".parse().unwrap(), "[fd00::1]:80".parse().unwrap()].into());
         let settings = NodeSettings {
-            mode: Mode::Ipvs,
+            mode: Mode::Userspace,
             masquerade: MasqueradeConfig {
                 detector_v4: Some(LocalDetector::InterfaceNamePrefix(String::new())),
                 ..MasqueradeConfig::default()

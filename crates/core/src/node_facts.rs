@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use crate::{endpoint_health::FailingEndpoints, model::Node};
+use crate::{conventions::dialling::DialPolicy, endpoint_health::FailingEndpoints, model::Node};
 
 /// Facts about one node. The view of a service depends on the shared state and on these facts.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -17,6 +17,8 @@ pub struct NodeFacts {
     pub ignores_external_ips: bool,
     /// Endpoints that fail this node's health checks.
     pub failing: FailingEndpoints,
+    /// The addresses that the node's programs connect to.
+    pub dialled: Arc<DialPolicy>,
 }
 
 impl NodeFacts {

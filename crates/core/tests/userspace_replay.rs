@@ -9,6 +9,7 @@ use std::{
 
 use headgate_core::{
     Dirty, Family, FixedState, NodeFacts, Protocol, State,
+    dialling::DialPolicy,
     nftables::Lookup,
     userspace::{Listening, Operation, PoolSettings, UserspaceLedger, UserspacePlan},
 };
@@ -77,7 +78,11 @@ struct Rig {
 impl Rig {
     fn new(family: Family, listening: Listening) -> Self {
         let ledger = UserspaceLedger::new(family, listening);
-        Self { table: Table::default(), ledger, state: State::default(), node: node() }
+        // The proxy connects to some of the endpoints.
+        let ranges = ["10.244.0.0/30", "fd00:244::/126"].map(|range| range.parse().unwrap());
+        let dialled = DialPolicy { has_proxy: true, ..DialPolicy::new(ranges.to_vec(), []) };
+        let node = NodeFacts { dialled: dialled.into(), ..node() };
+        Self { table: Table::default(), ledger, state: State::default(), node }
     }
 
     fn full(&mut self) {

@@ -204,8 +204,8 @@ impl Services {
         is_owner
     }
 
-    /// Sets the addresses of the node. An endpoint at such an address is not tried if its port is a
-    /// NodePort.
+    /// Sets the addresses of the node. An endpoint at such an address is not tried: the program there
+    /// would take the client for the node.
     pub fn set_node_addresses(&self, addresses: impl IntoIterator<Item = IpAddr>) {
         self.write().node_addresses = addresses.into_iter().collect();
     }
@@ -261,11 +261,11 @@ impl Services {
         of(address).or_else(|| of(any_address(address)))
     }
 
-    /// Whether rules lead connections to an address back to this proxy.
+    /// Whether an address is an address of the node, or rules lead connections there back to this
+    /// proxy.
     pub(crate) fn has_address(&self, protocol: Protocol, address: SocketAddr) -> bool {
         let table = self.read();
-        let has = |address| table.addresses.contains_key(&(protocol, address));
-        has(address) || (table.node_addresses.contains(&address.ip()) && has(any_address(address)))
+        table.addresses.contains_key(&(protocol, address)) || table.node_addresses.contains(&address.ip())
     }
 
     fn service(&self, id: ServiceId) -> Option<Arc<Service>> {

@@ -68,7 +68,7 @@ counters! {
         failed,
         /// Attempts to connect to another endpoint, after an endpoint failed.
         retries,
-        /// Endpoints that were not tried, because their address is the address of a Service.
+        /// Endpoints that were not tried, because their address is that of a Service or of the node.
         loops,
         /// Connections to endpoints.
         connected,
@@ -96,7 +96,8 @@ counters! {
         dropped_by_limit,
         /// Datagrams that were dropped because the Service had no endpoint.
         dropped_without_endpoint,
-        /// Datagrams that were dropped because the address of the endpoint is that of a Service.
+        /// Datagrams that were dropped because the endpoint has the address of a Service or of the
+        /// node.
         dropped_by_loop,
         /// Datagrams that were dropped because a session lacked a descriptor or kernel memory.
         dropped_by_exhaustion,

@@ -467,7 +467,8 @@ impl<D: Dataplane> OneFamily<D> {
 const MISSING_IPV6: &str = "IPv6 is off on this node, so IPv6 Services do not work on it: switch IPv6 on \
      (net.ipv6.conf.all.disable_ipv6=0, and no ipv6.disable=1 on the kernel's command line), and start the agent again";
 
-fn with_names(Degradation { sentence, services }: Degradation) -> String {
+/// The sentence with the names of the first services.
+pub(crate) fn with_names(Degradation { sentence, services }: Degradation) -> String {
     if services.is_empty() {
         return sentence;
     }

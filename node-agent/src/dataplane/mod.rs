@@ -29,6 +29,7 @@ pub use contract::{
     ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, Finding, KernelHandle, ProxyCounts, Report,
     RulesDifferences, RulesVerification, Statistics, TableStatistics, TryWake, WakeLoop,
 };
+pub(crate) use dual_stack::with_names;
 pub use dual_stack::{DualStack, NodeDataplane};
 pub use error::{DataplaneError, ErrorKind};
 pub use leftovers::Leftover;

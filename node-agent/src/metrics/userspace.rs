@@ -37,7 +37,11 @@ const COUNTERS: [Figure; 18] = [
     ("connections_idle", "Connections that ended because they were idle for too long", |s| s.idle),
     ("endpoint_connects", "Connections that endpoints accepted", |s| s.connected),
     ("endpoint_retries", "Attempts to connect to another endpoint, after an endpoint failed", |s| s.retries),
-    ("endpoint_loops", "Endpoints that were not tried, because their address is the address of a Service", |s| s.loops),
+    (
+        "endpoint_loops",
+        "Endpoints that were not tried, because their address is the address of a Service or of the node",
+        |s| s.loops,
+    ),
     ("bytes_to_endpoints", "Bytes from clients to endpoints, without headers", |s| s.bytes_to_endpoints),
     ("bytes_to_clients", "Bytes from endpoints to clients, without headers", |s| s.bytes_to_clients),
     ("affinity_evictions", "Clients whose ClientIP affinity was forgotten early, because the table was full", |s| {

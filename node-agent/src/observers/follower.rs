@@ -37,10 +37,9 @@ impl<T> Mailbox<T> {
 }
 
 /// Computes the value of one service. The cost must depend on the size of that service only.
-pub type Find<T> = fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T>;
+type Find<T> = Box<dyn Fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T> + Send>;
 
 /// The observer that sends the changes.
-#[derive(Debug)]
 pub struct Follower<T> {
     find: Find<T>,
     /// The values that were sent.
@@ -52,9 +51,12 @@ pub struct Follower<T> {
 impl<T> Follower<T> {
     /// Returns a follower, and the mailbox from which the task takes the changes.
     #[must_use]
-    pub fn new(find: Find<T>) -> (Self, Mailbox<T>) {
+    pub fn new(
+        find: impl Fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T> + Send + 'static,
+    ) -> (Self, Mailbox<T>) {
         let (waiting, arrived) = watch::channel(Changes::new());
-        let follower = Self { find, sent: HashMap::new(), planned: Changes::new(), mailbox: waiting.clone() };
+        let follower =
+            Self { find: Box::new(find), sent: HashMap::new(), planned: Changes::new(), mailbox: waiting.clone() };
         (follower, Mailbox { waiting, arrived })
     }
 }

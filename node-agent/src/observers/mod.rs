@@ -10,7 +10,7 @@ pub mod endpoint_checks;
 mod follower;
 pub mod health_check_ports;
 
-pub use follower::{Changes, Find, Follower, Mailbox};
+pub use follower::{Changes, Follower, Mailbox};
 
 use std::{collections::BTreeSet, sync::Arc};
 

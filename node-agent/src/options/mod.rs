@@ -15,6 +15,8 @@ use clap::{
     ArgAction, ArgMatches, CommandFactory as _, FromArgMatches as _,
     builder::{PossibleValuesParser, TypedValueParser as _},
 };
+use ipnet::IpNet;
+
 use headgate_core::{endpoint_health::CheckTiming, iptables::Layout};
 use headgate_settings::{self as settings, ConfigError, Flags, Settings, fields::FIELDS, remark::Remark};
 use headgate_tls::{Files, Side};
@@ -41,6 +43,11 @@ pub enum OptionsError {
     /// `--cleanup=false`.
     #[error("--control-plane: pass at least one URL, such as https://192.0.2.10:7443")]
     NoControlPlane,
+    /// Mode userspace knows no range of pods.
+    #[error(
+        "mode userspace needs the ranges of pods, because its proxy connects to no other addresses: pass --pod-ranges, such as 10.244.0.0/16,fd00:10:244::/48, or --cluster-cidr"
+    )]
+    NoPodRanges,
     /// A flag that names a TLS file is missing.
     #[error("--control-plane names an https URL, which needs --tls-cert, --tls-key and --tls-ca; missing: {0}")]
     TlsFilesMissing(String),
@@ -176,6 +183,13 @@ pub struct Options {
         default_missing_value = "true", value_name = "BOOL", value_parser = truth)]
     pub userspace_service_counters: bool,
 
+    /// Addresses that programs of the node connect to, besides the cluster CIDRs and the podCIDRs
+    /// of the node: the ranges of pods, and other endpoints that the proxy of mode userspace and
+    /// health checks may reach. They never connect to link-local addresses, metadata servers, and
+    /// addresses of the node itself. Repeat the flag, or separate ranges by commas
+    #[arg(long, value_name = "CIDR", value_delimiter = ',')]
+    pub pod_ranges: Vec<IpNet>,
+
     /// Mode userspace: write a line to the log for each TCP connection that ends, with the client,
     /// the Service, the endpoint, the duration, the bytes, and how the connection ended
     #[arg(long, action = ArgAction::Set, default_value_t = false, num_args = 0..=1, require_equals = true,
@@ -214,6 +228,12 @@ pub struct Options {
     /// Longest time for one health check, or a quarter of its interval if that is shorter
     #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = check_timeout)]
     pub health_check_timeout: Duration,
+
+    /// Namespaces whose Services may ask for health checks of their endpoints, with the annotation
+    /// headgate.io/health-check; * for all namespaces. Repeat the flag, or separate names by
+    /// commas. Without the flag, no endpoint is checked
+    #[arg(long, value_name = "NAMESPACE", value_delimiter = ',')]
+    pub health_check_namespaces: Vec<String>,
 
     /// Where pods that stop ask when no node sends new connections to them any more
     /// (docs/drain.md), such as 0.0.0.0:10261. Pods must reach this address, so it has its own

@@ -35,7 +35,9 @@ use tracing::{debug, error, info, warn};
 
 use crate::{
     backoff::{Backoff, Jitter},
-    dataplane::{DataplaneError, ErrorKind, FamilyStatistics, Fault, Finding, NodeDataplane, Report},
+    dataplane::{
+        DataplaneError, Degradation, ErrorKind, FamilyStatistics, Fault, Finding, NodeDataplane, Report, with_names,
+    },
     interfaces::Interfaces,
     memory,
     node_inputs::{NodeInputs, NodeSettings},
@@ -547,6 +549,9 @@ impl Reconciler {
     fn publish_status(&self) {
         let demand = self.shared.with_state(|state| *state.demand());
         let mut now = status(self.dataplane.as_ref(), &demand);
+        let unchecked = self.shared.unchecked().into_iter();
+        let unchecked = unchecked.map(|(reason, services)| Degradation { sentence: reason.to_owned(), services });
+        now.degraded.extend(unchecked.map(with_names));
         now.degraded.extend(self.node_settings.complaints(self.is_node_known, &self.inputs.borrow(), &demand));
         self.metrics.degraded_modes.set(i64::try_from(now.degraded.len()).unwrap_or(i64::MAX));
         self.progress.send_if_modified(|progress| {
@@ -577,6 +582,7 @@ impl Reconciler {
             self.unfinished.needs_full = true;
             self.done = None;
         }
+        self.shared.set_dialled(Arc::clone(&inputs.dialled));
         self.inputs.send_replace(inputs);
     }
 

@@ -17,6 +17,7 @@ use std::{
 
 use headgate_core::{
     Dirty, Family, Node, NodeFacts, Protocol, ServiceKey, State, StateSource,
+    dialling::DialPolicy,
     digest::Digests,
     frontends::{Conflict, Frontend},
 };
@@ -57,7 +58,11 @@ pub struct AgentState {
     backlog: Arc<Backlog>,
     inner: Mutex<Shared>,
     changed: Condvar,
+    unchecked: Mutex<Unchecked>,
 }
+
+/// The Services that have fewer health checks than they ask for, by the reason.
+pub(crate) type Unchecked = BTreeMap<&'static str, BTreeSet<Arc<ServiceKey>>>;
 
 /// What the state may lack, although its positions include it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -114,7 +119,8 @@ impl Shared {
         let facts = NodeFacts::of(&self.facts.name, node);
         let NodePolicy { bind_address, ignores_external_ips, .. } = self.policy;
         let addresses = node_addresses(&facts.addresses, bind_address);
-        NodeFacts { addresses, ignores_external_ips, failing: self.facts.failing.clone(), ..facts }
+        let (failing, dialled) = (self.facts.failing.clone(), Arc::clone(&self.facts.dialled));
+        NodeFacts { addresses, ignores_external_ips, failing, dialled, ..facts }
     }
 
     fn own_node(&self) -> v1::OwnNode {
@@ -285,7 +291,7 @@ impl AgentState {
             verifications_requested: 0,
             generation: 0,
         };
-        Self { backlog, inner: Mutex::new(inner), changed: Condvar::new() }
+        Self { backlog, inner: Mutex::new(inner), changed: Condvar::new(), unchecked: Mutex::default() }
     }
 
     /// Sets the operator's settings about the node, before the first sync.
@@ -399,6 +405,31 @@ impl AgentState {
             inner.dirty.services.extend(services);
             self.backlog.queue_other();
             inner.generation += 1;
+            self.changed.notify_all();
+        }
+    }
+
+    /// The Services that have fewer health checks than they ask for, by the reason.
+    pub(crate) fn unchecked(&self) -> Unchecked {
+        self.unchecked.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Sets why a Service has fewer health checks than it asks for; `None` if it has all of them.
+    pub(crate) fn set_unchecked(&self, key: &Arc<ServiceKey>, reason: Option<&'static str>) {
+        let mut unchecked = self.unchecked.lock().unwrap_or_else(PoisonError::into_inner);
+        unchecked.retain(|_, services| !(services.remove(key) && services.is_empty()));
+        reason.map(|reason| unchecked.entry(reason).or_default().insert(Arc::clone(key)));
+    }
+
+    /// Sets the addresses that programs of the node connect to. If they change, the next sync is a
+    /// full sync.
+    pub(crate) fn set_dialled(&self, dialled: Arc<DialPolicy>) {
+        let mut inner = self.lock();
+        if inner.facts.dialled != dialled {
+            inner.facts.dialled = dialled;
+            inner.needs_full = true;
+            inner.generation += 1;
+            self.backlog.queue_other();
             self.changed.notify_all();
         }
     }

@@ -11,6 +11,7 @@ use anyhow::{Context, Result, ensure};
 use headgate_core::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol,
     Service, ServiceKey, ServicePort, State, TrafficPolicy,
+    dialling::DialPolicy,
     explain::{Mode, NodeSettings},
     iptables::{Layout, NodePortAddresses},
     masquerade::{LocalDetector, MasqueradeConfig},
@@ -127,8 +128,16 @@ impl Rig {
         Ok(rig)
     }
 
+    /// The proxy connects to the endpoints of `svc0` to `svc7`, except to one of them.
+    fn facts(&self) -> NodeFacts {
+        let ranges = ["10.244.0.0/21", "fd00:10:244::/61"].map(|range| range.parse().unwrap());
+        let has_proxy = matches!(self.mode, Mode::Userspace | Mode::UserspaceIptables);
+        let dialled = DialPolicy { has_proxy, ..DialPolicy::new(ranges.to_vec(), [[10, 244, 1, 0].into()]) };
+        NodeFacts { dialled: dialled.into(), ..node() }
+    }
+
     fn sync(&mut self) -> Result<()> {
-        self.dataplane.sync_full(&FixedState(&self.state, &node())).map_err(anyhow::Error::from).map(drop)
+        self.dataplane.sync_full(&FixedState(&self.state, &self.facts())).map_err(anyhow::Error::from).map(drop)
     }
 
     fn verify(&mut self) -> Result<Comparison> {
@@ -141,7 +150,7 @@ impl Rig {
         };
         let mut all = Comparison::default();
         for table in self.dataplane.decode()? {
-            all.merge(compare(&self.state, &node(), &settings, table, &|_| true));
+            all.merge(compare(&self.state, &self.facts(), &settings, table, &|_| true));
         }
         Ok(all)
     }

@@ -142,7 +142,6 @@ impl Applier {
         Self {
             sink,
             model,
-            shown_problems: Vec::new(),
             positions: BTreeMap::new(),
             bookmarks: BTreeMap::new(),
             received: None,

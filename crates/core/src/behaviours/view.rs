@@ -80,6 +80,9 @@ pub struct ServicePortView {
     pub local_endpoints: Vec<Destination>,
     /// At least one endpoint on any node can be used. Otherwise connections are rejected.
     pub has_any_endpoint: bool,
+    /// The rules lead connections to endpoints although the node has a proxy, because the proxy may
+    /// connect to no endpoint for some policy. The rules keep the client's address.
+    pub bypasses_proxy: bool,
 }
 
 /// What a node does with a new connection to a frontend of a service port.
@@ -158,6 +161,16 @@ impl ServicePortView {
         }
     }
 
+    /// Only the proxy sends the headers of the PROXY protocol, so such a port never bypasses it.
+    fn must_bypass_proxy(&self, node: &NodeFacts) -> bool {
+        let is_beyond = |endpoints: &[Destination]| {
+            !endpoints.is_empty() && !endpoints.iter().any(|endpoint| node.dialled.permits(endpoint.address))
+        };
+        let cluster = self.uses_cluster_endpoints() && is_beyond(&self.cluster_endpoints);
+        let local = self.uses_local_endpoints() && is_beyond(&self.local_endpoints);
+        node.dialled.has_proxy && self.proxy_protocol.is_none() && (cluster || local)
+    }
+
     fn leave_out_failing(&mut self, service: &Service, node: &NodeFacts) {
         for endpoints in [&mut self.cluster_endpoints, &mut self.local_endpoints] {
             let choice = endpoints.iter().map(Destination::socket_address);
@@ -201,7 +214,8 @@ pub fn views_of_all_endpoints(
     };
     let source_ranges = SourceRanges::of(service, family, &node.addresses);
     let view_of = |port: &ServicePort| {
-        let choice = endpoint_choice::choose(entry.endpoints().values(), port, family, node);
+        let endpoints = entry.endpoints().values().filter(|endpoint| !node.dialled.leaves_out(endpoint.address));
+        let choice = endpoint_choice::choose(endpoints, port, family, node);
         let owns = |frontend| state.frontends().owns(key, &frontend);
         let owns_port_at = |address: &IpAddr| owns(Frontend::Address(*address, port.protocol, port.port));
         let owned = |addresses: &[IpAddr]| -> Vec<IpAddr> {
@@ -229,7 +243,9 @@ pub fn views_of_all_endpoints(
             cluster_endpoints: choice.cluster,
             local_endpoints: choice.local,
             has_any_endpoint: choice.has_any,
+            bypasses_proxy: false,
         };
+        view.bypasses_proxy = view.must_bypass_proxy(node);
         if !view.uses_local_endpoints() {
             view.has_any_endpoint = !view.cluster_endpoints.is_empty();
         }

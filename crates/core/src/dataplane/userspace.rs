@@ -121,6 +121,8 @@ pub struct UserspaceLedger {
     /// The pools of each Service. A Service without endpoints has none.
     programmed: HashMap<Arc<ServiceKey>, Pools>,
     last_number: u64,
+    /// The Services with endpoints that get no connection because of [`NodeFacts::dialled`].
+    refusing: BTreeSet<Arc<ServiceKey>>,
 }
 
 impl UserspaceLedger {
@@ -129,7 +131,8 @@ impl UserspaceLedger {
     #[must_use]
     pub fn new(family: Family, listening: Listening) -> Self {
         let last_number = if family == Family::V4 { 0 } else { 1 };
-        Self { config: NftablesConfig::new(family), listening, programmed: HashMap::new(), last_number }
+        let (config, programmed) = (NftablesConfig::new(family), HashMap::new());
+        Self { config, listening, programmed, last_number, refusing: BTreeSet::new() }
     }
 
     /// Plans the changes of the dirty Services. The cost depends only on these Services.
@@ -155,12 +158,22 @@ impl UserspaceLedger {
         plan
     }
 
+    /// The Services with endpoints that get no connection on this node, because of
+    /// [`NodeFacts::dialled`].
+    #[must_use]
+    pub fn refusing(&self) -> &BTreeSet<Arc<ServiceKey>> {
+        &self.refusing
+    }
+
     fn program(&mut self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>, plan: &mut UserspacePlan) {
         let programmed = self.programmed.remove(key);
         let is_known = programmed.is_some();
         let old = programmed.unwrap_or_default();
         let mut new = Pools::new();
         let service: Arc<str> = key.to_string().into();
+        let entry = state.entry(key).filter(|entry| entry.service().is_some());
+        let mut addresses = entry.iter().flat_map(|entry| entry.endpoints().keys());
+        let mut refuses = addresses.any(|address| node.dialled.leaves_out(*address));
         let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
         for mut view in service_views(state, key, self.config.family, node) {
             // A malformed Service may list a port twice. Only the first entry counts.
@@ -170,8 +183,15 @@ impl UserspaceLedger {
             if view.node_port != 0 && !node_ports.insert((view.protocol, view.node_port)) {
                 view.node_port = 0;
             }
+            for endpoints in [&mut view.cluster_endpoints, &mut view.local_endpoints] {
+                let all = endpoints.len();
+                endpoints.retain(|endpoint| node.dialled.permits(endpoint.address));
+                refuses |= endpoints.len() < all;
+            }
             self.add_pools(&service, &view, &old, &mut new);
         }
+        self.refusing.remove(key);
+        self.refusing.extend(refuses.then(|| Arc::clone(key)));
         for (key, pool) in &new {
             pool.plan_changes(old.get(key), plan);
         }
@@ -179,7 +199,7 @@ impl UserspaceLedger {
             plan.after.extend(pool.addresses.iter().map(|address| pool.remove_address(*address)));
             plan.after.push(Operation::RemovePool(pool.number));
         }
-        if state.entry(key).is_some_and(|entry| entry.service().is_some()) {
+        if entry.is_some() {
             self.programmed.insert(Arc::clone(key), new);
         } else if is_known {
             plan.after.push(Operation::RemoveService(service));
@@ -224,6 +244,7 @@ impl UserspaceLedger {
     /// NodePorts always do, and records of clients are shared between all addresses of a port.
     fn is_carried(&self, view: &ServicePortView) -> bool {
         match view.protocol {
+            _ if view.bypasses_proxy => false,
             Protocol::Tcp => true,
             Protocol::Udp if self.listening == Listening::PerPolicy => false,
             Protocol::Udp => view.node_port == 0 || view.affinity_timeout_seconds.is_none(),

@@ -81,7 +81,7 @@ impl CheckedTarget {
 
 /// The check targets of all services. Times are milliseconds of a monotonic clock.
 #[derive(Debug)]
-pub struct Checks {
+pub(super) struct Checks {
     timing: CheckTiming,
     targets: HashMap<SocketAddr, CheckedTarget>,
     services: HashMap<Arc<ServiceKey>, BTreeSet<SocketAddr>>,
@@ -94,8 +94,7 @@ pub struct Checks {
 impl Checks {
     /// Creates an empty set of checks. Nodes must use different values of `seed`, which starts the
     /// random numbers that spread checks over time.
-    #[must_use]
-    pub fn new(timing: CheckTiming, seed: u64) -> Self {
+    pub(super) fn new(timing: CheckTiming, seed: u64) -> Self {
         Self {
             timing,
             targets: HashMap::new(),
@@ -108,27 +107,23 @@ impl Checks {
     }
 
     /// Number of endpoints that are checked.
-    #[must_use]
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.targets.len()
     }
 
     /// True if no endpoint is checked.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.targets.is_empty()
     }
 
     /// Number of endpoints that fail.
-    #[must_use]
-    pub fn failing_count(&self) -> usize {
+    pub(super) fn failing_count(&self) -> usize {
         self.failing
     }
 
     /// Returns the endpoints of a service that fail. The cost is linear in the number of endpoints
     /// of the service.
-    #[must_use]
-    pub fn failing(&self, key: &ServiceKey) -> BTreeSet<SocketAddr> {
+    pub(super) fn failing(&self, key: &ServiceKey) -> BTreeSet<SocketAddr> {
         let is_failing = |address: &&SocketAddr| self.targets.get(address).is_some_and(|target| target.is_failing);
         self.services.get(key).into_iter().flatten().filter(is_failing).copied().collect()
     }
@@ -136,7 +131,7 @@ impl Checks {
     /// Replaces the checks that a service requests; `None` removes them. The first check of a new
     /// target is due at a random time within one interval, so that not all nodes connect to a new
     /// endpoint at the same time.
-    pub fn set_service(&mut self, key: &Arc<ServiceKey>, wanted: Option<ServiceTargets>, now_ms: u64) {
+    pub(super) fn set_service(&mut self, key: &Arc<ServiceKey>, wanted: Option<ServiceTargets>, now_ms: u64) {
         let (interval_ms, wanted) = match wanted {
             Some(wanted) => (wanted.interval_ms.unwrap_or(self.timing.interval_ms).max(1), wanted.addresses),
             None => (0, BTreeSet::new()),
@@ -154,14 +149,13 @@ impl Checks {
     }
 
     /// Returns when the next check is due, or `None` if no check is waiting.
-    #[must_use]
-    pub fn next_due_ms(&self) -> Option<u64> {
+    pub(super) fn next_due_ms(&self) -> Option<u64> {
         self.due.first().map(|(at, _)| *at)
     }
 
     /// Returns the checks that are due, earliest first, at most `limit` of them. The caller makes
-    /// each check and then calls [`Self::finish`] or [`Self::skip`].
-    pub fn start(&mut self, now_ms: u64, limit: usize) -> Vec<Check> {
+    /// each check and then calls [`Self::finish`].
+    pub(super) fn start(&mut self, now_ms: u64, limit: usize) -> Vec<Check> {
         let mut started = Vec::new();
         while started.len() < limit
             && let Some((at, address)) = self.due.first().copied()
@@ -178,12 +172,19 @@ impl Checks {
     }
 
     /// Records the outcome of a check. Ignores a check whose target has been removed since the
-    /// check started. Returns the services whose set of failing endpoints changed.
-    pub fn finish(&mut self, check: &Check, has_passed: bool, now_ms: u64) -> Vec<Arc<ServiceKey>> {
+    /// check started. `has_passed` is `None` if the caller could not make the check, for a reason
+    /// that is unrelated to the endpoint: the next check is due after one interval. Returns the
+    /// services whose set of failing endpoints changed.
+    pub(super) fn finish(&mut self, check: &Check, has_passed: Option<bool>, now_ms: u64) -> Vec<Arc<ServiceKey>> {
         let Some(target) = self.targets.get_mut(&check.address) else { return Vec::new() };
         if target.next != Next::Running(check.ticket) {
             return Vec::new();
         }
+        let interval_ms = u64::from(target.interval_ms());
+        let Some(has_passed) = has_passed else {
+            self.schedule(check.address, now_ms + interval_ms);
+            return Vec::new();
+        };
         let contradicts = has_passed == target.is_failing;
         target.contradicting = if contradicts { target.contradicting + 1 } else { 0 };
         let has_changed = target.contradicting >= OUTCOMES_IN_A_ROW;
@@ -191,7 +192,6 @@ impl Checks {
             target.is_failing = !has_passed;
             target.contradicting = 0;
         }
-        let interval_ms = u64::from(target.interval_ms());
         let pause_ms = if target.contradicting > 0 { interval_ms / 4 } else { interval_ms };
         let users = if has_changed { target.users.keys().cloned().collect() } else { Vec::new() };
         if has_changed {
@@ -201,17 +201,6 @@ impl Checks {
         let spread = self.draw(pause_ms / 5 + 1);
         self.schedule(check.address, now_ms + (pause_ms - pause_ms / 10 + spread).max(1));
         users
-    }
-
-    /// Records that the caller could not make a check, for a reason that is unrelated to the
-    /// endpoint. The next check is due after one interval.
-    pub fn skip(&mut self, check: &Check, now_ms: u64) {
-        let Some(target) = self.targets.get(&check.address).filter(|target| target.next == Next::Running(check.ticket))
-        else {
-            return;
-        };
-        let interval_ms = u64::from(target.interval_ms());
-        self.schedule(check.address, now_ms + interval_ms);
     }
 
     fn add_user(&mut self, address: SocketAddr, key: &Arc<ServiceKey>, interval_ms: u32, now_ms: u64) {

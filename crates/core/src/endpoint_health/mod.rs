@@ -2,15 +2,17 @@
 //!
 //! A Service requests checks with the annotation `headgate.io/health-check: tcp`. Each node then
 //! checks the endpoints that it uses for this Service, because one node may reach an endpoint that
-//! another node cannot reach. [`Checks`] decides when each endpoint is checked and how the outcomes
-//! count; the caller opens the connections. [`FailingEndpoints`], a field of [`crate::NodeFacts`],
-//! lists the endpoints that fail their checks. The view of a Service leaves these endpoints out.
-//! The shared state, its digests and the state on disk do not contain results of checks.
+//! another node cannot reach. [`FairChecks`] decides when each endpoint is checked and how the
+//! outcomes count; the caller opens the connections. [`FailingEndpoints`], a field of
+//! [`crate::NodeFacts`], lists the endpoints that fail their checks. The view of a Service leaves
+//! these endpoints out. The shared state, its digests and the state on disk do not contain results of checks.
 
 mod checks;
 mod failing;
+mod fair;
 
 pub use self::{
-    checks::{Check, CheckTiming, Checks, ServiceTargets},
+    checks::{Check, CheckTiming, ServiceTargets},
     failing::FailingEndpoints,
+    fair::{FairCheck, FairChecks, MAX_TARGETS},
 };

@@ -305,6 +305,7 @@ impl Path<'_> {
         };
         let is_carried = match settings.mode {
             // Datagrams to NodePorts go straight to the endpoints.
+            _ if self.view.bypasses_proxy => false,
             Mode::Userspace => self.view.protocol == Protocol::Tcp || self.kind != Claim::NodePort,
             Mode::UserspaceIptables => self.view.protocol == Protocol::Tcp,
             Mode::Iptables | Mode::Ipvs | Mode::Nftables => false,

@@ -139,6 +139,7 @@ fn direct(view: &ServicePortView, settings: &NodeSettings, fate: impl FnOnce() -
 fn reaches_proxy(view: &ServicePortView, settings: &NodeSettings, policy: TrafficPolicy) -> bool {
     is_over_iptables(settings)
         && view.protocol == Protocol::Tcp
+        && !view.bypasses_proxy
         && matches!(view.outcome(policy), Outcome::Forwarded(_))
 }
 

@@ -75,8 +75,8 @@ impl NftablesDump {
         of_hook
     }
 
-    /// Every frontend that is a key of a set or map.
-    pub(super) fn frontends(&self) -> BTreeSet<Frontend> {
+    /// Every frontend that is a key of one of these sets or maps.
+    pub(super) fn frontends<'a>(&self, sets: impl Iterator<Item = &'a DumpedSet>) -> BTreeSet<Frontend> {
         let address = match self.family() {
             Family::V4 => DataType::Ipv4Address,
             Family::V6 => DataType::Ipv6Address,
@@ -84,7 +84,7 @@ impl NftablesDump {
         let at_address = ValueType::concatenation(&[address, DataType::Protocol, DataType::Port]);
         let at_node = ValueType::concatenation(&[DataType::Protocol, DataType::Port]);
         let mut all = BTreeSet::new();
-        for set in self.sets.values() {
+        for set in sets {
             let has_address = set.key == at_address;
             if has_address || set.key == at_node {
                 all.extend(set.range(&[]).filter_map(|(key, _)| self.frontend(key, has_address)));

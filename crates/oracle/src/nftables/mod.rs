@@ -24,6 +24,9 @@ pub use self::dump::{DumpedChain, DumpedSet, NftablesDump, Packed, pack};
 use self::interpreter::Interpreter;
 use crate::outcome::Lists;
 
+/// The sets of frontends that do not go to the proxy of mode userspace.
+const STRAIGHT: [&str; 2] = ["straight", "straight-node-ports"];
+
 /// The maximum number of steps for each rule, expression and element of a dump.
 const MAX_STEPS: u64 = 1000;
 
@@ -60,7 +63,7 @@ pub fn decode_within(
         return table;
     }
     let mut interpreter = Interpreter::new(dump, detector, None, max_steps);
-    let frontends = dump.frontends();
+    let frontends = dump.frontends(dump.sets.values());
     let mut lists = Lists::default();
     for frontend in &frontends {
         let mut entry = Entry::default();
@@ -110,10 +113,12 @@ fn given_up(dump: &NftablesDump) -> Table {
 }
 
 /// Checks that connections go to one listener of the proxy while the gate is closed. The rules do
-/// not depend on single Services, so one frontend of each kind is enough.
+/// not depend on single Services, so one frontend of each kind is enough. Frontends in the sets
+/// [`STRAIGHT`] do not go to the proxy.
 fn check_redirects(interpreter: &mut Interpreter<'_>, dump: &NftablesDump, table: &mut Table) {
     let mut checked = BTreeSet::new();
-    for (frontend, entry) in &table.entries {
+    let straight = dump.frontends(STRAIGHT.iter().filter_map(|set| dump.sets.get(*set)));
+    for (frontend, entry) in table.entries.iter().filter(|(frontend, _)| !straight.contains(frontend)) {
         let is_node_port = matches!(frontend, Frontend::NodePort(..));
         for origin in Origin::ALL {
             let is_forwarded = matches!(entry.fate(origin), Fate::Forwarded(_));

@@ -286,10 +286,19 @@ fn a_service_that_cannot_serve_resets_its_clients_and_counts_them() {
     bed.services.set_endpoint(SERVICE, bed.address, 1);
     assert!(is_reset(bed.connect()));
     assert_eq!((bed.stats().loops, bed.stats().failed), (1, 1));
+    // Nor is an endpoint at an address of the node, where somebody listens.
     bed.services.remove_endpoint(SERVICE, bed.address);
+    let served = echo();
+    bed.services.set_endpoint(SERVICE, served, 1);
+    bed.services.set_node_addresses(["127.0.0.1".parse().unwrap()]);
+    assert!(is_reset(bed.connect()));
+    assert_eq!((bed.stats().loops, bed.stats().failed), (2, 2));
+    bed.services.set_node_addresses([]);
+    round_trip(&mut bed.connect());
+    bed.services.remove_endpoint(SERVICE, served);
     bed.services.set_endpoint(SERVICE, refusing(), 1);
     assert!(is_reset(bed.connect()));
-    assert_eq!(bed.stats().failed, 2);
+    assert_eq!(bed.stats().failed, 3);
     assert!(bed.services.remove_address(SERVICE, Scope::default(), Protocol::Tcp, bed.address));
     assert!(is_reset(bed.connect()));
     assert_eq!(bed.proxy.stats().unknown_destination, 1);

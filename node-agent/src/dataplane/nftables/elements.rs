@@ -39,6 +39,8 @@ pub(super) mod names {
     pub(in super::super) const NODE_ADDRESSES: &str = "node-addresses";
     /// The addresses that answer NodePorts, except 127.0.0.0/8.
     pub(in super::super) const NODE_PORT_ADDRESSES: &str = "node-port-addresses";
+    /// The frontends whose TCP connections do not go to the proxy of mode userspace.
+    pub(in super::super) const STRAIGHT: &str = "straight";
     /// The start of the names of sets of admitted clients; the prefix length follows.
     pub(in super::super) const ADMITTED: &str = "admitted-";
     /// The end of the names of sets and maps of NodePorts.
@@ -145,9 +147,15 @@ pub(super) fn has_address(lookup: Lookup) -> bool {
 /// The time after which the gate opens if the proxy does not renew the element.
 const GATE_TIMEOUT_MS: u64 = 800;
 
-/// The gate of mode userspace. The proxy adds and renews its elements.
-pub(super) fn gate_set(table: &TableName) -> Set {
-    Set::new(table, names::GATE, &[DataType::Protocol]).with_timeout_ms(GATE_TIMEOUT_MS)
+/// The gate of mode userspace, whose elements the proxy adds and renews, and the sets of frontends
+/// that do not go to the proxy.
+pub(super) fn proxy_sets(table: &TableName, family: Family) -> [Set; 3] {
+    let frontend = [address_type(family), DataType::Protocol, DataType::Port];
+    [
+        Set::new(table, names::GATE, &[DataType::Protocol]).with_timeout_ms(GATE_TIMEOUT_MS),
+        Set::new(table, names::STRAIGHT, &frontend),
+        Set::new(table, of_node_ports(names::STRAIGHT), &frontend[1..]),
+    ]
 }
 
 /// The element of the gate that sends a protocol to the proxy.
@@ -269,6 +277,7 @@ pub(super) fn encode(element: &Element) -> nftables_netlink::Element {
             of(&frontend_key(frontend)).with_value(target_value(target))
         }
         Element::Unserved(frontend, _)
+        | Element::Straight(frontend)
         | Element::Masquerade(frontend, _)
         | Element::Counter(frontend, _)
         | Element::Guarded(frontend) => of(&frontend_key(frontend)),
@@ -298,6 +307,7 @@ pub(super) fn set_of(element: &Element) -> Cow<'static, str> {
             lookup_map(Lookup::of(element).map_or(Lookup::Service, |(lookup, ..)| lookup)).into()
         }
         Element::Unserved(frontend, refusal) => by_frontend(refusal_set(*refusal), frontend),
+        Element::Straight(frontend) => by_frontend(names::STRAIGHT, frontend),
         Element::Masquerade(frontend, sources) => by_frontend(masquerade_set(*sources), frontend),
         Element::Counter(frontend, counted) => by_frontend(counter_set(*counted), frontend),
         Element::Guarded(_) => names::GUARDED.into(),
@@ -401,6 +411,7 @@ fn read(family: Family, set: &str, element: &nftables_netlink::Element) -> Optio
             let refusal = || REFUSALS.into_iter().find(|refusal| refusal_set(*refusal) == set);
             let counted = Counted::ALL.into_iter().find(|counted| counter_set(*counted) == set);
             match (sources, counted) {
+                _ if set == names::STRAIGHT => Element::Straight(frontend),
                 (Some(sources), _) => Element::Masquerade(frontend, sources),
                 (None, Some(counted)) => Element::Counter(frontend, counted),
                 (None, None) => Element::Unserved(frontend, refusal()?),

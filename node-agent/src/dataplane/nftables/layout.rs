@@ -25,7 +25,7 @@ use nftables_netlink::{
 use super::{
     elements::{
         GROUP_WORD, MASQUERADE_SOURCES, REFUSALS, TIMEOUT_WORD, admitted, admitted_set, counter_set, fixed_sets,
-        gate_set, has_address, lookup_map, masquerade_set, names, node_address_set, of_node_ports, refusal_set,
+        has_address, lookup_map, masquerade_set, names, node_address_set, of_node_ports, proxy_sets, refusal_set,
         sets_of_counters,
     },
     expressions::{Expressions, Side, jump},
@@ -185,7 +185,7 @@ impl Layout {
             layout.add_set(admitted_set(&builder.table, config.family, *length));
         }
         if !config.listeners.is_empty() {
-            layout.add_set(gate_set(&builder.table));
+            proxy_sets(&builder.table, config.family).into_iter().for_each(|set| layout.add_set(set));
         }
         builder.add_datagrams(&mut layout);
         builder.add_node_addresses(&mut layout);
@@ -578,6 +578,9 @@ impl Builder<'_> {
     fn redirect(&self, lookup: Lookup) -> Option<RuleContent> {
         let (to, listener) = (self.expressions, self.config.listeners.get(&lookup)?);
         let mut rule = self.has_target(lookup);
+        let straight = names::STRAIGHT.to_owned();
+        let straight = if has_address(lookup) { straight } else { of_node_ports(&straight) };
+        rule.push(to.is_not_in(&straight, FIRST));
         rule.extend(to.is_of(Protocol::Tcp));
         rule.extend(to.is_protocol_in(names::GATE));
         rule.extend(to.translate_to_listener(*listener));

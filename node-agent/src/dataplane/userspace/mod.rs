@@ -258,8 +258,11 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
     fn degraded(&self, demand: &Demand) -> Vec<Degradation> {
         let sctp = demand.of(self.family()).with_sctp;
         let refused = (sctp > 0).then(|| format!("mode userspace refuses connections of SCTP, and {sctp} Services have a port of SCTP: use mode nftables on this node, or remove the ports"));
+        let services = self.ledger.refusing().clone();
+        let sentence = "the proxy of mode userspace does not connect to some endpoints, because their addresses are in no range of pods, or are addresses of the node or of metadata servers: if they are pods, add their range to --pod-ranges; else remove them from the EndpointSlices".to_owned();
+        let left_out = (!services.is_empty()).then_some(Degradation { sentence, services });
         let problems = self.proxy.problem().into_iter().chain(self.datagrams.problem());
-        problems.chain(refused).map(Into::into).chain(self.direct.degraded(demand)).collect()
+        problems.chain(refused).map(Into::into).chain(left_out).chain(self.direct.degraded(demand)).collect()
     }
 }
 

@@ -10,11 +10,11 @@ mod targets;
 #[cfg(test)]
 mod tests;
 
-use std::{io, sync::Arc, time::Duration};
+use std::{collections::HashMap, io, sync::Arc, time::Duration};
 
 use headgate_core::{
     NodeFacts, ServiceKey,
-    endpoint_health::{Check, CheckTiming, Checks, FailingEndpoints, ServiceTargets},
+    endpoint_health::{Check, CheckTiming, FailingEndpoints, FairCheck, FairChecks, ServiceTargets},
 };
 use tokio::{net::TcpStream, task::JoinSet, time::Instant};
 use tokio_util::sync::CancellationToken;
@@ -28,19 +28,28 @@ use crate::{
 
 /// Maximum number of checks that run at a time. Further checks wait.
 pub const MAX_RUNNING: usize = 256;
+/// How many lines about the endpoints of a namespace the log gets in a minute.
+const MAX_LINES_PER_MINUTE: u32 = 10;
 
 /// Returns the observer that collects the endpoints to check, and the checker. The caller runs the
-/// checker on the async runtime.
+/// checker on the async runtime. `namespaces` are those in which Services may ask for checks: names,
+/// or `*` for all.
 #[must_use]
 pub fn new(
+    namespaces: Vec<String>,
     timing: CheckTiming,
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
 ) -> (Follower<ServiceTargets>, Checker) {
-    let (follower, mailbox) = Follower::new(targets::targets);
-    let checks = Checks::new(timing, fastrand::u64(..));
+    let noted = Arc::clone(&shared);
+    let (follower, mailbox) = Follower::new(move |state, key, node| {
+        let (found, reason) = targets::targets(state, key, node, &namespaces);
+        noted.set_unchecked(key, reason);
+        found
+    });
+    let checks = FairChecks::new(timing, fastrand::u64(..), MAX_RUNNING);
     let (reported, started) = (FailingEndpoints::default(), Instant::now());
-    (follower, Checker { mailbox, shared, metrics, checks, reported, started })
+    (follower, Checker { mailbox, shared, metrics, checks, reported, started, lines: Default::default() })
 }
 
 /// Checks endpoints in the network namespace of the runtime's threads, at most [`MAX_RUNNING`] at a
@@ -50,23 +59,35 @@ pub struct Checker {
     mailbox: Mailbox<ServiceTargets>,
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
-    checks: Checks,
+    checks: FairChecks,
     /// A copy of the failing endpoints in the node's facts. The checker locks the state only if the
     /// failing endpoints change.
     reported: FailingEndpoints,
     started: Instant,
+    /// The present minute, and the lines about each namespace in it.
+    lines: (u64, HashMap<String, u32>),
 }
 
 impl Checker {
+    /// Counts a line about a namespace. Returns whether the log gets it.
+    fn may_log(&mut self, namespace: &str) -> bool {
+        let minute = self.now_ms() / 60_000;
+        if self.lines.0 != minute {
+            self.lines = (minute, HashMap::new());
+        }
+        let lines = self.lines.1.entry(namespace.to_owned()).or_default();
+        *lines += 1;
+        *lines <= MAX_LINES_PER_MINUTE
+    }
+
     /// Checks the endpoints until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut running = JoinSet::new();
         loop {
-            for check in self.checks.start(self.now_ms(), MAX_RUNNING - running.len()) {
-                running.spawn(async move { (check, connect(check).await) });
+            for check in self.checks.start(self.now_ms()) {
+                running.spawn(async move { (check.clone(), connect(check.1).await) });
             }
-            let due_ms = self.checks.next_due_ms().filter(|_| running.len() < MAX_RUNNING);
-            let due_at = due_ms.map(|at_ms| self.started + Duration::from_millis(at_ms));
+            let due_at = self.checks.next_due_ms().map(|at_ms| self.started + Duration::from_millis(at_ms));
             let changed = tokio::select! {
                 () = shutdown.cancelled() => return,
                 changes = self.mailbox.take() => self.take(changes),
@@ -94,35 +115,30 @@ impl Checker {
         changes.into_iter().map(take).collect()
     }
 
-    fn finish(&mut self, check: &Check, result: &io::Result<()>) -> Vec<Arc<ServiceKey>> {
-        let now_ms = self.now_ms();
-        let (result, changed) = match result {
-            Ok(()) => {
-                let changed = self.checks.finish(check, true, now_ms);
-                if !changed.is_empty() {
-                    info!(endpoint = %check.address, "an endpoint passes its health checks again");
-                }
-                ("passed", changed)
-            }
-            Err(error) if is_local_error(error) => {
-                self.checks.skip(check, now_ms);
-                ("not_made", Vec::new())
-            }
-            Err(error) => {
-                let changed = self.checks.finish(check, false, now_ms);
-                if !changed.is_empty() {
-                    info!(endpoint = %check.address, %error, "an endpoint fails its health checks; it gets no new connections while other endpoints of its service pass");
-                }
-                ("failed", changed)
-            }
+    fn finish(&mut self, check: &FairCheck, result: &io::Result<()>) -> Vec<Arc<ServiceKey>> {
+        let (outcome, label) = match result {
+            Ok(()) => (Some(true), "passed"),
+            Err(error) if is_local_error(error) => (None, "not_made"),
+            Err(_) => (Some(false), "failed"),
         };
-        self.metrics.checked(result);
+        let changed = self.checks.finish(check, outcome, self.now_ms());
+        let (namespace, Check { address, .. }) = check;
+        if !changed.is_empty() && self.may_log(namespace) {
+            match result {
+                Ok(()) => info!(%namespace, endpoint = %address, "an endpoint passes its health checks again"),
+                Err(error) => {
+                    info!(%namespace, endpoint = %address, %error, "an endpoint fails its health checks; it gets no new connections while other endpoints of its service pass");
+                }
+            }
+        }
+        self.metrics.checked(label);
         changed
     }
 
     /// Updates the metrics, and writes the failing endpoints of these services to the node's facts.
     async fn report(&mut self, changed: Vec<Arc<ServiceKey>>) {
-        self.metrics.counted(self.checks.len(), self.checks.failing_count());
+        let (checked, failing) = self.checks.counts();
+        self.metrics.counted(checked, failing);
         let mut news = Vec::new();
         for key in changed {
             let failing = self.checks.failing(&key);

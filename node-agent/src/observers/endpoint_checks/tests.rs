@@ -5,7 +5,8 @@ use std::{
 };
 
 use headgate_core::{
-    Change, Endpoint, EndpointPort, NodeFacts, Protocol, Service, ServicePort, endpoint_health::CheckTiming,
+    Change, Endpoint, EndpointPort, NodeFacts, Protocol, Service, ServicePort, dialling::DialPolicy,
+    endpoint_health::CheckTiming,
 };
 use tokio_util::sync::DropGuard;
 
@@ -30,7 +31,10 @@ impl World {
     fn start() -> Self {
         let (shared, metrics) = (Arc::new(AgentState::new("node-1")), EndpointCheckMetrics::default());
         let timing = CheckTiming { interval_ms: 800, timeout_ms: 1000 };
-        let (follower, checker) = new(timing, Arc::clone(&shared), metrics.clone());
+        // The listeners of these tests have loopback addresses, which no node dials.
+        let ranges = ["127.0.0.0/8", "::1/128"].map(|range| range.parse().unwrap()).into();
+        shared.set_dialled(Arc::new(DialPolicy { ranges, ..DialPolicy::default() }));
+        let (follower, checker) = new(vec!["ns".to_owned()], timing, Arc::clone(&shared), metrics.clone());
         let stop = CancellationToken::new();
         tokio::spawn(checker.run(stop.clone()));
         Self { shared, metrics, follower, version: 0, _stop: stop.drop_guard() }
@@ -156,6 +160,27 @@ async fn failing_endpoints_are_kept_when_a_service_is_recreated_at_once_and_drop
     world.wait(|world| world.shared.with_facts(|_, node| node.failing.is_empty()), "no failing endpoint is left").await;
     assert_eq!(world.shared.with_state(|state| state.entries().count()), 0);
     assert_eq!(world.metrics.failing.get(), 0);
+}
+
+#[tokio::test]
+async fn the_log_gets_a_few_lines_about_each_namespace_in_a_minute() {
+    let (shared, metrics) = (Arc::new(AgentState::new("node-1")), EndpointCheckMetrics::default());
+    let (_follower, mut checker) = new(Vec::new(), CheckTiming::default(), shared, metrics);
+    let mut count = |namespace: &str| (0..50).filter(|_| checker.may_log(namespace)).count();
+    // A minute may end meanwhile.
+    assert!((10..=20).contains(&count("hostile")) && (10..=20).contains(&count("honest")));
+}
+
+#[tokio::test]
+async fn the_agent_names_services_with_fewer_checks_until_they_are_gone() {
+    let mut world = World::start();
+    let (_listener, good) = listen("127.0.0.1:0");
+    let foreign = "10.244.1.1:80".parse().unwrap();
+    world.step([service("tcp"), endpoint(good), endpoint(foreign)]);
+    let named = |world: &World| world.shared.unchecked().into_values().flatten().collect::<Vec<_>>();
+    assert_eq!(named(&world), [Arc::new(key())]);
+    world.step([Change::RemoveService(key())]);
+    assert!(named(&world).is_empty() && world.shared.unchecked().is_empty());
 }
 
 #[test]

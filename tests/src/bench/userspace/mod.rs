@@ -117,7 +117,8 @@ impl Bench {
         let namespace = Namespace::create(format!("hg{}-bench-userspace", std::process::id()))?;
         let mut commands = String::from("link set lo up\nroute add 10.96.0.0/12 dev lo\n");
         for endpoint in 0..ENDPOINTS {
-            commands.push_str(&format!("addr add {}/32 dev lo\n", workload::endpoint_ip(0, endpoint)));
+            // The proxy does not connect to addresses of interfaces.
+            commands.push_str(&format!("route add local {}/32 dev lo\n", workload::endpoint_ip(0, endpoint)));
         }
         namespace.ip_batch(&commands)?;
         // Closed connections stay for a minute. So the client needs many ports.

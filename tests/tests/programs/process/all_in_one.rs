@@ -71,7 +71,7 @@ fn one_program_follows_an_api_server_and_forwards_while_the_server_is_down() {
 #[test]
 fn open_connections_of_mode_userspace_may_end_before_the_program_ends() {
     let rig = rig();
-    let headgate = rig.all_in_one(&[&rig.manifests(), "--proxy-mode=userspace"]);
+    let headgate = rig.all_in_one(&[&rig.manifests(), "--proxy-mode=userspace", proxy::POD_RANGES]);
     let mut open = eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
     headgate.signal(nix::sys::signal::Signal::SIGTERM);
     headgate.until_logged("stopping");

@@ -17,11 +17,15 @@ const ENDPOINTS: [&str; 2] = ["10.244.1.1:8080", "[fd00:244::1]:8080"];
 /// The ClusterIPs with their port.
 const CLUSTER_IPS: [&str; 2] = ["10.96.0.1:80", "[fd00:96::1]:80"];
 
-/// A node with the Service ns/web and its endpoint, whose addresses belong to the node.
+/// The ranges of pods.
+pub(super) const POD_RANGES: &str = "--pod-ranges=10.244.0.0/16,fd00:244::/32";
+
+/// A node with the Service ns/web and its endpoint. Programs on the node can have the addresses of
+/// the endpoint, but no interface has them, so that the proxy connects to them.
 pub(super) fn rig() -> Rig {
     let rig = Rig::web(1);
     rig.put("web-2", &slice_v6());
-    rig.ip("addr add 10.244.1.1/32 dev lo\naddr add fd00:244::1/128 dev lo nodad\n\
+    rig.ip("route add local 10.244.1.1/32 dev lo\n-6 route add local fd00:244::1/128 dev lo\n\
             route add 10.96.0.0/16 dev uplink\nroute add fd00:96::/64 dev uplink\n");
     rig
 }
@@ -61,7 +65,7 @@ pub(super) fn exchange(rig: &Rig, address: &str, bytes: usize) -> Result<TcpStre
 
 /// Starts an agent in mode userspace and waits until it carries connections of both families.
 fn carrying(rig: &Rig, arguments: &[&str]) -> Program {
-    let agent = rig.agent(&[&["--proxy-mode=userspace"], arguments].concat());
+    let agent = rig.agent(&[&["--proxy-mode=userspace", POD_RANGES], arguments].concat());
     for address in CLUSTER_IPS {
         eventually("the agent carries connections", || {
             let _open = exchange(rig, address, 1)?;
@@ -161,7 +165,7 @@ fn headgatectl_and_metrics_show_the_sessions_and_the_dropped_datagrams_of_the_pr
             }
         });
     }
-    let _agent = rig.agent(&["--proxy-mode=userspace", "--userspace-service-counters"]);
+    let _agent = rig.agent(&["--proxy-mode=userspace", POD_RANGES, "--userspace-service-counters"]);
     let clients = ["0.0.0.0:0", "[::]:0"].map(|local| rig.run(|| UdpSocket::bind(local).unwrap()));
     for (client, address) in clients.iter().zip(CLUSTER_IPS) {
         rig.run(|| client.connect(address).unwrap());
@@ -325,7 +329,7 @@ fn listeners_serve_only_what_the_rules_send_and_endpoints_that_are_services_do_n
     for rules in ["--userspace-rules=nftables", "--userspace-rules=iptables"] {
         let rig = rig();
         serve(&rig);
-        let _agent = carrying(&rig, &[rules]);
+        let _agent = carrying(&rig, &[rules, "--pod-ranges=10.96.0.0/16"]);
         for address in ["169.254.77.1", "fd68:6561:6467::1"] {
             for port in 10245..=10248 {
                 let to = SocketAddr::new(address.parse().unwrap(), port);
@@ -388,7 +392,7 @@ fn nodes_name_services_that_their_mode_cannot_serve_as_asked() {
     assert!(services.contains("PROXY-PROTOCOL") && services.contains("MAX-CONNECTIONS"), "{services}");
     drop(agent);
     rig.put("limited", &service("limited", 2, "").replace("TCP", "SCTP"));
-    let _agent = rig.agent(&["--proxy-mode=userspace"]);
+    let _agent = rig.agent(&["--proxy-mode=userspace", POD_RANGES]);
     let unserved = "mode userspace refuses connections of SCTP, and 1 Services have a port of SCTP: use mode nftables";
     rig.until_said(&["agents"], &[unserved]);
     let agents = rig.headgatectl(&["agents"]).unwrap();

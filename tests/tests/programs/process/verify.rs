@@ -89,7 +89,8 @@ fn a_cluster_without_node_ports_is_verified_in_every_mode() {
 
 fn verify_every_mode(rig: &Rig) {
     for mode in ["nftables", "userspace", "iptables"] {
-        let agent = rig.agent(&[&format!("--proxy-mode={mode}"), "--iptables-sync-period=1h"]);
+        let agent =
+            rig.agent(&[&format!("--proxy-mode={mode}"), "--iptables-sync-period=1h", "--pod-ranges=10.244.0.0/16"]);
         rig.until_programmed();
         until_verified(rig);
         assert!(agent.terminate().0.success());

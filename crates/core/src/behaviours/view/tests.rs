@@ -3,6 +3,7 @@ use std::net::SocketAddr;
 
 use super::*;
 use crate::{
+    conventions::dialling::DialPolicy,
     model::{Change, Endpoint, EndpointPort, Placement},
     state::Dirty,
 };
@@ -82,4 +83,46 @@ fn endpoints_that_fail_get_no_new_connections() {
     assert_ne!(views(&state, &node), before);
     state.apply(Change::from(service("")), &mut Dirty::default());
     assert_eq!(views(&state, &node), before);
+}
+
+#[test]
+fn a_port_bypasses_the_proxy_if_the_proxy_may_connect_to_no_endpoint_of_a_policy() {
+    let policy = |has_proxy| {
+        let dialled = DialPolicy::new(vec!["10.244.0.0/16".parse().unwrap()], ["10.244.1.1".parse().unwrap()]);
+        let facts = NodeFacts::named("node-a");
+        NodeFacts { dialled: Arc::new(DialPolicy { has_proxy, ..dialled }), ..facts }
+    };
+    let bypasses = |change: &dyn Fn(&mut Service), endpoints: &[(&str, &str)], has_proxy| {
+        let mut service = service("");
+        change(&mut service);
+        let (state, key) = state_with(service, endpoints);
+        service_views(&state, &key, Family::V4, &policy(has_proxy)).remove(0).bypasses_proxy
+    };
+    let (pods, own, host) = (("10.244.2.1", "node-b"), ("10.244.1.1", "node-a"), ("192.0.2.12", "node-b"));
+    let plain = |_: &mut Service| {};
+    assert!(bypasses(&plain, &[own], true) && bypasses(&plain, &[own, host], true));
+    assert!(!bypasses(&plain, &[own, host], false), "a node without a proxy has none to bypass");
+    assert!(!bypasses(&plain, &[own, host, pods], true) && !bypasses(&plain, &[], true));
+    let local = |service: &mut Service| service.internal_traffic_policy = TrafficPolicy::Local;
+    assert!(bypasses(&local, &[own, pods], true), "the policy Local admits only the address of the node");
+    assert!(!bypasses(&local, &[pods], true), "no endpoint is on the node");
+    let with_header = |service: &mut Service| service.proxy_protocol = Some(ProxyProtocol::V1);
+    assert!(!bypasses(&with_header, &[own], true), "only the proxy sends headers");
+}
+
+#[test]
+fn a_node_with_a_proxy_has_no_endpoints_that_are_metadata_servers() {
+    let endpoints = [("168.63.129.16", "node-b"), ("10.244.2.1", "node-b")];
+    for (has_proxy, addresses) in [(false, &["10.244.2.1", "168.63.129.16"][..]), (true, &["10.244.2.1"])] {
+        let node = |has_proxy| {
+            let dialled = Arc::new(DialPolicy { has_proxy, ..DialPolicy::default() });
+            NodeFacts { dialled, ..NodeFacts::named("node-a") }
+        };
+        let (state, key) = state_with(service(""), &endpoints);
+        let found = service_views(&state, &key, Family::V4, &node(has_proxy)).remove(0);
+        assert_eq!(texts(&found.cluster_endpoints), addresses);
+        let (state, key) = state_with(service(""), &endpoints[..1]);
+        let found = service_views(&state, &key, Family::V4, &node(has_proxy)).remove(0);
+        assert_eq!(found.outcome(TrafficPolicy::Cluster) == Outcome::Rejected, has_proxy);
+    }
 }

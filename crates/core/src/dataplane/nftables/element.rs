@@ -101,6 +101,8 @@ pub enum Element {
     Inside(Frontend, Target),
     /// A frontend without endpoints.
     Unserved(Frontend, Refusal),
+    /// A frontend whose TCP connections do not go to the proxy of mode userspace.
+    Straight(Frontend),
     /// A frontend, and the clients whose connections are masqueraded.
     Masquerade(Frontend, MasqueradeSources),
     /// A frontend, and what its counter in the kernel counts. Only packets change the counter: the

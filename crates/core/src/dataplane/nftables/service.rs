@@ -76,6 +76,10 @@ pub(in super::super) fn plan(config: &NftablesConfig, view: &ServicePortView) ->
     if config.counts_services {
         plan.add_counters();
     }
+    if view.bypasses_proxy && view.protocol == Protocol::Tcp {
+        let frontends = plan.services.iter().map(|(frontend, _)| *frontend).chain(plan.inside.iter().copied());
+        plan.elements.extend(frontends.map(Element::Straight));
+    }
     plan.add_endpoints(view);
     plan
 }

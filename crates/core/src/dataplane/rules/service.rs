@@ -219,7 +219,7 @@ impl<'a> PortRules<'a> {
     /// address of the node, also one that is an address of another service.
     fn gate_jumps(&self, chain: ChainName, rules: &mut String) {
         let protocol = self.view.protocol;
-        if !self.config.has_proxy() || protocol != Protocol::Tcp {
+        if !self.config.has_proxy() || protocol != Protocol::Tcp || self.view.bypasses_proxy {
             return;
         }
         let (service, node_port) = match chain.kind() {

@@ -43,7 +43,7 @@ fn next_outcome(checks: &mut Checks, has_passed: bool) -> (u64, Vec<Arc<ServiceK
     let started = checks.start(now, 8);
     assert_eq!(started.len(), 1);
     assert!(checks.start(now, 8).is_empty() && checks.next_due_ms().is_none(), "no other check starts meanwhile");
-    (now, checks.finish(&started[0], has_passed, now))
+    (now, checks.finish(&started[0], Some(has_passed), now))
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn outcomes_of_checks_of_a_removed_target_are_ignored() {
     assert!(checks.is_empty() && checks.failing_count() == 0);
     // The endpoint is added again while the old check still runs. The endpoint counts as new.
     checks.set_service(&web, Some(wanted(1000, [1])), 10_000);
-    assert_eq!(checks.finish(&running[0], false, 10_100), []);
+    assert_eq!(checks.finish(&running[0], Some(false), 10_100), []);
     assert!(checks.failing(&web).is_empty());
     assert_consistent(&checks);
 }
@@ -157,7 +157,7 @@ proptest! {
                 }
                 Step::Finish(which, passed) if which < running.len() => {
                     let check = running.remove(which);
-                    let changed = checks.finish(&check, passed, now);
+                    let changed = checks.finish(&check, Some(passed), now);
                     for key in changed {
                         prop_assert_eq!(checks.failing(&key).contains(&check.address), !passed);
                     }
@@ -198,7 +198,7 @@ proptest! {
             }
             while let Some((at, ticket, passes)) = running.first().copied().filter(|(at, ..)| *at <= now) {
                 running.remove(&(at, ticket, passes));
-                checks.finish(&by_ticket[&ticket], passes, now);
+                checks.finish(&by_ticket[&ticket], Some(passes), now);
             }
             let is_failing = !checks.failing(&web).is_empty();
             if (down + 2 * interval..up).contains(&now) {

@@ -1,4 +1,5 @@
 //! Attacks of pods, tenants and nodes. Each test checks that others are unharmed.
 
+mod deputy;
 mod http_ports;
 mod objects;
