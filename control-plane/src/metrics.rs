@@ -103,7 +103,7 @@ metrics! {
     connections_refused: Labelled<Total> = "connections_refused" [reason],
         "Connections closed before any request, by reason";
     stalled_responses: Total = "connections_untaken",
-        "Connections closed because the client read nothing of a pending response for minutes";
+        "Connections closed because the client read nothing of a pending response, or of its stream, for minutes";
     handshakes_failed: Labelled<Total> = "tls_handshakes_failed" [reason], "TLS handshakes that failed, by reason";
     handshakes: Labelled<Total> = "tls_handshakes" [kind], "TLS handshakes that succeeded, by kind: full or resumed";
     handshakes_pending: Labelled<Level> = "tls_handshakes_pending" [state],

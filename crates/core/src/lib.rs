@@ -24,7 +24,7 @@ mod node_facts;
 mod state;
 
 pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, source_ranges, topology, view};
-pub use conventions::{dns_name, errors, exposition, node_state, plaintext};
+pub use conventions::{dns_name, errors, exposition, node_state, plaintext, printable, reach, turns};
 pub use dataplane::{
     iptables, ipvs, nftables,
     source::{FixedState, StateSource},

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod apiserver;
+mod attacks;
 mod barrier;
 mod client;
 mod everywhere;

@@ -22,7 +22,7 @@ use tokio::{
     time::sleep,
 };
 
-pub(crate) use self::{page_listener::serve_pages, server::serve};
+pub(crate) use self::{listener::Listener, page_listener::serve_pages, server::serve};
 
 /// If a client sends nothing for this time, the server sends a ping. If the client then sends
 /// nothing for the same time again, the server closes the connection. Agents apply the same rule to

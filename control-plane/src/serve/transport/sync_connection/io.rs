@@ -26,14 +26,14 @@ pub(super) struct SyncIo<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> SyncIo<S> {
-    pub(super) fn new(stream: S, tls: Option<ServerConnection>, now: Instant) -> Self {
+    pub(super) fn new(stream: S, tls: Option<ServerConnection>, budget: Budget) -> Self {
         let mut tls = tls.map(Box::new);
         if let Some(tls) = &mut tls {
             // No limit is needed: at most one record is written at a time, and only after the
             // kernel has accepted the record before it.
             tls.set_buffer_limit(None);
         }
-        Self { stream, tls, unwritten: Vec::new(), written_bytes: 0, budget: Budget::new(now) }
+        Self { stream, tls, unwritten: Vec::new(), written_bytes: 0, budget }
     }
 
     /// Returns true if reading pauses at `now`, because the peer sends too fast.
@@ -149,7 +149,7 @@ fn accepted<T>(polled: Poll<io::Result<T>>) -> io::Result<Option<T>> {
 
 fn poll_stream(
     stream: &mut (impl AsyncRead + Unpin),
-    budget: &mut Budget,
+    budget: &Budget,
     cx: &mut Context<'_>,
     buffer: &mut [u8],
     now: Instant,
@@ -166,7 +166,7 @@ fn poll_stream(
 /// and the context is woken when bytes arrive.
 struct TlsReader<'a, 'b, S> {
     stream: &'a mut S,
-    budget: &'a mut Budget,
+    budget: &'a Budget,
     cx: &'a mut Context<'b>,
     now: Instant,
 }

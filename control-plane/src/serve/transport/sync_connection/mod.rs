@@ -107,10 +107,12 @@ pub(crate) fn serve_accepted(
         Either::Left(stream) => (stream, None),
         Either::Right(tls) => {
             let (stream, tls) = tls.into_inner();
-            (stream, Some(tls))
+            (Either::Left(stream), Some(tls))
         }
     };
-    if let Err(error) = SockRef::from(&stream).set_tcp_notsent_lowat(MAX_UNSENT_BYTES) {
+    if let Either::Left(tcp) = &stream
+        && let Err(error) = SockRef::from(tcp).set_tcp_notsent_lowat(MAX_UNSENT_BYTES)
+    {
         tracing::debug!(%error, "TCP_NOTSENT_LOWAT cannot be set");
     }
     serve(streams, peer, stream, tls, held)
@@ -128,7 +130,7 @@ fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     let (signal, now) = (Arc::new(Signal::new()), Instant::now());
     let http2 = Http2::new(Arc::clone(streams), peer, Arc::clone(&signal), now);
     let state = ConnectionState {
-        io: SyncIo::new(stream, tls, now),
+        io: SyncIo::new(stream, tls, held.budget.clone()),
         http2,
         is_blocked: false,
         is_paused: false,
@@ -218,6 +220,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionState<S> {
             if self.is_blocked && self.io.written_bytes() > before {
                 // The kernel accepts bytes again, so the peer is slow, but it reads.
                 self.http2.heard(now);
+                self.http2.flows();
             }
             self.is_blocked = !is_flushed;
             if self.is_blocked {
@@ -257,6 +260,7 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> Visit for SyncConnection<S> {
         let mut slot = self.state();
         let Some(state) = slot.as_mut() else { return };
         state.http2.keep_time(now);
+        state.http2.keep_flowing(state.is_blocked, now);
         // If the connection is blocked, its task waits until the kernel accepts more bytes. If it
         // becomes blocked, the task is woken to wait.
         let cx = &mut Context::from_waker(Waker::noop());

@@ -1,0 +1,3 @@
+//! Attacks on a replica and its agents, and what happens to the others.
+
+mod trust;
