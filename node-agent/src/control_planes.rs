@@ -29,8 +29,8 @@ impl fmt::Display for ControlPlane {
 
 impl ControlPlane {
     /// Parses `https://host:port`. If `insecure` is true, also accepts `http://address:port` when
-    /// [`plaintext::is_allowed`] returns true for the address, and `unix:FILE`: the rights of the file
-    /// and its folder decide who listens there.
+    /// [`plaintext::is_allowed`] returns true for the address, and `unix:FILE`: the rights of the
+    /// file and its folder decide who listens there.
     ///
     /// # Errors
     /// The URL cannot be used. The error says why, and what to write instead.

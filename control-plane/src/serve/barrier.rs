@@ -76,8 +76,8 @@ impl Barrier {
         Err(End::refusal("too_many_requests", Status::resource_exhausted(text)))
     }
 
-    /// Answers a request. With `node`, a pod asks through the agent of this node: it must run there,
-    /// and learns the numbers of nodes but no names.
+    /// Answers a request. With `node`, a pod asks through the agent of this node: it must run
+    /// there, and learns the numbers of nodes but no names.
     pub(crate) async fn answer(&self, node: Option<&Arc<str>>, request: v1::BarrierRequest) -> v1::BarrierAnswer {
         let metrics = &self.fleet.context.metrics;
         let waiting = metrics.barrier_waits();

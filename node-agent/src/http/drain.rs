@@ -2,8 +2,8 @@
 //! docs/drain.md describes the use of this page.
 //!
 //! The source address of the request and `?namespace=NAMESPACE` identify the pod, so a pod can ask
-//! only about itself, and EndpointSlices of other namespaces do not matter. Pods in the host network
-//! have the address of the node. They, and administrators on the node, name the pod with
+//! only about itself, and EndpointSlices of other namespaces do not matter. Pods in the host
+//! network have the address of the node. They, and administrators on the node, name the pod with
 //! `?pod=NAMESPACE/NAME`.
 
 use std::{

@@ -25,11 +25,11 @@ use crate::metric_registry::{AGENT, Labels, MetricRegistry};
 
 /// Maximum number of unanswered requests (`discovery.proto`, rule 18).
 const MAX_WAITING: usize = 1_024;
-/// Maximum number of waiting requests about one pod. A pod in the host network, or behind a CNI that
-/// masquerades, is known by its name, and any other by its address.
+/// Maximum number of waiting requests about one pod. A pod in the host network, or behind a CNI
+/// that masquerades, is known by its name, and any other by its address.
 const MAX_OF_POD: usize = 4;
-/// Maximum number of waiting requests that name their pod. Any pod whose connections are masqueraded
-/// can send such requests, so the other places are kept for pods with an address.
+/// Maximum number of waiting requests that name their pod. Any pod whose connections are
+/// masqueraded can send such requests, so the other places are kept for pods with an address.
 const MAX_NAMED: usize = MAX_WAITING / 2;
 /// How many requests that name their pod reach the control plane at once, and the time after which
 /// one more does.

@@ -72,8 +72,8 @@ impl Verdict {
         self.absent.iter().filter(|(_, absence)| matches!(absence, Absence::Lost { .. })).map(|(node, _)| node)
     }
 
-    /// Returns true if it is of no use to wait: only nodes are missing for which pods have waited too
-    /// long.
+    /// Returns true if it is of no use to wait: only nodes are missing for which pods have waited
+    /// too long.
     #[must_use]
     pub fn is_final(&self) -> bool {
         let is_waited_for =

@@ -1,4 +1,5 @@
-//! Limits on the number of connections, in all and for each client, and the read budgets of clients.
+//! Limits on the number of connections, in all and for each client, and the read budgets of
+//! clients.
 
 use std::{
     collections::HashMap,

@@ -1,5 +1,5 @@
-//! Attacks on statements about all nodes: nodes that do not read, do not confirm or come and go, and
-//! tenants that name pods of others.
+//! Attacks on statements about all nodes: nodes that do not read, do not confirm or come and go,
+//! and tenants that name pods of others.
 
 use std::{fs, net::Ipv4Addr, time::Duration};
 

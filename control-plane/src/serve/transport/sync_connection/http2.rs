@@ -361,10 +361,10 @@ impl Http2 {
         self.stalled_since = None;
     }
 
-    /// Ends the connection of a client that accepts nothing of its stream for as long as the general
-    /// server would wait: its windows have no room, or the kernel accepts nothing (`is_blocked`).
-    /// Such a client may still answer pings. Heartbeats are always due, so a client that reads
-    /// enlarges its windows.
+    /// Ends the connection of a client that accepts nothing of its stream for as long as the
+    /// general server would wait: its windows have no room, or the kernel accepts nothing
+    /// (`is_blocked`). Such a client may still answer pings. Heartbeats are always due, so a client
+    /// that reads enlarges its windows.
     pub(super) fn keep_flowing(&mut self, is_blocked: bool, now: Instant) {
         let is_stalled = is_blocked || self.connection_room.min(self.stream_room) <= 0;
         if !is_stalled || !matches!(self.phase, StreamPhase::Open(_)) {
