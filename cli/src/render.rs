@@ -57,8 +57,9 @@ pub fn plain_json(json: &str) -> String {
         if character.is_ascii() || is_printable(character) {
             plain.push(character);
         } else {
-            let units = character.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}"));
-            plain.extend(units.collect::<Vec<_>>());
+            for unit in character.encode_utf16(&mut [0; 2]) {
+                let _ = write!(plain, "\\u{unit:04x}");
+            }
         }
     }
     plain
