@@ -164,7 +164,10 @@ mod tests {
     use crate::{
         identity::{Identity, Peer},
         metrics::Metrics,
-        serve::{context::Settings, transport::connection_limits::hold},
+        serve::{
+            context::Settings,
+            transport::connection_limits::{Connections, hold},
+        },
         store::{Limits, Store},
     };
 
@@ -174,7 +177,7 @@ mod tests {
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (io, address) = listener.accept().await.unwrap();
         let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
-        let held = hold(&Default::default(), &peer.identity).unwrap();
+        let held = hold(&Connections::default(), &peer.identity).unwrap();
         let metrics = Arc::<Metrics>::default();
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let settings = Settings { hello_timeout: Duration::from_secs(600), ..Settings::default() };
