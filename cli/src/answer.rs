@@ -134,7 +134,7 @@ impl<'a> Session<'a> {
 /// field.
 pub(crate) fn write_json(out: &mut dyn Write, answer: &impl Serialize) -> Result<(), Failure> {
     let value = serde_json::to_value(answer).map_err(io::Error::from)?;
-    Ok(writeln!(out, "{value:#}")?)
+    Ok(writeln!(out, "{}", render::plain_json(&format!("{value:#}")))?)
 }
 
 /// The current time in milliseconds since the Unix epoch.

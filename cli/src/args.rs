@@ -23,14 +23,14 @@ pub struct Args {
     /// URL of a replica. Any replica answers for all replicas. Further URLs are used if the first
     /// does not answer: repeat the option, separate URLs by commas, or use a name that resolves to
     /// several addresses. http:// works only for loopback and test addresses; for other addresses
-    /// use https:// with the --tls options
+    /// use https:// with the --tls options. unix:FILE is the socket of `headgate`
     #[arg(
         long,
         global = true,
         env = "HEADGATE_SERVER",
         value_name = "URL",
         value_delimiter = ',',
-        default_value = "http://127.0.0.1:7444"
+        default_value = "unix:/run/headgate/inspect.sock,http://127.0.0.1:7444"
     )]
     pub server: Vec<String>,
     /// The TLS options.

@@ -22,6 +22,9 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// `watch`.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
+/// The begin of the URL of a Unix socket. Its rights decide who may open it.
+const SOCKET_SCHEME: &str = "unix:";
+
 const CHECK_SERVER: &str = "Check --server (or HEADGATE_SERVER): scheme, host and port.";
 
 /// Why a connection failed.
@@ -124,6 +127,9 @@ pub(crate) fn silent(server: &str, timeout: Duration) -> ConnectError {
 /// the name that the certificates must contain.
 async fn addresses_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
     let itself = || vec![(server.to_owned(), tls.clone())];
+    if server.starts_with(SOCKET_SCHEME) {
+        return Ok(itself());
+    }
     // Check the URL and the TLS options before the name is resolved.
     let uri = endpoint(server, tls)?.uri().clone();
     let (scheme, host) = (uri.scheme_str().unwrap_or("https"), uri.host().unwrap_or_default());
@@ -153,6 +159,9 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
         .timeout(ANSWER_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
         .keep_alive_while_idle(true);
+    if server.starts_with(SOCKET_SCHEME) {
+        return Ok(endpoint);
+    }
     let uri = endpoint.uri();
     let host = uri.host().unwrap_or_default();
     match uri.scheme_str() {

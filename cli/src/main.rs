@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser as _;
 use headgatectl::args::Args;
-use headgatectl::render::Style;
+use headgatectl::render::{self, Style};
 
 fn main() -> ExitCode {
     let args = Args::parse();
@@ -20,6 +20,8 @@ fn main() -> ExitCode {
     };
     let done = runtime.block_on(headgatectl::run(&args, style, &mut std::io::stdout().lock()));
     let Err(failure) = done else { return ExitCode::SUCCESS };
-    let _ = writeln!(std::io::stderr(), "headgatectl: {failure}");
+    // Parts of the text may come from a replica or from manifests.
+    let text: Vec<String> = failure.to_string().lines().map(|line| render::plain(line).into_owned()).collect();
+    let _ = writeln!(std::io::stderr(), "headgatectl: {}", text.join("\n"));
     ExitCode::from(failure.exit_code())
 }

@@ -13,6 +13,8 @@ use headgate_proto::v1::{
     ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
 };
 
+use headgate_proto::printable::is_printable;
+pub use headgate_proto::printable::printable as plain;
 use headgate_settings::migration::{Line, Outcome};
 
 pub use self::explain::explanation;
@@ -48,21 +50,19 @@ impl Tone {
     }
 }
 
-/// Escapes control characters in text that comes from agents or manifests, because a terminal would
-/// interpret them.
-pub fn plain(text: &str) -> Cow<'_, str> {
-    if !text.contains(char::is_control) {
-        return text.into();
-    }
-    let mut plain = String::with_capacity(text.len());
-    for character in text.chars() {
-        if character.is_control() {
-            plain.extend(character.escape_default());
-        } else {
+/// Escapes in JSON what a terminal would interpret or hide, and what JSON does not escape itself.
+pub fn plain_json(json: &str) -> String {
+    let mut plain = String::with_capacity(json.len());
+    for character in json.chars() {
+        if character.is_ascii() || is_printable(character) {
             plain.push(character);
+        } else {
+            for unit in character.encode_utf16(&mut [0; 2]) {
+                let _ = write!(plain, "\\u{unit:04x}");
+            }
         }
     }
-    plain.into()
+    plain
 }
 
 fn cell(text: impl AsRef<str>) -> Cell {

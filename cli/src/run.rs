@@ -107,7 +107,10 @@ impl Session<'_> {
         let mut events = answer.map_err(|status| self.refused(&status))?.into_inner();
         while let Some(event) = events.message().await.map_err(|status| self.refused(&status))? {
             match self.output {
-                Output::Json => write!(self.out, "{}", serde_json::to_value(event).map_err(io::Error::from)?)?,
+                Output::Json => {
+                    let value = serde_json::to_value(event).map_err(io::Error::from)?;
+                    write!(self.out, "{}", render::plain_json(&value.to_string()))?;
+                }
                 Output::Table | Output::Wide => self.out.write_all(render::event(&event, self.style).as_bytes())?,
             }
             self.out.write_all(b"\n")?;

@@ -103,7 +103,7 @@ fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Resu
 fn lagging(laggard: &Laggard) -> String {
     let Laggard { node, programmed_version, version, sent_version, lag_ms, reason, is_stalled, .. } = laggard;
     let reason = match reason.as_str() {
-        "" if *is_stalled => "the agent acknowledges nothing: look at its log",
+        "" if *is_stalled => "pods have waited too long for the node: look at the log of its agent",
         "" if sent_version >= version => "the version was sent, and there is no ACK yet",
         "" => "the version was not sent yet: the agent waits for its replica, or does not read its stream",
         reason => reason,

@@ -105,7 +105,7 @@ metrics! {
     http_closed: Labelled<Total, 2> = "http_connections_closed" [port, reason],
         "Connections to the HTTP pages that were closed because of limits, by port (pages) and reason: evicted (a new connection needed the place), or refused (not accepted, for example because of too many open files)";
     stalled_responses: Total = "connections_untaken",
-        "Connections closed because the client read nothing of a pending response for minutes";
+        "Connections closed because the client read nothing of a pending response, or of its stream, for minutes";
     handshakes_failed: Labelled<Total> = "tls_handshakes_failed" [reason], "TLS handshakes that failed, by reason";
     handshakes: Labelled<Total> = "tls_handshakes" [kind], "TLS handshakes that succeeded, by kind: full or resumed";
     handshakes_pending: Labelled<Level> = "tls_handshakes_pending" [state],

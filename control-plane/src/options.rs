@@ -53,6 +53,11 @@ pub struct Options {
     #[arg(long, value_name = "ADDR:PORT", value_parser = address)]
     pub inspect_listen: Option<SocketAddr>,
 
+    /// A folder for sockets that take the place of --listen and --inspect-listen. A program that
+    /// contains a control plane sets this field.
+    #[arg(skip)]
+    pub sockets: Option<PathBuf>,
+
     /// Serve without TLS, and accept the name that each agent gives. Needs an explicit --listen on
     /// a loopback address, or on one of the ranges reserved for tests (192.0.2.0/24,
     /// 198.51.100.0/24, 203.0.113.0/24, 198.18.0.0/15, 2001:db8::/32)
@@ -286,7 +291,8 @@ impl Options {
     #[must_use]
     pub fn listen(&self) -> Listen {
         let Listen { agents, inspect, .. } = Listen::at(self.listen.unwrap_or(DEFAULT_LISTEN));
-        Listen { agents, inspect: self.inspect_listen.unwrap_or(inspect), metrics: Some(self.metrics_listen) }
+        let (metrics, sockets) = (Some(self.metrics_listen), self.sockets.clone());
+        Listen { agents, inspect: self.inspect_listen.unwrap_or(inspect), metrics, sockets }
     }
 
     /// Reads the TLS files, and returns how connections are secured.
@@ -432,7 +438,7 @@ mod tests {
     fn the_options_are_well_formed_and_have_defaults() {
         Options::command().debug_assert();
         let options = options(&[]);
-        let Listen { agents, inspect, metrics } = options.listen();
+        let Listen { agents, inspect, metrics, .. } = options.listen();
         let addresses = [agents, inspect, metrics.unwrap()].map(|address| address.to_string());
         assert_eq!(addresses, ["[::]:7443", "[::]:7444", "[::]:7480"]);
         assert!(!options.settings().replica_name.is_empty());

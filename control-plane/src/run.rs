@@ -61,7 +61,8 @@ impl ControlPlane {
         let running =
             serve::start(options.listen(), security, settings, Arc::clone(&store), metrics, shutdown.clone()).await?;
         let metrics = running.metrics_addr.map(tracing::field::display);
-        tracing::info!(listen = %running.local_addr, inspect = %running.inspect_addr, metrics, source = %options.source, epoch = format!("{:016x}", store.epoch()), "control plane runs");
+        let sockets = options.sockets.as_deref().map(|folder| tracing::field::display(folder.display()));
+        tracing::info!(sockets, listen = %running.local_addr, inspect = %running.inspect_addr, metrics, source = %options.source, epoch = format!("{:016x}", store.epoch()), "control plane runs");
         let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);
         let run = source::run(options.source.clone(), options.source_settings(), sink, shutdown.clone());
         Ok(Self { running, store, source: tokio::spawn(run), shutdown })

@@ -17,22 +17,28 @@ pub struct AddressError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControlPlane {
     uri: Uri,
+    /// The URL of a Unix socket. `uri` then has no meaning.
+    socket: Option<String>,
 }
 
 impl fmt::Display for ControlPlane {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.uri.fmt(f)
+        self.socket.as_ref().map_or_else(|| self.uri.fmt(f), |socket| f.write_str(socket))
     }
 }
 
 impl ControlPlane {
     /// Parses `https://host:port`. If `insecure` is true, also accepts `http://address:port` when
-    /// [`plaintext::is_allowed`] returns true for the address.
+    /// [`plaintext::is_allowed`] returns true for the address, and `unix:FILE`: the rights of the
+    /// file and its folder decide who listens there.
     ///
     /// # Errors
     /// The URL cannot be used. The error says why, and what to write instead.
     pub fn parse(url: &str, insecure: bool) -> Result<Self, AddressError> {
         let fail = |problem: String| AddressError { url: url.to_owned(), problem };
+        if insecure && url.starts_with("unix:") {
+            return Ok(Self { uri: Uri::from_static("http://127.0.0.1:0"), socket: Some(url.to_owned()) });
+        }
         let uri: Uri =
             url.trim().parse().map_err(|error| fail(format!("is not a URL ({error}); write https://host:7443")))?;
         let host = uri.host().ok_or_else(|| fail("has no host; write https://host:7443".into()))?;
@@ -43,11 +49,11 @@ impl ControlPlane {
             return Err(fail("has a path; write https://host:7443".into()));
         }
         match uri.scheme_str() {
-            Some("https") => Ok(Self { uri }),
+            Some("https") => Ok(Self { uri, socket: None }),
             Some("http") if !insecure => Err(fail(
                 "would be plaintext; write https://, or pass --insecure-loopback for a trial on one machine".into(),
             )),
-            Some("http") if allows_plaintext(host) => Ok(Self { uri }),
+            Some("http") if allows_plaintext(host) => Ok(Self { uri, socket: None }),
             Some("http") => Err(fail(format!(
                 "would be plaintext to {host}: --insecure-loopback allows only loopback addresses and the test ranges {}; write https://",
                 plaintext::TEST_RANGES.join(", ")
@@ -73,6 +79,11 @@ impl ControlPlane {
     /// True when the URL's host is the IP address of `address`.
     pub(crate) fn names(&self, address: SocketAddr) -> bool {
         self.host_and_port().0.parse() == Ok(address.ip())
+    }
+
+    /// The URL of a Unix socket; `None` if the control plane has an address.
+    pub(crate) fn socket(&self) -> Option<&str> {
+        self.socket.as_deref()
     }
 
     /// The URL.

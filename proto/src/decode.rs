@@ -13,6 +13,7 @@ use headgate_core::{
     digest::{BUCKETS, BucketDigest, Digests},
     frontends::Frontend,
     pool::Pool,
+    reach::{AddressUse, unreachable},
     reference::Referable,
 };
 use ipnet::IpNet;
@@ -259,7 +260,7 @@ fn endpoints_from_wire(
 
 fn endpoint_from_wire(wire: &v1::Endpoint, tables: &Tables) -> Checked<Endpoint> {
     Ok(Endpoint {
-        address: address_from_wire(&wire.address, "address")?,
+        address: reachable_from_wire(&wire.address, "address", AddressUse::Other)?,
         ports: tables.port_list(wire.port_list)?,
         conditions: conditions_from_wire(wire.conditions)?,
         placement: tables.endpoint_placement(wire.placement)?,
@@ -293,8 +294,8 @@ fn conditions_from_wire(bits: u32) -> Checked<Conditions> {
 
 fn service_from_wire(wire: v1::Service) -> Checked<Service> {
     let key = key_from_wire(&wire.key.unwrap_or_default())?;
-    let addresses = |list: &[bytes::Bytes], field: &str| -> Checked<Vec<IpAddr>> {
-        list.iter().enumerate().map(|(i, bytes)| address_from_wire(bytes, &format!("{field}[{i}]"))).collect()
+    let addresses = |list: &[bytes::Bytes], field: &str, used| -> Checked<Vec<IpAddr>> {
+        list.iter().enumerate().map(|(i, bytes)| reachable_from_wire(bytes, &format!("{field}[{i}]"), used)).collect()
     };
     let mut ports = Vec::with_capacity(wire.ports.len());
     for (i, port) in wire.ports.iter().enumerate() {
@@ -310,9 +311,9 @@ fn service_from_wire(wire: v1::Service) -> Checked<Service> {
     }
     let ranges = &wire.load_balancer_source_ranges;
     let service = Service {
-        cluster_ips: addresses(&wire.cluster_ips, "cluster_ips")?,
-        external_ips: addresses(&wire.external_ips, "external_ips")?,
-        load_balancer_ips: addresses(&wire.load_balancer_ips, "load_balancer_ips")?,
+        cluster_ips: addresses(&wire.cluster_ips, "cluster_ips", AddressUse::ClusterIp)?,
+        external_ips: addresses(&wire.external_ips, "external_ips", AddressUse::Other)?,
+        load_balancer_ips: addresses(&wire.load_balancer_ips, "load_balancer_ips", AddressUse::Other)?,
         ports,
         internal_traffic_policy: policy(wire.internal_traffic_policy_local),
         external_traffic_policy: policy(wire.external_traffic_policy_local),
@@ -370,8 +371,8 @@ fn service_cidr_from_wire(wire: &v1::ServiceCidr) -> Checked<ServiceCidr> {
 /// The rejection names the field that cannot be used. A retry with the same message does not help.
 pub fn node_from_wire(wire: &v1::Node) -> Result<Node, v1::Rejection> {
     let rejection = |fault: Fault| fault.rejection(format!("Node {}", wire.name));
-    let addresses: Checked<Vec<IpAddr>> =
-        wire.addresses.iter().map(|bytes| address_from_wire(bytes, "addresses")).collect();
+    let address = |bytes: &bytes::Bytes| reachable_from_wire(bytes, "addresses", AddressUse::Node);
+    let addresses: Checked<Vec<IpAddr>> = wire.addresses.iter().map(address).collect();
     Ok(Node {
         name: wire.name.as_str().into(),
         zone: (!wire.zone.is_empty()).then(|| wire.zone.as_str().into()),
@@ -438,6 +439,13 @@ fn address_from_wire(bytes: &[u8], field: &str) -> Checked<IpAddr> {
     address_from_bytes(bytes).ok_or_else(fault)
 }
 
+/// Reads an address that becomes part of rules. A control plane rejects addresses without a meaning
+/// on other machines, but this check does not rely on the sender.
+fn reachable_from_wire(bytes: &[u8], field: &str, used: AddressUse) -> Checked<IpAddr> {
+    let address = address_from_wire(bytes, field)?;
+    unreachable(address, used).map_or(Ok(address), |reason| Err(Fault::new(field, reason)))
+}
+
 fn show_address(bytes: &[u8]) -> String {
     address_from_wire(bytes, "").map_or_else(|_| "?".to_owned(), |address| address.to_string())
 }
@@ -499,6 +507,51 @@ mod tests {
         let (one, other) = (received(1), received(2));
         assert!(Arc::ptr_eq(&one.placement, &other.placement));
         assert!(Arc::ptr_eq(&one.ports, &other.ports));
+    }
+
+    #[test]
+    fn addresses_without_a_meaning_on_other_machines_are_rejected_and_other_resources_are_used() {
+        let bytes = |address: &str| crate::address_to_wire(address.parse().unwrap());
+        let service = |name: &str, cluster: &str, external: &str, load_balancer: &str| v1::Service {
+            key: Some(v1::ServiceKey { namespace: "prod".into(), name: name.into() }),
+            cluster_ips: vec![bytes(cluster)],
+            external_ips: vec![bytes(external)],
+            load_balancer_ips: vec![bytes(load_balancer)],
+            ports: vec![v1::ServicePort { port: 80, ..Default::default() }],
+            ..Default::default()
+        };
+        let hostile = ["127.0.0.1", "0.0.0.0", "224.0.0.1", "169.254.169.254", "255.255.255.255", "fe80::1", "::1"];
+        let changed = hostile.iter().chain(&["10.1.0.1"]).map(|address| v1::Endpoint {
+            address: bytes(address),
+            placement: 1,
+            ..Default::default()
+        });
+        let wire = v1::Changes {
+            services: vec![
+                service("a", "127.0.0.1", "192.0.2.1", "192.0.2.2"),
+                service("b", "10.96.0.1", "127.0.0.1", "192.0.2.2"),
+                service("c", "10.96.0.1", "192.0.2.1", "127.0.0.1"),
+                service("good", "169.254.20.10", "192.0.2.1", "192.0.2.2"),
+            ],
+            endpoints: vec![v1::ServiceEndpoints {
+                namespace: 1,
+                name: "good".into(),
+                changed: changed.collect(),
+                ..Default::default()
+            }],
+            strings: vec!["prod".into()],
+            port_lists: vec![v1::PortList::default()],
+            placements: vec![v1::Placement::default()],
+            ..Default::default()
+        };
+        let (changes, rejections) = Decoder::default().changes(wire).unwrap();
+        let [Change::Service(good), Change::Endpoint(_, endpoint)] = changes.as_slice() else { panic!("{changes:?}") };
+        assert_eq!((&*good.key.name, endpoint.address.to_string()), ("good", "10.1.0.1".to_owned()));
+        assert_eq!(rejections.len(), 3 + hostile.len(), "{rejections:?}");
+        assert!(rejections.iter().all(|rejection| rejection.reason.contains("which other nodes cannot reach")));
+        let node = |address| v1::Node { name: "n1".into(), addresses: vec![bytes(address)], ..Default::default() };
+        assert!(node_from_wire(&node("fe80::1")).is_ok());
+        assert!(node_from_wire(&node("127.0.0.1")).is_err());
     }
 
     #[test]

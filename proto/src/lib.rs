@@ -14,7 +14,7 @@ pub use decode::{Decoder, digests_from_wire, node_from_wire, reserved_from_wire}
 pub use encode::{ChangesBuilder, References, address_to_wire, digests_to_wire, node_to_wire, reserved_to_wire};
 use headgate_core::{Protocol, ProxyProtocol, node_state::SourceState};
 /// Rules that all programs share, for programs that do not use the core crate.
-pub use headgate_core::{dns_name::check_subdomain, errors, plaintext};
+pub use headgate_core::{dns_name::check_subdomain, errors, plaintext, printable};
 pub use known::UnknownReference;
 pub use verification::{NodeView, ServiceDigests};
 

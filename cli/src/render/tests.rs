@@ -402,7 +402,7 @@ fn colours_are_used_only_if_requested() {
 
 #[test]
 fn control_characters_from_agents_and_manifests_are_escaped() {
-    let evil = "\u{1b}]0;title\u{7}\nnode-z  current\u{9b}2J";
+    let evil = "\u{1b}]0;title\u{7}\nnode-z  current\u{9b}2J\u{202e}";
     let agent = AgentInfo {
         node: evil.into(),
         backend: evil.into(),
@@ -428,6 +428,7 @@ fn control_characters_from_agents_and_manifests_are_escaped() {
     for (text, lines) in tables {
         assert!(text.contains("\\u{1b}]0;title"), "{text}");
         assert!(!text.chars().any(|character| character.is_control() && character != '\n'), "{text:?}");
+        assert!(text.contains("\\u{202e}") && !text.contains('\u{202e}'), "{text:?}");
         assert_eq!(text.lines().count(), lines, "{text}");
     }
 }

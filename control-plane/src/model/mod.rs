@@ -298,7 +298,8 @@ impl Model {
     fn put_pod(&mut self, key: &ObjectKey, pod: Option<&Pod>) -> Outcome {
         let gated = pod.and_then(|pod| {
             let uid = Some(pod.metadata.uid.as_str()).filter(|uid| !uid.is_empty())?;
-            Some((PodId::new(uid, &pod.metadata.name), uid, pod.gate_state()?))
+            let id = PodId::new(uid, &pod.metadata.name).in_namespace(&key.namespace);
+            Some((id, uid, pod.gate_state()?))
         });
         let old = self.endpoints.gates.id(key);
         let new = gated.map(|(id, ..)| id);

@@ -47,7 +47,7 @@ pub(super) fn read(object: &objects::Node, selector: &NodeSelector, interner: &m
     for wanted in ["InternalIP", "ExternalIP"] {
         for (index, written) in object.status.addresses.iter().enumerate().filter(|(_, a)| a.address_type == wanted) {
             let field = format_args!("status.addresses[{index}].address");
-            let address = findings.checked_entry(field, parse::address(&written.address));
+            let address = findings.checked_entry(field, parse::node_address(&written.address));
             addresses.extend(address.filter(|address| !addresses.contains(address)));
         }
     }

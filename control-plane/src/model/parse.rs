@@ -2,7 +2,11 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use headgate_core::{Protocol, dns_name::check_subdomain};
+use headgate_core::{
+    Protocol,
+    dns_name::check_subdomain,
+    reach::{AddressUse, unreachable},
+};
 use ipnet::IpNet;
 use k8s_openapi::jiff::Timestamp;
 
@@ -18,16 +22,20 @@ pub(super) fn address(text: &str) -> Result<IpAddr, String> {
         .ok_or_else(|| format!("{} is not an IP address: write an address such as 10.96.0.10 or fd00::10", shown(text)))
 }
 
-/// Parses a ClusterIP. Kubernetes allows ranges of Services in 169.254.0.0/16, because no machine
-/// holds a ClusterIP.
+/// Parses a ClusterIP.
 ///
 /// # Errors
-/// The errors of [`routable_address`] for other addresses.
+/// The errors of [`routable_address`], except for addresses in 169.254.0.0/16.
 pub(super) fn cluster_ip(text: &str) -> Result<IpAddr, String> {
-    match address(text)? {
-        IpAddr::V4(v4) if v4.is_link_local() => Ok(v4.into()),
-        _ => routable_address(text),
-    }
+    reachable(text, AddressUse::ClusterIp)
+}
+
+/// Parses an address of a Node.
+///
+/// # Errors
+/// The errors of [`routable_address`], except for link-local addresses.
+pub(super) fn node_address(text: &str) -> Result<IpAddr, String> {
+    reachable(text, AddressUse::Node)
 }
 
 /// Parses an address to which another machine can send packets.
@@ -36,20 +44,12 @@ pub(super) fn cluster_ip(text: &str) -> Result<IpAddr, String> {
 /// The errors of [`address`], and an error for unspecified, loopback, multicast, link-local and
 /// broadcast addresses.
 pub(super) fn routable_address(text: &str) -> Result<IpAddr, String> {
+    reachable(text, AddressUse::Other)
+}
+
+fn reachable(text: &str, used: AddressUse) -> Result<IpAddr, String> {
     let address = address(text)?;
-    let class = match address {
-        IpAddr::V4(v4) if v4.is_broadcast() => Some("the broadcast address"),
-        IpAddr::V4(v4) if v4.is_link_local() => Some("a link-local address"),
-        IpAddr::V6(v6) if v6.is_unicast_link_local() => Some("a link-local address"),
-        _ if address.is_unspecified() => Some("the unspecified address"),
-        _ if address.is_loopback() => Some("a loopback address"),
-        _ if address.is_multicast() => Some("a multicast address"),
-        _ => None,
-    };
-    match class {
-        Some(class) => Err(format!("{text} is {class}, which other nodes cannot reach: give the routable address")),
-        None => Ok(address),
-    }
+    unreachable(address, used).map_or(Ok(address), Err)
 }
 
 /// Parses an IPv4 address whose parts may have leading zeros.

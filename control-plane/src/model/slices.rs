@@ -147,7 +147,9 @@ fn endpoints(
         let address = address(written, family);
         if let Some(address) = findings.checked_entry(format_args!("endpoints[{index}].addresses[0]"), address) {
             let weight = weights.get(&address).copied().unwrap_or(weight_of_all);
-            endpoints.push((address, index, facts(index, written, weight, interner, findings)));
+            let mut facts = facts(index, written, weight, interner, findings);
+            facts.pod = facts.pod.in_namespace(object.metadata.namespace_or_default());
+            endpoints.push((address, index, facts));
         }
     }
     endpoints.sort_unstable_by_key(|(address, index, _)| (*address, *index));

@@ -10,7 +10,7 @@ use super::metadata::Text;
 static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
 /// The UID and the name of a pod, as hashes that only this process understands. The default value
-/// means that the endpoint belongs to no pod. The namespace is the namespace of the EndpointSlice.
+/// means that the endpoint belongs to no pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct PodId {
     uid: u64,
@@ -18,10 +18,18 @@ pub struct PodId {
 }
 
 impl PodId {
-    /// Creates the identity of a pod.
+    /// Creates the identity of a pod in a namespace that is not known yet.
     #[must_use]
     pub fn new(uid: &str, name: &str) -> Self {
-        Self { uid: HASHER.hash_one(uid), name: Self::name_hash(name) }
+        Self { uid: HASHER.hash_one(uid), name: HASHER.hash_one(name) }
+    }
+
+    /// The pod in this namespace. Objects of other namespaces cannot name it, whatever UID they
+    /// give.
+    #[must_use]
+    pub fn in_namespace(self, namespace: &str) -> Self {
+        let name = if self.is_none() { self.name } else { HASHER.hash_one((namespace, self.name)) };
+        Self { name, ..self }
     }
 
     /// True if the endpoint belongs to no pod.
@@ -36,16 +44,16 @@ impl PodId {
         self.uid
     }
 
-    /// The hash of the pod's name.
+    /// The hash of the pod's namespace and name.
     #[must_use]
     pub fn name(self) -> u64 {
         self.name
     }
 
-    /// The hash of a name, to compare it with [`Self::name`].
+    /// The hash of a namespace and a name, to compare it with [`Self::name`].
     #[must_use]
-    pub fn name_hash(name: &str) -> u64 {
-        HASHER.hash_one(name)
+    pub fn name_hash(namespace: &str, name: &str) -> u64 {
+        Self::new("", name).in_namespace(namespace).name
     }
 }
 

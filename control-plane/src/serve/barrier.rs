@@ -5,11 +5,12 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use headgate_core::{ServiceKey, address_from_bytes, dns_name::check_subdomain};
 use headgate_proto::v1::{self, barrier_answer::Result as Outcome, question::Wanted};
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tonic::Status;
 
 use super::{
     everywhere::{Everywhere, HURRY, Verdict, last_of},
-    fleet::{Agent, Fleet},
+    fleet::{Agent, End, Fleet, MAX_OPEN, clip},
 };
 use crate::{
     objects::PodId,
@@ -27,6 +28,9 @@ const MAX_NAMED: usize = 1_000;
 
 const CHANGES: &str = "the endpoints of the pod have changed again and again";
 const AMBIGUOUS: &str = "several pods have this address, as pods in the host network do: ask with ?pod=NAMESPACE/NAME";
+const UNCONFIRMED: &str =
+    "some nodes have not confirmed that they stopped to use the pod: `headgatectl drain` names them to operators";
+const TOO_OFTEN: &str = "there are too many questions about this pod, or of its node: ask once a second at most";
 const ONLY_REMOVED: &str = "only removed endpoints have this pod name, and they may belong to an older pod: give the UID of the pod, or its address";
 
 /// An endpoint of a pod: the version of its last change, and where it stays in use. The error says
@@ -46,57 +50,79 @@ impl Barrier {
     }
 
     /// Starts to answer a request of an agent. The answer is sent on the agent's stream.
-    pub(crate) fn begin(self: &Arc<Self>, agent: &Arc<Agent>, request: v1::BarrierRequest) {
+    ///
+    /// # Errors
+    ///
+    /// The end of the stream, if it has more requests than an agent may have.
+    pub(crate) fn begin(self: &Arc<Self>, agent: &Arc<Agent>, request: v1::BarrierRequest) -> Result<(), End> {
         agent.barriers.cancel(request.id);
         if request.is_cancelled {
-            return;
+            return Ok(());
         }
         // Without a runtime there is no stream either.
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return Ok(()) };
         let (barrier, asker, id) = (Arc::clone(self), Arc::clone(agent), request.id);
         let work = async move {
             let answer = barrier.answer(Some(&asker.node), request).await;
             asker.barriers.finish(answer);
             asker.signal.wake();
         };
-        if !agent.barriers.begin(id, || runtime.spawn(work).abort_handle()) {
-            agent.signal.wake();
+        if agent.barriers.begin(id, || runtime.spawn(work).abort_handle()) {
+            return Ok(());
         }
+        let text = format!(
+            "an agent may have {MAX_OPEN} requests of pods that are not answered, and whose answers are not read"
+        );
+        Err(End::refusal("too_many_requests", Status::resource_exhausted(text)))
     }
 
-    /// Answers a request. With `node`, the pod must run on this node.
-    pub(crate) async fn answer(&self, node: Option<&str>, request: v1::BarrierRequest) -> v1::BarrierAnswer {
+    /// Answers a request. With `node`, a pod asks through the agent of this node: it must run
+    /// there, and learns the numbers of nodes but no names.
+    pub(crate) async fn answer(&self, node: Option<&Arc<str>>, request: v1::BarrierRequest) -> v1::BarrierAnswer {
         let metrics = &self.fleet.context.metrics;
         let waiting = metrics.barrier_waits();
         let outcome = self.wait(node, &request).await;
         drop(waiting);
-        let answer = outcome.unwrap_or_else(|reason| v1::BarrierAnswer { reason, ..v1::BarrierAnswer::default() });
+        let mut answer = outcome.unwrap_or_else(|reason| v1::BarrierAnswer { reason, ..v1::BarrierAnswer::default() });
+        if node.is_some() {
+            (answer.unconfirmed, answer.not_covered) = Default::default();
+            answer.reason = clip(&answer.reason).to_owned();
+        }
         metrics.count_barrier(answer.result());
         v1::BarrierAnswer { id: request.id, ..answer }
     }
 
     /// The error is the reason why the request is refused.
-    async fn wait(&self, node: Option<&str>, request: &v1::BarrierRequest) -> Result<v1::BarrierAnswer, String> {
+    async fn wait(&self, node: Option<&Arc<str>>, request: &v1::BarrierRequest) -> Result<v1::BarrierAnswer, String> {
         if self.everywhere.replicas().is_none() {
             return Err("the drain barrier is off: start every control plane replica with --peers".into());
         }
         let name = pod_name(request)?;
         let deadline = Instant::now() + Duration::from_millis(request.timeout_ms).min(MAX_TIMEOUT);
         let silent = Duration::from_millis(request.silent_ms).min(MAX_TIMEOUT);
+        if let Some(node) = node
+            && !in_turn(deadline, |now| self.fleet.turns().questions.take(Arc::clone(node), now)).await
+        {
+            return Ok(too_often());
+        }
         let mut source = self.fleet.context.store.watch_source();
         let listed = source.wait_for(|_| self.fleet.context.store.is_synced());
         if !matches!(tokio::time::timeout_at(deadline, listed).await, Ok(Ok(_))) {
             return Ok(self.incomplete("the replica has not listed its source".into()));
         }
-        let found = match self.find(&name, &request.pod_uid, silent, deadline).await {
+        let found = match self.find(node.is_some(), &name, &request.pod_uid, silent, deadline).await {
             Ok(found) => found,
             Err(answer) => return answer,
         };
-        if let Some(node) = node.filter(|node| found.node.as_deref() != Some(*node)) {
-            let there = found.node.as_deref().unwrap_or("no node");
-            return Err(format!("the pod runs on {there} and not on node {node}: ask the agent of its own node"));
-        }
         let pod = found.pod;
+        if let Some(node) = node {
+            if found.node.as_ref() != Some(node) {
+                return Err("the pod does not run on this node: ask the agent of its own node".to_owned());
+            }
+            if !in_turn(deadline, |now| self.fleet.turns().pods.take(pod, now)).await {
+                return Ok(too_often());
+            }
+        }
         // The question follows once the source shows that the pod stops.
         self.fleet.context.store.hurry(HURRY);
         loop {
@@ -119,7 +145,7 @@ impl Barrier {
                 let lasts = asked.iter().filter_map(|(key, address, _, last)| last_of(key, *address, last.ok()?));
                 let lasts = lasts.collect::<Vec<_>>().join("; ");
                 return Ok(match is_same {
-                    true => outcome(&verdict, &lasts),
+                    true => outcome(&verdict, &lasts, node.is_some()),
                     false => answer(&verdict, Outcome::Incomplete, CHANGES.into()),
                 });
             }
@@ -142,6 +168,7 @@ impl Barrier {
     /// refused.
     async fn find(
         &self,
+        is_pod: bool,
         name: &PodName,
         uid: &str,
         silent: Duration,
@@ -161,7 +188,7 @@ impl Barrier {
                     }
                     let limit = (Instant::now() + silent).min(deadline);
                     let verdict = self.everywhere.until(Wanted::Unusable, Vec::new(), limit, |_| false).await;
-                    return Err(if verdict.holds() { Err(unknown(name)) } else { Ok(outcome(&verdict, "")) });
+                    return Err(if verdict.holds() { Err(unknown(name)) } else { Ok(outcome(&verdict, "", is_pod)) });
                 }
                 Err(NoPod::OnlyRemoved) if Instant::now() >= deadline => {
                     return Err(Ok(self.incomplete(ONLY_REMOVED.into())));
@@ -203,9 +230,27 @@ impl Barrier {
     }
 }
 
+/// Waits until `take` succeeds. Returns false if this takes longer than until the deadline.
+async fn in_turn(deadline: Instant, take: impl Fn(std::time::Instant) -> Result<(), std::time::Instant>) -> bool {
+    while let Err(next) = take(std::time::Instant::now()) {
+        if Instant::from_std(next) > deadline {
+            return false;
+        }
+        sleep_until(next.into()).await;
+    }
+    true
+}
+
+/// The answer to a request that gets no turn. Nothing was looked up for it.
+fn too_often() -> v1::BarrierAnswer {
+    let result = Outcome::Incomplete.into();
+    v1::BarrierAnswer { result, reason: TOO_OFTEN.into(), ..v1::BarrierAnswer::default() }
+}
+
 /// The answer of a verdict. `lasts` says where endpoints stay in use; empty if nowhere.
-fn outcome(verdict: &Verdict, lasts: &str) -> v1::BarrierAnswer {
+fn outcome(verdict: &Verdict, lasts: &str, is_pod: bool) -> v1::BarrierAnswer {
     let (result, reason) = match lasts {
+        _ if !verdict.holds() && is_pod => (Outcome::Incomplete, UNCONFIRMED.to_owned()),
         _ if !verdict.holds() => (Outcome::Incomplete, verdict.why("that they stopped to use the pod", 0)),
         "" => (Outcome::Drained, String::new()),
         lasts => (Outcome::Last, format!("{lasts}, so it keeps receiving connections")),
@@ -234,13 +279,17 @@ fn pod_name(request: &v1::BarrierRequest) -> Result<PodName, String> {
         }
         return Ok(PodName::Named(pod_namespace.clone(), pod_name.clone()));
     }
-    address_from_bytes(address).map(PodName::Address).ok_or_else(|| "the request names no pod".to_owned())
+    let address = address_from_bytes(address).ok_or("the request names no pod")?;
+    if pod_namespace.is_empty() {
+        return Err("the request names no namespace".to_owned());
+    }
+    Ok(PodName::Address(pod_namespace.clone(), address))
 }
 
 fn unknown(pod: &PodName) -> String {
     match pod {
-        PodName::Address(address) => format!(
-            "no endpoint with the address {address} belongs to a pod: a pod without a Service need not wait; if the CNI masquerades, or the pod is in the \
+        PodName::Address(namespace, address) => format!(
+            "no endpoint with the address {address} belongs to a pod of namespace {namespace}: check the namespace; a pod without a Service need not wait; if the CNI masquerades, or the pod is in the \
              host network, ask with ?pod=NAMESPACE/NAME from the node's address"
         ),
         PodName::Named(namespace, name) => {

@@ -15,13 +15,21 @@ mod transport;
 mod verification;
 
 use std::{
-    io,
+    fs, io,
     net::{Ipv4Addr, Ipv6Addr, SocketAddr},
+    os::unix::{
+        fs::{DirBuilderExt as _, PermissionsExt as _},
+        net::UnixStream,
+    },
+    path::{Path, PathBuf},
     sync::Arc,
 };
 
 use headgate_listener::{Families, listen};
-use tokio::{net::TcpListener, task::JoinHandle};
+use tokio::{
+    net::{TcpListener, UnixListener},
+    task::JoinHandle,
+};
 pub use tokio_util::sync::CancellationToken;
 
 pub use self::{
@@ -31,7 +39,7 @@ pub use self::{
     fleet::Departed,
     transport::tls::{self, Security},
 };
-use self::{enrolment::Enrolment, fleet::balance, stream::Streams};
+use self::{enrolment::Enrolment, fleet::balance, stream::Streams, transport::Listener};
 use crate::{metrics::Metrics, source::SourceError, store::Store};
 
 /// Why a replica cannot serve.
@@ -45,6 +53,14 @@ pub enum ServeError {
         /// The address.
         address: SocketAddr,
         /// The error of the operating system.
+        error: io::Error,
+    },
+    /// The sockets for this machine cannot be made.
+    #[error("cannot listen on {path}: {error}")]
+    Socket {
+        /// The file of the socket.
+        path: PathBuf,
+        /// The error of the operating system, with the remedy.
         error: io::Error,
     },
     /// The built-in descriptor set is invalid.
@@ -69,7 +85,7 @@ fn remedy(error: &io::Error) -> &'static str {
 }
 
 /// The addresses that a replica listens on. Port 0 means any free port.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Listen {
     /// The address for agents (`--listen`).
     pub agents: SocketAddr,
@@ -77,7 +93,16 @@ pub struct Listen {
     pub inspect: SocketAddr,
     /// The address for metrics and probes (`--metrics-listen`).
     pub metrics: Option<SocketAddr>,
+    /// A folder for [`AGENTS_SOCKET`] and [`INSPECT_SOCKET`], which take the place of the two gRPC
+    /// ports. Only the user of this process can open them.
+    pub sockets: Option<PathBuf>,
 }
+
+/// The name of the socket for agents.
+pub const AGENTS_SOCKET: &str = "agents.sock";
+
+/// The name of the socket for Inspect, health and reflection.
+pub const INSPECT_SOCKET: &str = "inspect.sock";
 
 impl Listen {
     /// Returns the addresses of a replica without metrics and probes whose address for agents is
@@ -89,7 +114,7 @@ impl Listen {
             0 | u16::MAX => 0,
             port => port + 1,
         };
-        Self { agents, inspect: SocketAddr::new(agents.ip(), port), metrics: None }
+        Self { agents, inspect: SocketAddr::new(agents.ip(), port), metrics: None, sockets: None }
     }
 }
 
@@ -137,8 +162,17 @@ pub async fn start(
     metrics: Arc<Metrics>,
     shutdown: CancellationToken,
 ) -> Result<Running, ServeError> {
-    let (agents, local_addr) = bind("--listen", listen.agents)?;
-    let (inspect, inspect_addr) = bind("--inspect-listen", listen.inspect)?;
+    let ([agents, inspect], [local_addr, inspect_addr]) = match &listen.sockets {
+        Some(folder) => {
+            let sockets = [bind_socket(folder, AGENTS_SOCKET)?, bind_socket(folder, INSPECT_SOCKET)?];
+            (sockets.map(Listener::Unix), [listen.agents, listen.inspect])
+        }
+        None => {
+            let (agents, local_addr) = bind("--listen", listen.agents)?;
+            let (inspect, inspect_addr) = bind("--inspect-listen", listen.inspect)?;
+            ([agents, inspect].map(Listener::Tcp), [local_addr, inspect_addr])
+        }
+    };
     settings.ports = Ports { agents: local_addr.port(), inspect: inspect_addr.port() };
     let enrolment = settings.enrolment.as_ref().map(|enrolment| enrolment.listen);
     settings.listen = [local_addr, inspect_addr].into_iter().chain(enrolment).collect();
@@ -193,4 +227,29 @@ fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, Socke
     .map_err(fail)?;
     let local = listener.local_addr().map_err(fail)?;
     Ok((listener, local))
+}
+
+/// Listens on a socket in a folder that nobody else may enter. The file of an earlier run is
+/// replaced.
+fn bind_socket(folder: &Path, name: &str) -> Result<UnixListener, ServeError> {
+    let path = folder.join(name);
+    let bound = || {
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+        if fs::metadata(folder)?.permissions().mode() & 0o077 != 0 {
+            return Err(io::Error::other(
+                "others may enter the folder: take this right away (chmod 700), or choose another folder",
+            ));
+        }
+        if UnixStream::connect(&path).is_ok() {
+            return Err(io::Error::other("another program serves this socket: stop it, or choose another folder"));
+        }
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = UnixListener::bind(&path)?;
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600))?;
+        Ok(listener)
+    };
+    bound().map_err(|error| ServeError::Socket { path: path.clone(), error })
 }

@@ -8,6 +8,7 @@ use std::{
     sync::Arc,
 };
 
+use compact_str::CompactString;
 use headgate_core::ServiceKey;
 
 use super::Store;
@@ -19,8 +20,8 @@ const MAX_REMOVED: usize = 16_384;
 /// How a pod is named in a question.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum PodName {
-    /// By one of its addresses.
-    Address(IpAddr),
+    /// By its namespace and one of its addresses. An empty namespace stands for all namespaces.
+    Address(String, IpAddr),
     /// By namespace and name.
     Named(String, String),
 }
@@ -58,9 +59,11 @@ struct PodEntry {
 #[derive(Debug, Default)]
 pub(super) struct Pods {
     by_address: HashMap<IpAddr, Vec<PodEntry>>,
-    /// The addresses of pods, by the hash of the pod's name.
+    /// The addresses of pods, by the hash of the pod's namespace and name.
     by_name: HashMap<u64, BTreeSet<IpAddr>>,
-    removed: VecDeque<(IpAddr, Arc<ServiceKey>, PodId)>,
+    /// The removed endpoints of each namespace, and their number in all.
+    removed: HashMap<CompactString, VecDeque<(IpAddr, Arc<ServiceKey>, PodId)>>,
+    removed_count: usize,
 }
 
 impl Pods {
@@ -77,16 +80,23 @@ impl Pods {
         for entry in entries.iter_mut().filter(|entry| entry.service == *service && !entry.is_removed) {
             entry.is_removed = true;
             touched.push(entry.pod);
-            self.removed.push_back((address, Arc::clone(service), entry.pod));
+            let removed = self.removed.entry(service.namespace.clone()).or_default();
+            removed.push_back((address, Arc::clone(service), entry.pod));
+            self.removed_count += 1;
         }
         if let Some((pod, node)) = pod {
             self.by_name.entry(pod.name()).or_default().insert(address);
             entries.retain(|entry| !(entry.service == *service && entry.pod == pod));
             entries.push(PodEntry { service: Arc::clone(service), pod, node, is_removed: false });
         }
-        while self.removed.len() > MAX_REMOVED
-            && let Some((address, service, pod)) = self.removed.pop_front()
+        // The namespace with the most removed endpoints forgets its oldest one, so that nobody can
+        // make the others forget theirs.
+        while self.removed_count > MAX_REMOVED
+            && let Some(most) = self.removed.values_mut().max_by_key(|removed| removed.len())
+            && let Some((address, service, pod)) = most.pop_front()
         {
+            self.removed_count -= 1;
+            self.removed.retain(|_, removed| !removed.is_empty());
             self.forget(address, &service, pod);
         }
         touched
@@ -136,19 +146,20 @@ impl Pods {
     }
 
     /// Finds a pod. Without a UID, removed endpoints count only for an address, and only if no pod
-    /// has it now.
+    /// has it now. EndpointSlices of other namespaces do not matter, whatever address, name or UID
+    /// they name: anybody may write them.
     fn get(&self, name: &PodName, uid: &str) -> Result<PodEndpoints, NoPod> {
         let (candidates, hash): (Vec<IpAddr>, _) = match name {
-            PodName::Address(address) => (vec![*address], None),
-            PodName::Named(_, pod) => {
-                let hash = PodId::name_hash(pod);
+            PodName::Address(_, address) => (vec![*address], None),
+            PodName::Named(namespace, pod) => {
+                let hash = PodId::name_hash(namespace, pod);
                 (self.by_name.get(&hash).into_iter().flatten().copied().collect(), Some(hash))
             }
         };
         let uid = (!uid.is_empty()).then(|| PodId::new(uid, "").uid());
         let is_named = |entry: &PodEntry| match name {
-            PodName::Address(_) => true,
-            PodName::Named(namespace, _) => Some(entry.pod.name()) == hash && entry.service.namespace == *namespace,
+            PodName::Address(namespace, _) => namespace.is_empty() || entry.service.namespace == *namespace,
+            PodName::Named(..) => Some(entry.pod.name()) == hash,
         };
         let is_meant = |entry: &PodEntry| is_named(entry) && uid.is_none_or(|uid| entry.pod.uid() == uid);
         let meant = self.entries_of(candidates).map(|(_, entry)| entry).filter(|entry| is_meant(entry));
@@ -156,7 +167,7 @@ impl Pods {
         let pod = match (live.first(), removed.last()) {
             (Some(first), _) if live.iter().all(|entry| entry.pod == first.pod) => first.pod,
             (Some(_), _) => return Err(NoPod::Ambiguous),
-            (None, Some(last)) if uid.is_some() || matches!(name, PodName::Address(_)) => last.pod,
+            (None, Some(last)) if uid.is_some() || matches!(name, PodName::Address(..)) => last.pod,
             (None, Some(_)) => return Err(NoPod::OnlyRemoved),
             (None, None) => return Err(NoPod::Unknown),
         };
@@ -202,8 +213,16 @@ mod tests {
         [10, 0, high, low].into()
     }
 
+    fn id(uid: &str, name: &str) -> PodId {
+        PodId::new(uid, name).in_namespace("prod")
+    }
+
+    fn at(address: IpAddr) -> PodName {
+        PodName::Address("prod".into(), address)
+    }
+
     fn put(pods: &mut Pods, name: &str, host: u16, pod: &str) {
-        pods.apply(&service(name), address(host), Some((PodId::new(pod, pod), Some("n1".into()))));
+        pods.apply(&service(name), address(host), Some((id(pod, pod), Some("n1".into()))));
     }
 
     #[test]
@@ -213,14 +232,14 @@ mod tests {
         put(&mut pods, "web", 2, "a");
         put(&mut pods, "api", 1, "a");
         put(&mut pods, "web", 3, "b");
-        let found = pods.get(&PodName::Address(address(2)), "").unwrap();
+        let found = pods.get(&at(address(2)), "").unwrap();
         let all = [("api", 1), ("web", 1), ("web", 2)].map(|(name, host)| (service(name), address(host)));
-        assert_eq!(found, PodEndpoints { pod: PodId::new("a", "a"), endpoints: all.into(), node: Some("n1".into()) });
+        assert_eq!(found, PodEndpoints { pod: id("a", "a"), endpoints: all.into(), node: Some("n1".into()) });
         assert_eq!(pods.get(&PodName::Named("prod".into(), "a".into()), ""), Ok(found.clone()));
         assert_eq!(pods.get(&PodName::Named("test".into(), "a".into()), ""), Err(NoPod::Unknown));
-        assert_eq!(pods.get(&PodName::Address(address(9)), ""), Err(NoPod::Unknown));
+        assert_eq!(pods.get(&at(address(9)), ""), Err(NoPod::Unknown));
         pods.apply(&service("web"), address(2), None);
-        assert_eq!(pods.get(&PodName::Address(address(2)), ""), Ok(found), "a removed endpoint is remembered");
+        assert_eq!(pods.get(&at(address(2)), ""), Ok(found), "a removed endpoint is remembered");
     }
 
     #[test]
@@ -228,10 +247,10 @@ mod tests {
         let mut pods = Pods::default();
         put(&mut pods, "web", 1, "old");
         put(&mut pods, "web", 1, "new");
-        let found = pods.get(&PodName::Address(address(1)), "");
+        let found = pods.get(&at(address(1)), "");
         assert_eq!(found, pods.get(&PodName::Named("prod".into(), "new".into()), ""));
         put(&mut pods, "dns", 1, "host-pod");
-        assert_eq!(pods.get(&PodName::Address(address(1)), ""), Err(NoPod::Ambiguous));
+        assert_eq!(pods.get(&at(address(1)), ""), Err(NoPod::Ambiguous));
         let named = pods.get(&PodName::Named("prod".into(), "host-pod".into()), "").unwrap();
         assert_eq!(named.endpoints, [(service("dns"), address(1))].into());
     }
@@ -240,15 +259,42 @@ mod tests {
     fn removed_endpoints_of_an_older_pod_of_the_same_name_do_not_answer_for_the_new_one() {
         let mut pods = Pods::default();
         let web = PodName::Named("prod".into(), "web-0".into());
-        pods.apply(&service("web"), address(1), Some((PodId::new("old", "web-0"), Some("n1".into()))));
+        pods.apply(&service("web"), address(1), Some((id("old", "web-0"), Some("n1".into()))));
         pods.apply(&service("web"), address(1), None);
         assert_eq!(pods.get(&web, ""), Err(NoPod::OnlyRemoved));
         assert_eq!(pods.get(&web, "new"), Err(NoPod::Unknown));
         assert_eq!(pods.get(&web, "old").unwrap().endpoints, [(service("web"), address(1))].into());
-        pods.apply(&service("web"), address(2), Some((PodId::new("new", "web-0"), Some("n1".into()))));
+        pods.apply(&service("web"), address(2), Some((id("new", "web-0"), Some("n1".into()))));
         assert_eq!(pods.get(&web, "").unwrap().endpoints, [(service("web"), address(2))].into());
         // A pod that was found is followed by its own identity.
-        assert_eq!(pods.all(PodId::new("old", "web-0")).endpoints, [(service("web"), address(1))].into());
+        assert_eq!(pods.all(id("old", "web-0")).endpoints, [(service("web"), address(1))].into());
+    }
+
+    #[test]
+    fn slices_of_other_namespaces_do_not_matter_whatever_they_name() {
+        let (mut pods, hostile) = (Pods::default(), Arc::new(ServiceKey::new("hostile", "web")));
+        put(&mut pods, "web", 1, "a");
+        let (by_name, by_address) = (PodName::Named("prod".into(), "a".into()), at(address(1)));
+        let found = pods.get(&by_name, "a").unwrap();
+        // The slice names the address, the name and the UID of the pod, with another node.
+        for host in [1, 7] {
+            let foreign = PodId::new("a", "a").in_namespace("hostile");
+            pods.apply(&hostile, address(host), Some((foreign, Some("other".into()))));
+        }
+        for (name, uid) in [(&by_name, "a"), (&by_name, ""), (&by_address, "a"), (&by_address, "")] {
+            assert_eq!(pods.get(name, uid), Ok(found.clone()), "{name:?} {uid}");
+        }
+        assert_eq!(pods.all(found.pod), found);
+        // A pod without a Service of its own namespace stays one.
+        assert_eq!(pods.get(&at(address(7)), "a"), Err(NoPod::Unknown));
+        // Removed endpoints stay known while another namespace churns.
+        pods.apply(&service("web"), address(1), None);
+        for host in 0..u16::MAX {
+            let foreign = PodId::new("x", &host.to_string()).in_namespace("hostile");
+            pods.apply(&hostile, address(host), Some((foreign, None)));
+            pods.apply(&hostile, address(host), None);
+        }
+        assert_eq!(pods.get(&by_address, ""), Ok(found));
     }
 
     #[test]
@@ -259,7 +305,7 @@ mod tests {
             pods.apply(&service("web"), address(host), None);
         }
         assert_eq!((pods.by_address.len(), pods.by_name.len()), (MAX_REMOVED, MAX_REMOVED));
-        assert_eq!(pods.get(&PodName::Address(address(0)), ""), Err(NoPod::Unknown));
-        assert!(pods.get(&PodName::Address(address(19_999)), "").is_ok());
+        assert_eq!(pods.get(&at(address(0)), ""), Err(NoPod::Unknown));
+        assert!(pods.get(&at(address(19_999)), "").is_ok());
     }
 }

@@ -1,5 +1,5 @@
 //! The control plane and the agent of a cluster with one node, in one process. The agent's stream
-//! uses a loopback address, so no certificates are needed.
+//! uses a socket that only the user of the process can open, so no certificates are needed.
 
 mod options;
 
@@ -29,14 +29,13 @@ fn start(options: Options) -> anyhow::Result<()> {
 }
 
 /// Runs both parts until a signal arrives or a part ends.
-async fn run(Options { control_plane, mut agent }: Options) -> anyhow::Result<()> {
+async fn run(Options { control_plane, agent }: Options) -> anyhow::Result<()> {
     let agent_shutdown = program::cancelled_by_signals()?;
     // The control plane serves until the agent has ended, because an agent in mode userspace
     // programs changes while its connections end.
     let shutdown = CancellationToken::new();
     let control_plane =
         ControlPlane::start(&control_plane, shutdown.clone()).await.map_err(|error| sentence(&error))?;
-    agent.control_plane = vec![format!("http://{}", control_plane.running.local_addr)];
     let mut control_plane = tokio::spawn(control_plane.run());
     let mut agent = pin!(headgate_node_agent::run(agent, agent_shutdown.clone()));
     tokio::select! {

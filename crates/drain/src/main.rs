@@ -17,7 +17,8 @@ const USAGE: &str = "usage: headgate-drain ADDRESS:PORT [QUERY]
 
 Asks http://ADDRESS:PORT/v1/drain?QUERY and prints the answer. ADDRESS:PORT is the --drain-address
 of the node agent on this pod's node. If it is missing, HEADGATE_DRAIN_ADDRESS counts. QUERY is for
-example timeout=25s&settle=200ms. If HEADGATE_POD_UID is set, it is added to QUERY as uid, because
+example timeout=25s&settle=200ms. The namespace of the pod is added to QUERY: HEADGATE_POD_NAMESPACE,
+or else that of the ServiceAccount. If HEADGATE_POD_UID is set, it is added as uid, because
 Kubernetes does not expand $(POD_UID) in hooks. --install copies this program to FILE, for init
 containers.
 
@@ -27,8 +28,11 @@ command line, 3 if the agent does not answer.";
 /// The longest time to wait for a connection. The answer may take as long as the timeout in QUERY.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The maximum size of an answer in bytes: two lists of a thousand node names.
-const MAX_ANSWER_BYTES: u64 = 1 << 20;
+/// The maximum size of an answer in bytes.
+const MAX_ANSWER_BYTES: u64 = 64 << 10;
+
+/// The file with the namespace of the pod, if its ServiceAccount is mounted.
+const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 
 fn main() -> ExitCode {
     let mut arguments = env::args().skip(1).collect::<Vec<_>>();
@@ -57,9 +61,12 @@ fn main() -> ExitCode {
         [address, query] => (address, query.as_str()),
         _ => return end(2, io::stderr(), USAGE),
     };
-    let query = with_uid(query, env::var("HEADGATE_POD_UID").ok());
+    let query = with("uid", query, env::var("HEADGATE_POD_UID").ok());
+    let namespace = env::var("HEADGATE_POD_NAMESPACE").ok().or_else(|| fs::read_to_string(NAMESPACE_FILE).ok());
+    // `pod` contains the namespace.
+    let query = if has(&query, "pod") { query } else { with("namespace", &query, namespace) };
     if query.contains(|letter: char| letter.is_whitespace() || letter.is_control()) {
-        return end(2, io::stderr(), "headgate-drain: QUERY and HEADGATE_POD_UID must not contain spaces");
+        return end(2, io::stderr(), "headgate-drain: QUERY and the variables HEADGATE_POD_… must not contain spaces");
     }
     match ask(address, &query) {
         Ok(answer) => {
@@ -80,12 +87,16 @@ fn end(code: u8, mut stream: impl io::Write, line: impl fmt::Display) -> ExitCod
     ExitCode::from(code)
 }
 
-/// Adds the UID of the pod to a query that names none.
-fn with_uid(query: &str, uid: Option<String>) -> String {
-    match uid.filter(|uid| !uid.is_empty() && !query.split('&').any(|parameter| parameter.starts_with("uid="))) {
-        Some(uid) => format!("{query}{}uid={uid}", if query.is_empty() { "" } else { "&" }),
+/// Adds a parameter to a query that has it not.
+fn with(name: &str, query: &str, value: Option<String>) -> String {
+    match value.filter(|value| !value.is_empty() && !has(query, name)) {
+        Some(value) => format!("{query}{}{name}={value}", if query.is_empty() { "" } else { "&" }),
         None => query.to_owned(),
     }
+}
+
+fn has(query: &str, name: &str) -> bool {
+    query.split('&').any(|parameter| parameter.split_once('=').is_some_and(|(found, _)| found == name))
 }
 
 /// Sends the request and returns the body of the answer.
@@ -118,7 +129,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_uid_is_added_unless_the_query_names_one() {
+    fn a_parameter_is_added_unless_the_query_has_it() {
+        let with_uid = |query, uid| super::with("uid", query, uid);
         let with = |query, uid: &str| with_uid(query, Some(uid.to_owned()));
         assert_eq!(with("timeout=5s", "a-1"), "timeout=5s&uid=a-1");
         assert_eq!(with("", "a-1"), "uid=a-1");

@@ -1,9 +1,10 @@
 //! The page `/v1/drain`: a pod that stops asks when no node sends new connections to it any more.
 //! docs/drain.md describes the use of this page.
 //!
-//! The source address of the request identifies the pod, so a pod can ask only about itself. Pods
-//! in the host network have the address of the node. They, and administrators on the node, name the
-//! pod with `?pod=NAMESPACE/NAME`.
+//! The source address of the request and `?namespace=NAMESPACE` identify the pod, so a pod can ask
+//! only about itself, and EndpointSlices of other namespaces do not matter. Pods in the host
+//! network have the address of the node. They, and administrators on the node, name the pod with
+//! `?pod=NAMESPACE/NAME`.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -18,6 +19,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
+use headgate_core::dns_name::check_subdomain;
 use headgate_proto::{
     address_to_wire,
     v1::{self, barrier_answer::Result as Outcome},
@@ -33,8 +35,6 @@ use crate::{
     session::barriers::{Barriers, DrainMetrics},
 };
 
-/// Maximum number of waiting requests from one address.
-const MAX_OF_ADDRESS: usize = 4;
 /// The longest accepted duration.
 const MAX_DURATION: Duration = Duration::from_secs(3_600);
 
@@ -77,9 +77,11 @@ impl Wish {
                     let pod =
                         value.split_once('/').filter(|(namespace, name)| !namespace.is_empty() && !name.is_empty());
                     let (namespace, name) = pod.ok_or("pod: write pod=NAMESPACE/NAME")?;
+                    check_subdomain(name).map_err(|problem| format!("pod: {problem}"))?;
                     namespace.clone_into(&mut wish.request.pod_namespace);
                     name.clone_into(&mut wish.request.pod_name);
                 }
+                "namespace" => value.clone_into(&mut wish.request.pod_namespace),
                 "uid" => {
                     let is_usable = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
                     if value.is_empty() || value.len() > MAX_UID_LENGTH || !value.bytes().all(is_usable) {
@@ -89,8 +91,15 @@ impl Wish {
                     }
                     value.clone_into(&mut wish.request.pod_uid);
                 }
-                _ => return Err(format!("unknown parameter {name:?}: use timeout, settle, silent, pod or uid")),
+                _ => {
+                    return Err(format!(
+                        "unknown parameter {name:?}: use timeout, settle, silent, namespace, pod or uid"
+                    ));
+                }
             }
+        }
+        if !wish.request.pod_namespace.is_empty() {
+            check_subdomain(&wish.request.pod_namespace).map_err(|problem| format!("namespace: {problem}"))?;
         }
         Ok(wish)
     }
@@ -119,6 +128,12 @@ async fn drain(
 async fn answer(page: &DrainPage, from: IpAddr, query: &str) -> Result<v1::BarrierAnswer, (StatusCode, String)> {
     let Wish { timeout, settle, mut request } =
         Wish::parse(query).map_err(|problem| (StatusCode::BAD_REQUEST, problem))?;
+    // This answer needs no list of addresses. Requests from the node name their pod, so they do not
+    // count for its address.
+    if page.barriers.is_crowded(from) {
+        let text = format!("enough requests from {from} already wait: one for each pod is enough");
+        return Err((StatusCode::TOO_MANY_REQUESTS, text));
+    }
     let is_node = is_of_node(from).await.map_err(|problem| (StatusCode::INTERNAL_SERVER_ERROR, problem))?;
     match (!request.pod_name.is_empty(), is_node) {
         (true, true) => {}
@@ -135,14 +150,14 @@ async fn answer(page: &DrainPage, from: IpAddr, query: &str) -> Result<v1::Barri
             );
             return Err((StatusCode::BAD_REQUEST, text));
         }
+        (false, false) if request.pod_namespace.is_empty() => {
+            let text = "namespace: write namespace=NAMESPACE with the namespace of the pod, so that no other namespace can speak for its address";
+            return Err((StatusCode::BAD_REQUEST, text.to_owned()));
+        }
         (false, false) => request.address = address_to_wire(from),
     }
-    // Pods in the host network share an address, so they share only the limit of the node.
-    if !is_node && page.barriers.waiting_of(from) >= MAX_OF_ADDRESS {
-        let text = format!("{MAX_OF_ADDRESS} requests from {from} already wait: one request for each pod is enough");
-        return Err((StatusCode::TOO_MANY_REQUESTS, text));
-    }
     let answer = page.barriers.ask(request, Instant::now() + timeout).await;
+    let answer = answer.map_err(|problem| (StatusCode::TOO_MANY_REQUESTS, problem))?;
     if answer.result() == Outcome::Drained {
         // Packets that left before the last node was programmed are still on their way.
         sleep(settle).await;
@@ -161,7 +176,7 @@ async fn is_of_node(address: IpAddr) -> Result<bool, String> {
 }
 
 /// The label of the result, the status, and the text: the result on the first line, then the reason
-/// and the names of nodes.
+/// and the numbers of nodes.
 fn shown(answer: &v1::BarrierAnswer) -> (&'static str, StatusCode, String) {
     let (result, status) = match answer.result() {
         Outcome::Drained => ("drained", StatusCode::OK),
@@ -173,15 +188,9 @@ fn shown(answer: &v1::BarrierAnswer) -> (&'static str, StatusCode, String) {
     if !answer.reason.is_empty() {
         text.push_str(&format!("{}\n", answer.reason));
     }
-    let lists = [
-        ("unconfirmed", &answer.unconfirmed, answer.unconfirmed_count),
-        ("not covered", &answer.not_covered, answer.not_covered_count),
-    ];
-    for (what, names, count) in lists {
+    for (what, count) in [("unconfirmed", answer.unconfirmed_count), ("not covered", answer.not_covered_count)] {
         if count > 0 {
-            let more = count.saturating_sub(names.len() as u64);
-            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-            text.push_str(&format!("{what}: {}{more}\n", names.join(" ")));
+            text.push_str(&format!("{what}: {count}\n"));
         }
     }
     (result, status, text)
@@ -207,14 +216,15 @@ mod tests {
         assert_eq!(Wish::parse(&format!("uid={uid}")).unwrap().request.pod_uid, uid);
         let long = format!("uid={}", "a".repeat(MAX_UID_LENGTH + 1));
         let unusable = ["uid=", "uid=$(POD_UID)", "uid=a%20b", &long].map(|query| (query, "metadata.uid"));
+        let namespaces = [("namespace=A%0a", "namespace"), ("pod=prod/A", "pod"), ("pod=A/web", "namespace")];
         let others = [("timeout=2h", "timeout"), ("pod=web", "NAMESPACE/NAME"), ("wait=1s", "\"wait\"")];
-        for (query, problem) in others.into_iter().chain(unusable) {
+        for (query, problem) in others.into_iter().chain(namespaces).chain(unusable) {
             assert!(Wish::parse(query).unwrap_err().contains(problem), "{query}");
         }
     }
 
     #[test]
-    fn the_result_is_the_first_line_and_nodes_are_named() {
+    fn the_result_is_the_first_line_and_nodes_are_counted_and_not_named() {
         let answer = v1::BarrierAnswer {
             result: Outcome::Incomplete.into(),
             reason: "because".into(),
@@ -226,7 +236,7 @@ mod tests {
         };
         let (_, status, text) = shown(&answer);
         assert_eq!(status, StatusCode::GATEWAY_TIMEOUT);
-        assert_eq!(text, "incomplete\nbecause\nunconfirmed: a b and 3 more\nnot covered: c\n");
+        assert_eq!(text, "incomplete\nbecause\nunconfirmed: 5\nnot covered: 1\n");
     }
 
     #[tokio::test]
@@ -238,15 +248,17 @@ mod tests {
         assert!(text.contains("?pod=NAMESPACE/NAME"), "{text}");
         let (status, _) = refused(answer(&page, pod, "pod=prod/web-1").await);
         assert_eq!(status, StatusCode::FORBIDDEN);
-        let asking = || answer(&page, pod, "timeout=1h").boxed();
-        let waiting: Vec<_> = (0..MAX_OF_ADDRESS).map(|_| asking()).collect();
+        let (status, text) = refused(answer(&page, pod, "timeout=0").await);
+        assert!(status == StatusCode::BAD_REQUEST && text.contains("namespace=NAMESPACE"), "{text}");
+        let asking = || answer(&page, pod, "timeout=1h&namespace=prod").boxed();
+        let waiting: Vec<_> = (0..4).map(|_| asking()).collect();
         let mut waiting = join_all(waiting);
-        while page.barriers.waiting_of(pod) < MAX_OF_ADDRESS {
+        while !page.barriers.is_crowded(pod) {
             assert!(timeout(Duration::from_millis(1), &mut waiting).await.is_err());
         }
-        let (status, _) = refused(answer(&page, pod, "timeout=0").await);
+        let (status, _) = refused(answer(&page, pod, "timeout=0&namespace=prod").await);
         assert_eq!(status, StatusCode::TOO_MANY_REQUESTS);
         drop(waiting);
-        assert_eq!(page.barriers.waiting_of(pod), 0);
+        assert!(!page.barriers.is_crowded(pod));
     }
 }

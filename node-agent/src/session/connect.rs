@@ -63,9 +63,8 @@ impl ControlPlane {
         address: Option<SocketAddr>,
         tls: Option<&Arc<AgentTls>>,
     ) -> Result<Connected, ConnectError> {
-        let endpoint = |uri| {
-            Endpoint::from(uri)
-                .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+        let endpoint = |uri: Endpoint| {
+            uri.http2_keep_alive_interval(KEEPALIVE_INTERVAL)
                 .keep_alive_timeout(KEEPALIVE_TIMEOUT)
                 .keep_alive_while_idle(true)
         };
@@ -78,10 +77,13 @@ impl ControlPlane {
             let connect =
                 self.tls_connector(address, Arc::clone(tls), Arc::clone(&loaded.config), Arc::clone(&refused));
             // An https URL would enable tonic's own TLS. Requests get their scheme from the origin.
-            let endpoint = endpoint(Uri::from_static("http://control-plane")).origin(self.uri().clone());
+            let endpoint = endpoint(Uri::from_static("http://control-plane").into()).origin(self.uri().clone());
             timeout(2 * CONNECT_TIMEOUT, endpoint.connect_with_connector(tower::service_fn(connect))).await
+        } else if let Some(socket) = self.socket() {
+            let socket = Endpoint::from_shared(socket.to_owned()).map_err(ConnectError::Connect)?;
+            timeout(CONNECT_TIMEOUT, endpoint(socket).connect()).await
         } else {
-            timeout(2 * CONNECT_TIMEOUT, endpoint(self.at(address)).connect_with_connector(tcp())).await
+            timeout(2 * CONNECT_TIMEOUT, endpoint(self.at(address).into()).connect_with_connector(tcp())).await
         };
         match connected {
             Ok(Ok(channel)) => Ok(Connected { channel, not_after, refused }),

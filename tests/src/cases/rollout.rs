@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::live;
 use crate::testbed::iptables::{self, Variant};
-use crate::testbed::manifests::{Endpoint, Service, Via};
+use crate::testbed::manifests::{Endpoint, NAMESPACE, Service, Via};
 use crate::testbed::plan::{self, LINE_PORT, NODES};
 use crate::testbed::{AgentSetup, Family, Outcome, Testbed};
 
@@ -139,7 +139,7 @@ fn set(bed: &Testbed, change: impl FnOnce(&mut Vec<Endpoint>) -> Result<()>) -> 
 fn drain(bed: &Testbed, pod: &str) -> Result<()> {
     let node = plan::node_of(pod).context("the pod has no node")?;
     let address = plan::address(node.name).context("the node has no address")?.v4;
-    let url = format!("http://{address}:{DRAIN_PORT}/v1/drain?timeout=60s");
+    let url = format!("http://{address}:{DRAIN_PORT}/v1/drain?timeout=60s&namespace={NAMESPACE}");
     let answer = bed.machines().machine(pod)?.tool("curl", &["-sS", "--max-time", "90", &url])?;
     ensure!(answer == "drained\n", "the barrier answered: {answer}");
     Ok(())

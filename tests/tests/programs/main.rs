@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod attacks;
 mod claims;
 mod deploy;
 mod failover;

@@ -65,12 +65,12 @@ async fn rejections_beyond_those_that_are_shown_prevent_every_statement_about_th
     b.send(nack(&[], &others[78..], 79)).await;
     until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "failing"), ("c", "up_to_date")]).await;
     let found = ask(&mut a, POD, 60_000, 700).await;
-    assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned()]));
+    assert_eq!((found.result(), found.unconfirmed_count), (Outcome::Incomplete, 1));
     // The agent withdraws it, and rejects more than any replica remembers.
     let many: Vec<String> = (0..5_000).map(|number| format!("Service default/many-{number}")).collect();
     b.send(nack(&many, &[own], 5_078)).await;
     let found = ask(&mut a, POD, 60_000, 700).await;
-    assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned()]));
+    assert_eq!((found.result(), found.unconfirmed_count), (Outcome::Incomplete, 1));
     b.send(nack(&[], &many, 78)).await;
     assert_eq!(ask(&mut a, POD, 60_000, 60_000).await.result(), Outcome::Drained);
 }
@@ -81,7 +81,7 @@ async fn a_rejection_that_was_lost_on_its_way_prevents_every_statement() {
     let [mut a, b, _c] = all_programmed(&mut pair).await;
     b.send(nack(&[], &[], 1)).await;
     until_agents(&pair.replicas[1], &[("a", "up_to_date"), ("b", "failing"), ("c", "up_to_date")]).await;
-    assert_eq!(ask(&mut a, POD, 60_000, 700).await.unconfirmed, ["b"]);
+    assert_eq!(ask(&mut a, POD, 60_000, 700).await.unconfirmed_count, 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -93,7 +93,7 @@ async fn the_nodes_of_a_replica_that_stops_count_until_they_return() {
     second.running.stop().await;
     until_agents(&first, &[("a", "up_to_date"), ("b", "no_agent"), ("c", "no_agent")]).await;
     let found = ask(&mut a, POD, 60_000, 700).await;
-    assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned(), "c".to_owned()]));
+    assert_eq!((found.result(), found.unconfirmed_count), (Outcome::Incomplete, 2));
     let fleet = first.status().await.fleet.unwrap();
     assert_eq!((fleet.nodes, fleet.up_to_date, fleet.no_agent), (3, 1, 2));
     // The replica refreshes the page for each request.
@@ -134,7 +134,7 @@ async fn a_node_that_is_deleted_and_created_again_is_remembered() {
     }
     until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "no_agent"), ("c", "up_to_date")]).await;
     let found = ask(&mut a, POD, 60_000, 700).await;
-    assert_eq!((found.result(), found.unconfirmed), (Outcome::Incomplete, vec!["b".to_owned()]));
+    assert_eq!((found.result(), found.unconfirmed_count), (Outcome::Incomplete, 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -219,35 +219,6 @@ async fn removed_endpoints_of_an_older_pod_do_not_answer_for_a_new_pod_of_the_sa
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_waits_for_a_node_that_never_acknowledges_after_three_questions() {
-    let mut pair = Pair::start(NEVER).await;
-    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    pair.change_both([removed()]);
-    program(&pair.replicas[0], &mut a).await;
-    program(&pair.replicas[1], &mut c).await;
-    // Node b has received the change, and acknowledges nothing.
-    let version = pair.replicas[1].store.version();
-    b.until(|client| client.held.version >= version).await;
-    // A question that reaches the replica of node b too late says nothing about the node.
-    let mut asked = 0;
-    let mut is_stalled = false;
-    while !is_stalled && asked < 100 {
-        let found = ask(&mut a, POD, 60_000, 3_500).await;
-        assert_eq!(found.unconfirmed, ["b"]);
-        is_stalled = found.reason.contains("acknowledge nothing");
-        asked += 1;
-    }
-    assert!(asked >= 3, "{asked}");
-    // Now the answer comes long before the end of the wait.
-    let found = ask(&mut a, POD, 3_000_000, 3_000_000).await;
-    assert_eq!((found.result(), &found.unconfirmed[..]), (Outcome::Incomplete, &["b".to_owned()][..]));
-    assert!(found.reason.contains("nobody waits for them"), "{found:?}");
-    b.ack().await;
-    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "up_to_date")]).await;
-    assert_eq!(ask(&mut a, POD, 60_000, 60_000).await.result(), Outcome::Drained);
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn replicas_with_different_nodes_do_not_ask_each_other_without_a_pause() {
     let mut pair = Pair::start(NEVER).await;
     let [mut a, _b, _c] = all_programmed(&mut pair).await;
@@ -255,7 +226,7 @@ async fn replicas_with_different_nodes_do_not_ask_each_other_without_a_pause() {
     pair.replicas[0].put_nodes([apply("only-here")]);
     let messages = || pair.replicas[1].metric("headgate_peer_questions_total");
     let before = messages();
-    assert_eq!(ask(&mut a, POD, 60_000, 1_000).await.unconfirmed, ["only-here"]);
+    assert_eq!(ask(&mut a, POD, 60_000, 1_000).await.unconfirmed_count, 1);
     let asked = messages() - before;
     assert!((1..20).contains(&asked), "{asked} questions");
 }
@@ -315,7 +286,7 @@ async fn an_endpoint_that_ceases_to_be_the_last_one_during_the_round_is_asked_ab
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     // The pod is the last endpoint of Service 2, and not of Service 1.
     pair.change_both([service(2, 81), of(2, POD, "a", TERMINATING), of(1, POD, "a", TERMINATING)]);
-    pair.put_pod(2, Some(PodId::new("pod", "pod")));
+    pair.put_pod(2, Some(PodId::new("pod", "pod").in_namespace("default")));
     program(&pair.replicas[0], &mut a).await;
     program(&pair.replicas[1], &mut c).await;
     let version = pair.replicas[1].store.version();
@@ -339,7 +310,7 @@ async fn the_first_ack_of_an_agent_wakes_a_question_about_what_its_replica_never
     for change in [service(3, 83), Change::Endpoint(key(3), shape)] {
         pair.change(0, change);
     }
-    let pod = Some((PodId::new("late", "late"), Some("a".into())));
+    let pod = Some((PodId::new("late", "late").in_namespace("default"), Some("a".into())));
     let pods = vec![PodChange { service: key(3), address: late.into(), pod }];
     pair.replicas[0].store.commit(Transaction { pods, ..Transaction::default() });
     for change in [Change::RemoveEndpoint(key(3), late.into()), Change::RemoveService(key(3))] {

@@ -23,7 +23,7 @@ use crate::{
     metrics::kind_name,
     serve::{
         barrier::Barrier,
-        context::{Lifecycle, milliseconds},
+        context::{Lifecycle, audit_object, milliseconds},
         everywhere::Everywhere,
         fleet::{Agent, Fleet},
         verification::Verifier,
@@ -96,7 +96,7 @@ impl Inspect for Inspector {
         let counts = context.store.counts();
         let (fleet_info, mut problems) = self.fleet_info(only_this_replica).await;
         problems.extend(context.store.conflict_problems());
-        problems.extend(fleet.all().iter().filter_map(|agent| agent.rivalry()));
+        problems.extend(fleet.all().iter().flat_map(|agent| agent.problems()));
         problems.extend(fleet.rejected());
         problems.extend_from_slice(&context.store.present_problems());
         problems.sort_unstable();
@@ -131,6 +131,7 @@ impl Inspect for Inspector {
         &self,
         request: Request<v1::ListServicesRequest>,
     ) -> Result<Response<Self::ListServicesStream>, Status> {
+        audit_object(&request, &[&request.get_ref().namespace, &request.get_ref().name]);
         let v1::ListServicesRequest { namespace, name } = request.into_inner();
         let store = Arc::clone(&self.fleet.context.store);
         let keys = store.keys(|key| matches(key, &namespace, &name));
@@ -145,6 +146,7 @@ impl Inspect for Inspector {
         &self,
         request: Request<v1::ListEndpointsRequest>,
     ) -> Result<Response<Self::ListEndpointsStream>, Status> {
+        audit_object(&request, &[&request.get_ref().namespace, &request.get_ref().name]);
         let v1::ListEndpointsRequest { namespace, name } = request.into_inner();
         let store = Arc::clone(&self.fleet.context.store);
         let keys = store.keys(|key| matches(key, &namespace, &name));
@@ -164,6 +166,7 @@ impl Inspect for Inspector {
         &self,
         request: Request<v1::ListAgentsRequest>,
     ) -> Result<Response<Self::ListAgentsStream>, Status> {
+        audit_object(&request, &[&request.get_ref().node]);
         let v1::ListAgentsRequest { node, only_this_replica } = request.into_inner();
         let agents = match only_this_replica {
             true => self.agents_here(&node),
@@ -174,6 +177,7 @@ impl Inspect for Inspector {
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
         let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
+        audit_object(&request, &[&request.get_ref().namespace, &request.get_ref().name]);
         let v1::WatchRequest { namespace, name } = request.into_inner();
         let store = Arc::clone(&self.fleet.context.store);
         let watcher = Watcher {
@@ -192,6 +196,7 @@ impl Inspect for Inspector {
 
     async fn wait(&self, request: Request<v1::WaitRequest>) -> Result<Response<Self::WaitStream>, Status> {
         let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
+        audit_object(&request, &[&request.get_ref().namespace, &request.get_ref().name]);
         let wait = CheckedWait::new(request.into_inner())?;
         let (fleet, everywhere) = (Arc::clone(&self.fleet), Arc::clone(&self.everywhere));
         let answer = async move {
@@ -210,6 +215,7 @@ impl Inspect for Inspector {
         &self,
         request: Request<v1::QueryNodeRequest>,
     ) -> Result<Response<Self::QueryNodeStream>, Status> {
+        audit_object(&request, &[&request.get_ref().node]);
         let v1::QueryNodeRequest { node, query, only_this_replica } = request.into_inner();
         let Some(query) = query.filter(|query| query.kind.is_some()) else {
             let text = "QueryNodeRequest.query: must have a kind that this replica knows; upgrade the control plane if the kind is new";
@@ -225,6 +231,7 @@ impl Inspect for Inspector {
     }
 
     async fn drain_pod(&self, request: Request<v1::DrainPodRequest>) -> Result<Response<Self::DrainPodStream>, Status> {
+        audit_object(&request, &[&request.get_ref().namespace, &request.get_ref().name]);
         let v1::DrainPodRequest { namespace, name, timeout_ms, silent_ms, uid } = request.into_inner();
         if namespace.is_empty() || name.is_empty() {
             return Err(Status::invalid_argument("namespace and name: both are required"));
@@ -248,6 +255,7 @@ impl Inspect for Inspector {
         request: Request<v1::VerifyNodesRequest>,
     ) -> Result<Response<Self::VerifyNodesStream>, Status> {
         let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
+        audit_object(&request, &[&request.get_ref().node]);
         let v1::VerifyNodesRequest { node, only_this_replica } = request.into_inner();
         let ended = Expiry::passed(expiry);
         if node.is_empty() {
@@ -270,10 +278,12 @@ impl Inspect for Inspector {
     }
 
     async fn find_pod(&self, request: Request<v1::FindPodRequest>) -> Result<Response<v1::PodInfo>, Status> {
+        let v1::FindPodRequest { namespace, name, address } = request.get_ref();
+        audit_object(&request, &[namespace, name, address]);
         let v1::FindPodRequest { namespace, name, address } = request.into_inner();
         let pod = match (namespace.is_empty() || name.is_empty(), address.parse()) {
             (false, _) => PodName::Named(namespace, name),
-            (true, Ok(address)) => PodName::Address(address),
+            (true, Ok(address)) => PodName::Address(namespace, address),
             (true, Err(_)) => return Err(Status::invalid_argument("give namespace and name, or an IP address")),
         };
         let found = self.fleet.context.store.pod(&pod, "").map_err(|problem| match problem {
@@ -465,7 +475,7 @@ pub(super) fn agent_info(fleet: &Fleet, agent: &Agent) -> v1::AgentInfo {
         address: agent.address.to_string(),
         agent_version: agent.agent_version.clone(),
         backend: record.backend,
-        degraded: record.degraded.into_iter().chain(agent.rivalry().map(|problem| problem.message)).collect(),
+        degraded: record.degraded.into_iter().chain(agent.problems().map(|problem| problem.message)).collect(),
         head_version: store.version(),
         sent_version: agent.sent_version(),
         programmed_version: record.programmed_version,

@@ -1,5 +1,6 @@
 //! State that all handlers of a replica share: store, metrics, settings, limits and signals.
 
+mod audit;
 mod failures;
 mod settings;
 mod signal;
@@ -15,6 +16,7 @@ use tokio::sync::watch;
 
 pub use self::settings::{EnrolmentSettings, PeerSettings, PeerTls, Ports, ReadinessSettings, Settings};
 pub(crate) use self::{
+    audit::{AuditLines, AuditedRequest, audit_object},
     failures::Failures,
     signal::Signal,
     tally::{Counted, Tally},
@@ -39,6 +41,7 @@ pub(crate) struct Context {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) settings: Settings,
     pub(crate) warnings: Warnings,
+    pub(crate) audit_lines: AuditLines,
     pub(crate) lifecycle: watch::Sender<Lifecycle>,
     pub(crate) visits: Arc<Visits>,
     pub(crate) failures: Arc<Failures>,
@@ -54,6 +57,7 @@ impl Context {
             metrics,
             settings,
             warnings: Warnings::default(),
+            audit_lines: AuditLines::default(),
             lifecycle: watch::Sender::new(Lifecycle::Serving),
             visits: Arc::new(visits),
             failures: Arc::default(),

@@ -20,6 +20,9 @@ pub struct Settings {
     /// How long a client may read nothing of a pending response before the replica closes the
     /// connection. Applies to all gRPC requests except streams of agents.
     pub stalled_response_timeout: Duration,
+    /// The time of which questions about all nodes wait for a node that does not confirm them: 20
+    /// times at once, and then once in 15 such times.
+    pub patience_part: Duration,
     /// Time in which agents can move to another replica before this replica stops.
     pub drain_grace: Duration,
     /// True if clients with the identity of a node may use Inspect and reflection, like readers.
@@ -115,6 +118,7 @@ impl Default for Settings {
             behind_wait: Duration::from_secs(30),
             hello_timeout: Duration::from_secs(10),
             stalled_response_timeout: Duration::from_secs(300),
+            patience_part: Duration::from_secs(3),
             drain_grace: Duration::from_secs(2),
             nodes_may_inspect: false,
             streams_from_node_address: false,

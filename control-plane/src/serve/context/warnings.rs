@@ -43,11 +43,13 @@ pub(crate) enum Warning {
     Handshake,
     /// An agent got no certificate.
     Enrolment,
+    /// A client has had all its lines in the audit log.
+    Audited,
 }
 
 /// For each kind, the log message for the warnings that were left out. The log line also contains
 /// their number.
-const SUMMARIES: [(Warning, &str); 8] = [
+const SUMMARIES: [(Warning, &str); 9] = [
     (Warning::Rejected, "more NACKs from agents; `headgatectl agents` shows what each agent rejects"),
     (
         Warning::ApplyFailed,
@@ -62,6 +64,7 @@ const SUMMARIES: [(Warning, &str); 8] = [
     (Warning::ConnectionRefused, "more connections refused; headgate_connections_refused_total counts them by reason"),
     (Warning::Handshake, "more TLS handshakes failed; headgate_tls_handshakes_failed_total counts them by reason"),
     (Warning::Enrolment, "more agents got no certificate; headgate_enrolments_total counts them by result"),
+    (Warning::Audited, "more requests of clients of Inspect are not in the audit log"),
 ];
 
 /// Decides which warnings are logged.

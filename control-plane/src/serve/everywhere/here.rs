@@ -17,7 +17,7 @@ use crate::{
     metrics::kind_name,
     serve::fleet::{Agent, Fleet},
     store::{Last, Topic},
-    transaction::SourceKind,
+    transaction::{Problem, SourceKind},
 };
 
 /// The shortest time between two looks at the store for one question.
@@ -25,9 +25,6 @@ const PACE: Duration = Duration::from_millis(50);
 
 /// For this time after a question, agents acknowledge new batches at once.
 pub(crate) const HURRY: Duration = Duration::from_secs(60);
-
-/// A shorter question says nothing about an agent that does not acknowledge.
-const SILENCE: Duration = Duration::from_secs(3);
 
 /// A question to all agents. An endpoint without an address is the Service itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,6 +38,11 @@ pub(crate) struct Question {
 impl Question {
     fn services(&self) -> BTreeSet<ServiceKey> {
         self.endpoints.iter().map(|(key, _)| key.clone()).collect()
+    }
+
+    /// True for questions of pods, which wait for nodes. A person who waits may wait for ever.
+    pub(crate) fn spends_patience(&self) -> bool {
+        matches!(self.wanted, Wanted::Usable | Wanted::Unusable)
     }
 
     /// What changes the answer of the store.
@@ -95,14 +97,17 @@ pub(crate) fn last_of(key: &ServiceKey, address: IpAddr, last: Last) -> Option<S
     }
 }
 
-/// Answers a question: as soon as all agents are confirmed that acknowledge, or at `until`.
+/// Answers a question: as soon as all agents are confirmed for which patience is left, or at
+/// `until`.
 pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -> v1::QuestionAnswer {
     let store = &fleet.context.store;
     // Nobody has checked that a pod without endpoints exists.
     if !question.endpoints.is_empty() {
         store.hurry(HURRY);
     }
-    let (begun, services) = (Instant::now(), question.services());
+    let (part, services) = (fleet.context.settings.patience_part, question.services());
+    // The version, and when the next part of the patience with agents that lack it is spent.
+    let mut spent_at: Option<(u64, Instant)> = None;
     let (mut members, mut moves, mut source) = (fleet.progress().members(), store.moves(), store.watch_source());
     let interest = store.interest(question.topics());
     // `wait` asks for the state that the store has now, and not for later ones.
@@ -136,10 +141,18 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
         if matches!(question.wanted, Wanted::Present | Wanted::Gone) {
             target = version;
         }
+        spent_at = version.filter(|_| question.spends_patience()).map(|version| match spent_at {
+            Some((old, at)) if old == version && at > now => (version, at),
+            Some((old, _)) if old == version => {
+                spend_patience(fleet, version, &services);
+                (version, now + part)
+            }
+            _ => (version, now + part),
+        });
         let is_programmed = version.is_some_and(|version| fleet.progress().floor() >= version);
         let is_complete = is_programmed && !fleet.progress().is_rejected(&services);
         if is_complete || now >= until {
-            return final_answer(fleet, seen, &services, begun);
+            return final_answer(fleet, seen, &services);
         }
         let programmed = async {
             match version.filter(|_| !is_programmed) {
@@ -153,27 +166,19 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
             () = interest.changed(), if target.is_none() => {}
             Ok(()) = moves.changed(), if behind.is_some() => {}
             Ok(_) = source.changed() => {}
-            () = sleep_until(until) => {}
+            () = sleep_until(spent_at.map_or(until, |(_, at)| until.min(at))) => {}
         }
         sleep_until((now + PACE).min(until)).await;
     }
 }
 
-fn final_answer(
-    fleet: &Fleet,
-    seen: Result<u64, String>,
-    services: &BTreeSet<ServiceKey>,
-    begun: Instant,
-) -> v1::QuestionAnswer {
+fn final_answer(fleet: &Fleet, seen: Result<u64, String>, services: &BTreeSet<ServiceKey>) -> v1::QuestionAnswer {
     let version = seen.as_ref().ok().copied();
     // The number and the agents belong together: another agent is not confirmed by this answer.
     let (roster, agents) = fleet.census();
     let is_missing = |agent: &&Arc<Agent>| version.is_none_or(|version| !agent.record().confirms(version, services));
     let unconfirmed = agents.iter().filter(is_missing);
-    let describe = |agent: &Arc<Agent>| {
-        note_silence(agent, version, begun);
-        agent.laggard(&fleet.context, version.unwrap_or_default(), services)
-    };
+    let describe = |agent: &Arc<Agent>| agent.laggard(&fleet.context, version.unwrap_or_default(), services);
     v1::QuestionAnswer {
         roster,
         version: version.unwrap_or_default(),
@@ -182,11 +187,15 @@ fn final_answer(
     }
 }
 
-/// Counts a question for an agent that has received the version and has answered nothing since the
-/// question began.
-fn note_silence(agent: &Agent, version: Option<u64>, begun: Instant) {
-    let is_silent = |version| agent.sent_version() >= version && agent.answered_version() < version;
-    if begun.elapsed() >= SILENCE && version.is_some_and(is_silent) {
-        agent.update(|record| record.miss(begun.into_std(), std::time::Instant::now()));
+/// Spends a part of the patience with each agent that does not confirm a version.
+fn spend_patience(fleet: &Fleet, version: u64, services: &BTreeSet<ServiceKey>) {
+    for agent in fleet.all().iter().filter(|agent| !agent.record().confirms(version, services)) {
+        let left = fleet.turns().spend_patience(&agent.node, std::time::Instant::now());
+        let Err(until) = left else { continue };
+        let is_news = !agent.record().is_stalled();
+        agent.update(|record| record.stall(until));
+        if let Some(Problem { object, message, .. }) = agent.stall_problem().filter(|_| is_news) {
+            tracing::warn!(object, "{message}");
+        }
     }
 }

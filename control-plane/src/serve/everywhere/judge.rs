@@ -2,7 +2,7 @@
 //! 18). This file does no I/O.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     sync::Arc,
     time::Instant,
 };
@@ -50,6 +50,8 @@ pub struct Verdict {
     pub unconfirmed: BTreeMap<String, v1::Laggard>,
     /// The Nodes without an agent.
     pub absent: BTreeMap<String, Absence>,
+    /// The Nodes without an agent for which pods have waited too long.
+    pub given_up: BTreeSet<String>,
     /// The problems of replicas, by name.
     pub problems: BTreeMap<String, String>,
     /// The version at the asking replica.
@@ -65,12 +67,19 @@ impl Verdict {
         !self.is_blind && self.unconfirmed.is_empty() && self.absent.values().all(|absence| *absence == Absence::Never)
     }
 
-    /// Returns true if it is of no use to wait: only agents are missing that never acknowledge.
+    /// The Nodes that have lost their agent.
+    pub(crate) fn lost(&self) -> impl Iterator<Item = &String> {
+        self.absent.iter().filter(|(_, absence)| matches!(absence, Absence::Lost { .. })).map(|(node, _)| node)
+    }
+
+    /// Returns true if it is of no use to wait: only nodes are missing for which pods have waited
+    /// too long.
     #[must_use]
     pub fn is_final(&self) -> bool {
-        let is_waited_for = |absence: &Absence| *absence != Absence::Never;
+        let is_waited_for =
+            |(node, absence): (&String, &Absence)| *absence != Absence::Never && !self.given_up.contains(node);
         !self.is_blind
-            && !self.absent.values().any(is_waited_for)
+            && !self.absent.iter().any(is_waited_for)
             && self.unconfirmed.values().all(|laggard| laggard.is_stalled)
     }
 
@@ -96,9 +105,10 @@ impl Verdict {
             (false, 0) => format!(": {}", names.join(", ")),
             (false, more) => format!(": {} and {more} more", names.join(", ")),
         };
-        let stalled = match self.unconfirmed.values().filter(|laggard| laggard.is_stalled).count() {
+        let stalled = self.unconfirmed.values().filter(|laggard| laggard.is_stalled).count() + self.given_up.len();
+        let stalled = match stalled {
             0 => String::new(),
-            count => format!("; {count} of them acknowledge nothing, so nobody waits for them"),
+            count => format!("; pods have waited too long for {count} of them, so they hardly wait now"),
         };
         let problems: String = self.problems.iter().map(|(who, what)| format!("; {who}: {what}")).collect();
         format!("these nodes have not confirmed {what}{names}; `headgatectl agents` shows why{stalled}{problems}")
@@ -288,12 +298,18 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_agents_that_never_acknowledge() {
+    fn nobody_waits_for_nodes_that_have_held_up_others_too_long() {
         let mut round = Round::default();
         let mut said = answer(1, &["a"]).unwrap_or_default();
         said.unconfirmed[0].is_stalled = true;
         add(&mut round, "r1", &[("a", 1), ("b", 1)], &[], Some(said));
         let found = verdict(round, &["a", "b", "c"], &[]);
+        assert!(found.is_final() && !found.holds());
+        let mut round = Round::default();
+        add(&mut round, "r1", &[("b", 1)], &["a"], answer(1, &[]));
+        let mut found = verdict(round, &["a", "b"], &[]);
+        assert!(!found.is_final());
+        found.given_up = found.lost().cloned().collect();
         assert!(found.is_final() && !found.holds());
     }
 }

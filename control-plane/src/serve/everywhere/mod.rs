@@ -121,6 +121,7 @@ impl Everywhere {
         let question = Question { wanted, endpoints, positions };
         let mut rosters = self.fleet.rosters();
         let mut members = self.fleet.progress().members();
+        let part = self.fleet.context.settings.patience_part;
         let (_none, never) = watch::channel(0);
         let mut replicas = self.replicas.as_ref().map_or(never, |replicas| replicas.changes());
         loop {
@@ -130,8 +131,13 @@ impl Everywhere {
             members.borrow_and_update();
             replicas.borrow_and_update();
             let asked_at = tokio::time::Instant::now();
-            let verdict = self.round(&question, limit).await;
-            if verdict.holds() || verdict.is_final() || is_enough(&verdict) || tokio::time::Instant::now() >= limit {
+            let mut verdict = self.round(&question, limit).await;
+            let now = tokio::time::Instant::now();
+            let lost = verdict.lost().filter(|_| question.spends_patience()).map(|node| Arc::from(node.as_str()));
+            let lost: Vec<Arc<str>> = lost.collect();
+            let is_given_up = |node: &&Arc<str>| self.fleet.turns().check_patience(node, now.into_std()).is_err();
+            verdict.given_up = lost.iter().filter(is_given_up).map(ToString::to_string).collect();
+            if verdict.holds() || verdict.is_final() || is_enough(&verdict) || now >= limit {
                 return verdict;
             }
             tokio::select! {
@@ -139,6 +145,13 @@ impl Everywhere {
                 // A Node was added or deleted.
                 Ok(()) = members.changed() => {}
                 Ok(()) = replicas.changed() => {}
+                () = sleep_until((now + part).min(limit)), if !lost.is_empty() => {
+                    let now = Instant::now();
+                    for node in &lost {
+                        // The next round looks at what is left.
+                        let _ = self.fleet.turns().spend_patience(node, now);
+                    }
+                }
                 // A replica grows old enough, or an agent begins to acknowledge.
                 () = sleep_until((asked_at + ASK_AGAIN).min(limit)) => {}
             }

@@ -122,7 +122,7 @@ impl Agent {
     }
 
     /// Returns the problem of agents that throw each other out; `None` if they do not.
-    pub(crate) fn rivalry(&self) -> Option<Problem> {
+    fn rivalry(&self) -> Option<Problem> {
         let rivals = self.rivals.get().filter(|_| self.entered.elapsed() < RIVALRY);
         let (count, other) = rivals.filter(|(count, _)| *count >= RIVAL_STREAMS)?;
         let message = format!(
@@ -131,6 +131,19 @@ impl Agent {
             self.address
         );
         Some(Problem { object: format!("Node {}", self.node), message, ..Problem::default() })
+    }
+
+    /// Returns the problems of the node that people have to solve.
+    pub(crate) fn problems(&self) -> impl Iterator<Item = Problem> {
+        self.rivalry().into_iter().chain(self.stall_problem())
+    }
+
+    /// Returns the problem of a node for which nobody waits any more.
+    pub(crate) fn stall_problem(&self) -> Option<Problem> {
+        let message = "pods that stop or start have waited for this node too long, because it did not confirm what its kernel has: they hardly wait for it \
+                       now, and their answers are incomplete. Look at the log of its agent, or delete the Node if it is gone";
+        let object = format!("Node {}", self.node);
+        self.record().is_stalled().then(|| Problem { object, message: message.to_owned(), ..Problem::default() })
     }
 
     /// Returns why the stream has to end, or `None` if the stream continues.

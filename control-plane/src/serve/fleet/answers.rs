@@ -12,8 +12,10 @@ use std::{
 use headgate_proto::v1;
 use tokio::task::AbortHandle;
 
-/// The maximum number of unanswered requests on a stream.
-const MAX_RUNNING: usize = 1_024;
+/// The maximum number of requests on a stream that are not answered, or whose answers are not sent.
+/// An agent that keeps to the contract never has more, because it counts a request until it has the
+/// answer.
+pub(crate) const MAX_OPEN: usize = 1_024;
 
 /// The requests and answers of one stream.
 #[derive(Debug, Default)]
@@ -30,18 +32,13 @@ struct OpenRequests {
 }
 
 impl Answers {
-    /// Starts the work for a request. Returns false if the request is refused, because the stream
-    /// has too many requests. The refusal is then among the answers.
+    /// Starts the work for a request. Returns false if the stream has too many requests.
     pub(crate) fn begin(&self, id: u64, start: impl FnOnce() -> AbortHandle) -> bool {
         let mut open = self.open();
-        let is_accepted = open.running.len() < MAX_RUNNING;
+        let is_accepted = open.running.len() + open.unsent.len() < MAX_OPEN;
         if is_accepted {
             // The work cannot end before the lock is released.
             open.running.insert(id, start());
-        } else {
-            let reason = format!("{MAX_RUNNING} requests of this node already wait: ask again later");
-            open.unsent.push_back(v1::BarrierAnswer { id, reason, ..v1::BarrierAnswer::default() });
-            self.has_unsent.store(true, Ordering::Release);
         }
         is_accepted
     }
@@ -57,9 +54,11 @@ impl Answers {
 
     /// Ends a request without an answer.
     pub(crate) fn cancel(&self, id: u64) {
-        if let Some(handle) = self.open().running.remove(&id) {
+        let mut open = self.open();
+        if let Some(handle) = open.running.remove(&id) {
             handle.abort();
         }
+        open.unsent.retain(|answer| answer.id != id);
     }
 
     /// Returns the next answer to send.

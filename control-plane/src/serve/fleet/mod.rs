@@ -13,18 +13,19 @@ mod rejections;
 mod roster;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
+use headgate_core::turns::Turns;
 use headgate_proto::v1;
 use tokio::sync::{Semaphore, watch};
 use tonic::Status;
 
 pub(crate) use self::{
     agent::Agent,
-    answers::Answers,
+    answers::{Answers, MAX_OPEN},
     ask::Asked,
     end::End,
     lateness::Lateness,
@@ -35,11 +36,8 @@ pub(crate) use self::{
     roster::Roster,
 };
 use super::context::Context;
-use crate::{store::NodeObserver, transaction::Problem};
+use crate::{objects::PodId, store::NodeObserver, transaction::Problem};
 pub use roster::Departed;
-
-/// When this many nodes are remembered, nodes that have their full allowance again are forgotten.
-const MAX_REMEMBERED: usize = 65_536;
 
 /// The maximum number of rejections that are problems of the fleet.
 const MAX_REJECTED: usize = 1_000;
@@ -55,11 +53,23 @@ const STREAMS_AT_ONCE: u32 = 64;
 /// The time after which a node may open one more stream.
 const STREAM_INTERVAL: Duration = Duration::from_millis(250);
 
+/// The number of requests for the drain barrier that a node may send without a pause: as many as
+/// may wait.
+const QUESTIONS_AT_ONCE: u32 = 1_024;
+
+/// The time after which a node may send one more request for the drain barrier.
+const QUESTION_INTERVAL: Duration = Duration::from_millis(4);
+
+/// The shortest time between two questions about one pod. Agents pace their pods in the same way,
+/// but this limit does not rely on the agent.
+const POD_INTERVAL: Duration = Duration::from_secs(1);
+
 /// All agents with a stream, at most one for each node.
 pub(crate) struct Fleet {
     pub(crate) context: Arc<Context>,
     progress: Arc<Progress>,
     registry: Mutex<Registry>,
+    turns: Mutex<FleetTurns>,
     /// The number of the roster.
     roster: watch::Sender<u64>,
     /// Limits the unanswered queries about nodes.
@@ -69,10 +79,56 @@ pub(crate) struct Fleet {
 #[derive(Debug, Default)]
 struct Registry {
     present: BTreeMap<Arc<str>, Arc<Agent>>,
-    /// For each node, the time at which the node has its full allowance of [`STREAMS_AT_ONCE`]
-    /// again.
-    full_at: HashMap<Arc<str>, Instant>,
     roster: Roster,
+}
+
+/// The number of parts of the patience with a node (discovery.proto, section 16), and the number of
+/// parts in which one comes back.
+const PATIENCE: u32 = 20;
+const RECOVERY: u32 = 15;
+
+/// How often nodes, and pods through the agents of their nodes, may do something. The turns belong
+/// to the node and not to its stream.
+pub(crate) struct FleetTurns {
+    streams: Turns<Arc<str>>,
+    /// Requests for the drain barrier.
+    pub(crate) questions: Turns<Arc<str>>,
+    /// Questions about a pod.
+    pub(crate) pods: Turns<PodId>,
+    /// Parts of patience, of which questions at the same time spend one together.
+    spent: Turns<Arc<str>>,
+    patience: Turns<Arc<str>>,
+}
+
+impl FleetTurns {
+    fn new(patience_part: Duration) -> Self {
+        Self {
+            streams: Turns::new(STREAM_INTERVAL, STREAMS_AT_ONCE),
+            questions: Turns::new(QUESTION_INTERVAL, QUESTIONS_AT_ONCE),
+            pods: Turns::new(POD_INTERVAL, 1),
+            spent: Turns::new(patience_part, 1),
+            patience: Turns::new(patience_part * RECOVERY, PATIENCE),
+        }
+    }
+
+    /// Counts that a question has waited for a node for a part of the patience.
+    ///
+    /// # Errors
+    /// Nothing is left until this time.
+    pub(crate) fn spend_patience(&mut self, node: &Arc<str>, now: Instant) -> Result<(), Instant> {
+        match self.spent.take(Arc::clone(node), now) {
+            Ok(()) => self.patience.take(Arc::clone(node), now),
+            Err(_) => self.check_patience(node, now),
+        }
+    }
+
+    /// Returns whether something is left of the patience with a node.
+    ///
+    /// # Errors
+    /// As for [`Self::spend_patience`].
+    pub(crate) fn check_patience(&self, node: &Arc<str>, now: Instant) -> Result<(), Instant> {
+        self.patience.check(node, now)
+    }
 }
 
 impl Fleet {
@@ -81,7 +137,8 @@ impl Fleet {
         let progress = Progress::new(Arc::clone(&context.store), Arc::clone(&context.metrics));
         let queries = Arc::new(Semaphore::new(ask::MAX_ON_REPLICA));
         let (progress, registry, roster) = (Arc::new(progress), Mutex::default(), watch::Sender::new(0));
-        let fleet = Arc::new(Self { progress, registry, roster, queries, context });
+        let turns = Mutex::new(FleetTurns::new(context.settings.patience_part));
+        let fleet = Arc::new(Self { progress, registry, turns, roster, queries, context });
         let observer: Arc<dyn NodeObserver> = Arc::<Self>::clone(&fleet);
         fleet.context.store.observe_nodes(Arc::downgrade(&observer));
         fleet
@@ -99,16 +156,12 @@ impl Fleet {
     /// Returns true if a node may open a stream at `now`, and counts the stream. Returns false if
     /// the node has opened too many streams lately.
     pub(crate) fn may_open(&self, node: &str, now: Instant) -> bool {
-        let mut registry = self.registry();
-        let full_at = registry.full_at.get(node).copied().unwrap_or(now).max(now) + STREAM_INTERVAL;
-        if full_at > now + STREAM_INTERVAL * STREAMS_AT_ONCE {
-            return false;
-        }
-        if registry.full_at.len() >= MAX_REMEMBERED {
-            registry.full_at.retain(|_, full_at| *full_at > now);
-        }
-        registry.full_at.insert(node.into(), full_at);
-        true
+        self.turns().streams.take(node.into(), now).is_ok()
+    }
+
+    /// The turns of nodes and pods.
+    pub(crate) fn turns(&self) -> MutexGuard<'_, FleetTurns> {
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds a stream. If the node has an older stream, that stream ends.
@@ -127,6 +180,8 @@ impl Fleet {
             agent.replace(old);
             old.leave();
         }
+        let left = self.turns().check_patience(&agent.node, Instant::now());
+        agent.record().stalled_until = left.err();
         agent.enter(&self.progress);
         if let Some(old) = old {
             let text = format!("node {} has opened a newer stream", agent.node);
@@ -247,6 +302,20 @@ mod tests {
         serve::context::Settings,
         store::{Limits, Store},
     };
+
+    #[test]
+    fn a_node_delays_questions_for_a_limited_time_whatever_it_does() {
+        let (part, start) = (Duration::from_secs(3), Instant::now());
+        let (mut turns, node) = (FleetTurns::new(part), Arc::from("n1"));
+        // Many questions wait at the same time.
+        let mut spend = |now| (0..100).map(|_| turns.spend_patience(&node, now)).all(|left| left.is_ok());
+        let parts = (0..100).take_while(|index| spend(start + part * *index)).count();
+        assert!((PATIENCE as usize..=PATIENCE as usize + 2).contains(&parts), "{parts}");
+        assert!(turns.check_patience(&"n2".into(), start).is_ok());
+        let day = 86_400 / 3;
+        let spent = (0..day).filter(|index| turns.spend_patience(&node, start + part * (100 + index)).is_ok()).count();
+        assert!(spent < (day / RECOVERY + 2 * PATIENCE) as usize, "{spent} parts of {day}");
+    }
 
     #[test]
     fn a_node_may_open_some_streams_at_once_and_then_a_few_per_second() {

@@ -70,11 +70,11 @@ pub(crate) struct Progress {
     counts: Mutex<FleetCounts>,
     /// Changes when an agent connects, leaves or changes its rejections, and when a Node changes.
     members: watch::Sender<()>,
-    /// The version that the kernels of all agents have, except those that never acknowledge.
+    /// The version that the kernels of all agents have, except those that are stalled.
     floor: watch::Sender<u64>,
 }
 
-/// The reports of an agent: whether it never acknowledges, whether it fails, whether it has
+/// The reports of an agent: whether it is stalled, whether it fails, whether it has
 /// acknowledged a state, and the version that its kernel has.
 type Reports = (bool, bool, bool, u64);
 
@@ -159,7 +159,7 @@ impl FleetCounts {
 
     /// Returns true if the rejections have changed.
     fn note_rejections(&mut self, node: &Arc<str>, record: &Record) -> bool {
-        if record.rejections.is_empty() {
+        if record.rejections.is_empty() || record.is_stalled() {
             return !self.rejecting.is_empty() && self.rejecting.remove(node).is_some();
         }
         let is_known = self.rejecting.get(node).is_some_and(|known| Arc::ptr_eq(known, &record.rejections));
@@ -177,8 +177,8 @@ impl FleetCounts {
         }
     }
 
-    /// Returns the version that the kernels of all agents have, except those that never
-    /// acknowledge. Without agents, returns the highest number.
+    /// Returns the version that the kernels of all agents have, except those that are stalled.
+    /// Without agents, returns the highest number.
     fn floor(&self) -> u64 {
         let lowest = |failing: bool, has_state: bool| {
             let reports = (false, failing, has_state, 0)..=(false, failing, has_state, u64::MAX);
@@ -210,13 +210,12 @@ impl Progress {
         self.members.send_replace(());
     }
 
-    /// Returns the version that the kernels of all agents have, except those that never
-    /// acknowledge.
+    /// Returns the version that the kernels of all agents have, except those that are stalled.
     pub(crate) fn floor(&self) -> u64 {
         *self.floor.borrow()
     }
 
-    /// Waits until the kernels of all agents have `version`, except those that never acknowledge.
+    /// Waits until the kernels of all agents have `version`, except those that are stalled.
     pub(crate) async fn reached(&self, version: u64) {
         // An error means that the replica is gone.
         let _ = self.floor.subscribe().wait_for(|floor| *floor >= version).await.map(drop);
@@ -304,7 +303,7 @@ impl Progress {
         }
     }
 
-    /// Returns true if rejections of some agent concern one of the services.
+    /// Returns true if rejections of some agent that is not stalled concern one of the services.
     pub(crate) fn is_rejected(&self, services: &BTreeSet<ServiceKey>) -> bool {
         self.counts().rejecting.values().any(|rejections| services.iter().any(|key| rejections.concern(key)))
     }

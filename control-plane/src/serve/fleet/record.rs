@@ -20,9 +20,6 @@ const MAX_DRIFT: usize = 5;
 /// The longest age of a programmed version that is accepted from an ACK. Older entries are ignored.
 const MAX_AGO: Duration = Duration::from_secs(3_600);
 
-/// After this many questions without any answer, nobody waits for the agent.
-const MAX_MISSED: u32 = 3;
-
 /// The last reports of an agent.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Record {
@@ -43,9 +40,8 @@ pub(crate) struct Record {
     failed_version: u64,
     /// The current rejections. The counts of the fleet share this list.
     pub(crate) rejections: Arc<Rejections>,
-    /// How many questions in a row ended without any answer of the agent, and when the last one
-    /// ended.
-    missed: (u32, Option<Instant>),
+    /// Nothing is left of the patience with the node until this time or a later one.
+    pub(super) stalled_until: Option<Instant>,
 }
 
 /// The result of a verification (discovery.proto, section 19).
@@ -103,17 +99,14 @@ impl Record {
         !self.last_error.is_empty() || !self.rejections.is_empty()
     }
 
-    /// Notes that a question which began at `begun` ended at `now`, and that the agent had not
-    /// answered a version that was sent to it. Questions at the same time count once.
-    pub(crate) fn miss(&mut self, begun: Instant, now: Instant) {
-        if self.missed.1.is_none_or(|ended| ended <= begun) {
-            self.missed = (self.missed.0.saturating_add(1), Some(now));
-        }
+    /// Notes that nothing is left of the patience with the node until a time.
+    pub(crate) fn stall(&mut self, until: Instant) {
+        self.stalled_until = Some(until);
     }
 
-    /// Returns true if the agent never acknowledges (discovery.proto, section 16).
+    /// Returns true if the node has held up questions for too long (discovery.proto, section 16).
     pub(crate) fn is_stalled(&self) -> bool {
-        self.missed.0 >= MAX_MISSED
+        self.stalled_until.is_some()
     }
 
     /// Returns the verification to show: the last one. Differences that a request found stay until
@@ -160,7 +153,7 @@ impl Record {
     }
 
     pub(crate) fn ack(&mut self, ack: &v1::Ack) {
-        self.missed = (0, None);
+        self.stalled_until.take_if(|until| *until <= Instant::now());
         self.programmed_version = self.programmed_version.max(ack.version);
         self.has_acknowledged = true;
         self.apply_microseconds = ack.apply_microseconds;
@@ -173,7 +166,6 @@ impl Record {
     }
 
     pub(crate) fn failed(&mut self, failed: &v1::ApplyFailed) {
-        self.missed = (0, None);
         self.failed_version = failed.version;
         self.last_error = format!("version {}, attempt {}: {}", failed.version, failed.attempts, clip(&failed.error));
     }

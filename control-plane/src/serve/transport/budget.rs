@@ -4,7 +4,10 @@
 //! A normal agent sends about a hundred bytes per second, and its `Hello` has about 20 KiB. Without
 //! a limit, an agent that sends valid messages as fast as it can would use up a core.
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use tokio::time::Instant;
 
@@ -19,28 +22,36 @@ const PER_SECOND: u64 = 256 << 10;
 /// even if the read returns few bytes.
 const MIN_READ: u64 = 32;
 
-/// The read budget of one connection.
-#[derive(Debug)]
-pub(crate) struct Budget {
-    /// When the budget is full again.
-    full_at: Instant,
-}
+/// The read budget of a client, which all its connections share. It holds the time at which the
+/// budget is full again.
+#[derive(Debug, Clone)]
+pub(crate) struct Budget(Arc<Mutex<Instant>>);
 
 impl Budget {
     /// Returns a full budget.
     pub(crate) fn new(now: Instant) -> Self {
-        Self { full_at: now }
+        Self(Arc::new(Mutex::new(now)))
+    }
+
+    /// True if no connection uses the budget, and nothing of it is spent at `now`.
+    pub(super) fn is_unused(&self, now: Instant) -> bool {
+        Arc::strong_count(&self.0) == 1 && *self.full_at() <= now
+    }
+
+    fn full_at(&self) -> MutexGuard<'_, Instant> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Spends the bytes of one read.
-    pub(crate) fn spend(&mut self, bytes: usize, now: Instant) {
+    pub(crate) fn spend(&self, bytes: usize, now: Instant) {
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX).clamp(MIN_READ, BURST);
-        self.full_at = self.full_at.max(now) + time_for(bytes);
+        let mut full_at = self.full_at();
+        *full_at = now.max(*full_at) + time_for(bytes);
     }
 
-    /// Returns how long the connection must not be read, or `None` if it may be read at `now`.
+    /// Returns how long a connection must not be read, or `None` if it may be read at `now`.
     pub(crate) fn pause(&self, now: Instant) -> Option<Duration> {
-        let missing = self.full_at.saturating_duration_since(now);
+        let missing = self.full_at().saturating_duration_since(now);
         missing.checked_sub(time_for(BURST)).filter(|pause| !pause.is_zero())
     }
 }
@@ -56,7 +67,7 @@ mod tests {
     #[test]
     fn a_burst_is_read_at_once_and_then_a_rate_applies() {
         let start = Instant::now();
-        let mut budget = Budget::new(start);
+        let budget = Budget::new(start);
         let mut reads = 0;
         while budget.pause(start).is_none() {
             budget.spend(16 << 10, start);

@@ -1,7 +1,14 @@
-//! Limits on the number of connections, in all and for each client.
+//! Limits on the number of connections, in all and for each client, and the read budgets of
+//! clients.
 
-use std::sync::Arc;
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+};
 
+use tokio::time::Instant;
+
+use super::budget::Budget;
 use crate::{
     identity::Identity,
     serve::context::{Counted, Tally},
@@ -25,12 +32,37 @@ const MAX_CONNECTIONS_PER_READER: usize = 256;
 /// programs of the cluster have such certificates.
 const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
 
+/// When the budgets of this many clients are remembered, unused ones are forgotten.
+const MAX_BUDGETS: usize = 4_096;
+
 /// The open connections, by the clients under whose names they count. Without TLS, clients have no
 /// identity.
-pub(crate) type Connections = Tally<Option<Client>>;
+#[derive(Debug, Default)]
+pub(crate) struct Connections {
+    open: Arc<Tally<Option<Client>>>,
+    /// A client that connects again goes on with what is left of its budget.
+    budgets: Mutex<HashMap<Client, Budget>>,
+}
 
 /// One open connection.
-pub(crate) type HeldConnection = Counted<Option<Client>>;
+#[derive(Debug)]
+pub(crate) struct HeldConnection {
+    _counted: Counted<Option<Client>>,
+    /// How fast the connection may be read.
+    pub(crate) budget: Budget,
+}
+
+impl Connections {
+    fn budget(&self, client: Option<Client>, now: Instant) -> Budget {
+        let new = || Budget::new(now);
+        let Some(client) = client else { return new() };
+        let mut budgets = self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
+        if budgets.len() >= MAX_BUDGETS && !budgets.contains_key(&client) {
+            budgets.retain(|_, budget| !budget.is_unused(now));
+        }
+        budgets.entry(client).or_insert_with(new).clone()
+    }
+}
 
 /// The client under whose name a connection is counted.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -66,14 +98,15 @@ impl Client {
 /// # Errors
 ///
 /// The label of the limit that the connection would exceed.
-pub(crate) fn hold(connections: &Arc<Connections>, identity: &Identity) -> Result<HeldConnection, &'static str> {
+pub(crate) fn hold(connections: &Connections, identity: &Identity) -> Result<HeldConnection, &'static str> {
     let client = Client::of(identity);
     let limit = client.as_ref().map(Client::limit);
-    connections.add(client, |all, own| match limit {
+    let counted = connections.open.add(client.clone(), |all, own| match limit {
         _ if all >= MAX_CONNECTIONS => Err("too_many_connections"),
         Some((most, reason)) if own >= most => Err(reason),
         _ => Ok(()),
-    })
+    })?;
+    Ok(HeldConnection { _counted: counted, budget: connections.budget(client, Instant::now()) })
 }
 
 #[cfg(test)]
@@ -83,7 +116,7 @@ mod tests {
 
     #[test]
     fn connections_of_one_holder_are_bounded_and_count_until_they_end() {
-        let connections = Arc::new(Connections::default());
+        let connections = Connections::default();
         let (node, reader) = (|name: &str| Identity::Node(name.into()), |name: &str| Identity::Reader(name.into()));
         let nobody = |problem: &str| Identity::Unusable(problem.into());
         let cases = [
@@ -99,11 +132,26 @@ mod tests {
         held.extend(
             [node("other"), reader("other"), Identity::Unchecked].map(|other| hold(&connections, &other).unwrap()),
         );
-        assert_eq!(connections.count(&None), (held.len(), 1));
+        assert_eq!(connections.open.count(&None), (held.len(), 1));
         drop(held);
-        assert_eq!(connections.count(&Client::of(&node("same"))), (0, 0));
+        assert_eq!(connections.open.count(&Client::of(&node("same"))), (0, 0));
         let all: Vec<_> = (0..MAX_CONNECTIONS).map(|_| hold(&connections, &Identity::Unchecked).unwrap()).collect();
         assert_eq!(hold(&connections, &node("other")).unwrap_err(), "too_many_connections");
         drop(all);
+    }
+
+    #[test]
+    fn a_client_that_connects_again_goes_on_with_its_budget() {
+        let (connections, now) = (Connections::default(), Instant::now());
+        let budget_of = |name: &str| hold(&connections, &Identity::Node(name.into())).unwrap().budget;
+        budget_of("a").spend(usize::MAX, now);
+        budget_of("a").spend(1, now);
+        assert!(budget_of("a").pause(now).is_some());
+        assert!(budget_of("b").pause(now).is_none());
+        for other in 0..2 * MAX_BUDGETS {
+            budget_of(&other.to_string());
+        }
+        assert!(budget_of("a").pause(now).is_some());
+        assert!(connections.budgets.lock().unwrap().len() <= MAX_BUDGETS);
     }
 }

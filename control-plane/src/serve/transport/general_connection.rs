@@ -53,7 +53,8 @@ impl General {
     /// Serves one connection until it ends.
     pub(crate) async fn serve(self, connection: Connection, held: HeldConnection) {
         let (address, closed) = (connection.peer.address, self.stopped.child_token());
-        if let Some(Err(error)) = closed.run_until_cancelled(self.serve_until(connection, &closed)).await {
+        let served = self.serve_until(connection, held.budget.clone(), &closed);
+        if let Some(Err(error)) = closed.run_until_cancelled(served).await {
             tracing::debug!(%address, %error, "the connection ended with an error");
         }
         drop(held);
@@ -64,20 +65,25 @@ impl General {
     async fn serve_until(
         self,
         Connection { io, peer, .. }: Connection,
+        budget: Budget,
         closed: &CancellationToken,
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         let Self { routes, context, shutdown, .. } = self;
         let is_replica = peer.may_ask_as_replica(SystemTime::now()).is_ok();
         let max_requests = if is_replica { MAX_REQUESTS_OF_REPLICA } else { MAX_REQUESTS };
         let (reader, writer) = split(io);
-        let io = join(Budgeted::new(reader, context.settings.hello_timeout), writer);
+        let io = join(Budgeted::new(reader, budget, context.settings.hello_timeout), writer);
         let caller = Caller { peer, closed: closed.clone() };
         let service = service_fn(move |request: Request<Incoming>| {
             let (mut routes, context, caller) = (routes.clone(), Arc::clone(&context), caller.clone());
             async move {
-                let mut request = request.map(Body::new);
-                request.extensions_mut().insert(caller.peer.clone());
-                let response = routes.call(request).await;
+                let (mut head, body) = request.into_parts();
+                head.extensions.insert(caller.peer.clone());
+                let audited = context::AuditedRequest::begin(&caller.peer, &mut head);
+                let response = routes.call(Request::from_parts(head, Body::new(body))).await;
+                if let (Some(audited), Ok(response)) = (audited, &response) {
+                    audited.record(&context, response.headers());
+                }
                 response.map(|response| response.map(|body| Watched::new(body, &context, caller)))
             }
         });
@@ -111,9 +117,10 @@ struct Budgeted<R> {
 }
 
 impl<R> Budgeted<R> {
-    fn new(reader: R, preface_timeout: Duration) -> Self {
+    fn new(reader: R, budget: Budget, preface_timeout: Duration) -> Self {
         let preface = Some((PREFACE.len(), Box::pin(sleep(preface_timeout))));
-        Self { reader, budget: Budget::new(Instant::now()), pause: None, preface }
+        let pause = budget.pause(Instant::now()).map(|pause| Box::pin(sleep(pause)));
+        Self { reader, budget, pause, preface }
     }
 }
 
@@ -157,7 +164,10 @@ mod tests {
     use crate::{
         identity::{Identity, Peer},
         metrics::Metrics,
-        serve::{context::Settings, transport::connection_limits::hold},
+        serve::{
+            context::Settings,
+            transport::connection_limits::{Connections, hold},
+        },
         store::{Limits, Store},
     };
 
@@ -167,14 +177,14 @@ mod tests {
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (io, address) = listener.accept().await.unwrap();
         let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
-        let held = hold(&Arc::default(), &peer.identity).unwrap();
+        let held = hold(&Connections::default(), &peer.identity).unwrap();
         let metrics = Arc::<Metrics>::default();
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let settings = Settings { hello_timeout: Duration::from_secs(600), ..Settings::default() };
         let context = context::Context::new(store, metrics, settings);
         let (shutdown, stopped) = (CancellationToken::new(), CancellationToken::new());
         let general = General { routes: Routes::default(), context, shutdown, stopped };
-        let connection = Connection { io: Either::Left(io), peer, denied_by: Vec::new() };
+        let connection = Connection { io: Either::Left(Either::Left(io)), peer, denied_by: Vec::new() };
         (client, tokio::spawn(general.serve(connection, held)))
     }
 
@@ -197,13 +207,13 @@ mod tests {
     async fn the_preface_has_a_deadline_and_later_bytes_have_none() {
         let timeout_of_preface = Duration::from_millis(20);
         let (mut client, server) = duplex(64);
-        let mut reader = Budgeted::new(server, timeout_of_preface);
+        let mut reader = Budgeted::new(server, Budget::new(Instant::now()), timeout_of_preface);
         let mut buffer = [0; PREFACE.len()];
         client.write_all(&PREFACE[..23]).await.unwrap();
         reader.read_exact(&mut buffer[..23]).await.unwrap();
         assert_eq!(reader.read_u8().await.unwrap_err().kind(), io::ErrorKind::TimedOut);
         let (mut client, server) = duplex(64);
-        let mut reader = Budgeted::new(server, timeout_of_preface);
+        let mut reader = Budgeted::new(server, Budget::new(Instant::now()), timeout_of_preface);
         client.write_all(PREFACE).await.unwrap();
         reader.read_exact(&mut buffer).await.unwrap();
         assert!(timeout(timeout_of_preface * 2, reader.read_u8()).await.is_err());

@@ -1,20 +1,26 @@
 //! Accepts connections on both gRPC ports, and runs their TLS handshakes, within limits that the
 //! ports share.
 
-use std::{future::pending, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    future::pending,
+    io,
+    net::{Ipv4Addr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
 
 use futures::future::BoxFuture;
 use headgate_tls::Denied;
 use rustls::HandshakeKind;
 use tokio::{
-    net::{TcpListener, TcpStream},
-    time::{Instant, timeout},
+    net::{TcpListener, TcpStream, UnixListener, UnixStream},
+    time::{Instant, sleep, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::{either::Either, sync::CancellationToken, task::TaskTracker};
 
 use super::{
-    accept,
+    ACCEPT_RETRY, accept,
     connection_limits::{Connections, HeldConnection, hold},
     handshakes::{Handshakes, Silent},
     tls::{Security, ServerTls},
@@ -49,10 +55,26 @@ impl Entrance {
     }
 
     /// Accepts connections. `serve` serves each of them after its handshake, in a task of its own.
-    pub(crate) async fn accept(self, listener: TcpListener, serve: Serve) {
+    pub(crate) async fn accept(self, listener: Listener, serve: Serve) {
         let failed = |error: io::Error| {
             if self.context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
                 tracing::warn!(%error, "a connection cannot be accepted");
+            }
+        };
+        let listener = match listener {
+            Listener::Tcp(listener) => listener,
+            Listener::Unix(listener) => {
+                let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+                while let Some(accepted) = self.shutdown.run_until_cancelled(listener.accept()).await {
+                    let Ok((stream, _)) = accepted.map_err(failed) else {
+                        sleep(ACCEPT_RETRY).await;
+                        continue;
+                    };
+                    let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
+                    let io = Either::Left(Either::Right(stream));
+                    self.admit(Connection { io, peer, denied_by: Vec::new() }, &serve);
+                }
+                return;
             }
         };
         while let Some((stream, address)) = self.shutdown.run_until_cancelled(accept(&listener, failed)).await {
@@ -62,7 +84,8 @@ impl Entrance {
             match &self.security {
                 Security::Plaintext => {
                     let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
-                    self.admit(Connection { io: Either::Left(stream), peer, denied_by: Vec::new() }, &serve);
+                    let io = Either::Left(Either::Left(stream));
+                    self.admit(Connection { io, peer, denied_by: Vec::new() }, &serve);
                 }
                 Security::Tls(tls) => self.secure_in_turn(stream, address, Arc::clone(tls), Arc::clone(&serve)),
             }
@@ -178,5 +201,15 @@ pub(crate) struct Connection {
 /// Serves a connection that counts until it ends.
 pub(crate) type Serve = Arc<dyn Fn(Connection, HeldConnection) -> BoxFuture<'static, ()> + Send + Sync>;
 
-/// The transport of a connection: plain TCP, or TLS after its handshake.
-pub(crate) type Transport = Either<TcpStream, Box<TlsStream<TcpStream>>>;
+/// Where connections come from. A Unix socket needs no TLS: only the user of this process can open
+/// it.
+pub(crate) enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+/// The transport of a connection: without TLS, or with TLS after its handshake.
+pub(crate) type Transport = Either<Plain, Box<TlsStream<TcpStream>>>;
+
+/// The transport of a connection without TLS, or below it.
+pub(crate) type Plain = Either<TcpStream, UnixStream>;

@@ -21,6 +21,7 @@ pub(crate) use headgate_listener::accept;
 
 pub(crate) use self::{
     handshakes::{Handshake, Handshakes, Silent},
+    listener::Listener,
     server::serve,
 };
 

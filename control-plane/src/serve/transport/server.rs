@@ -3,14 +3,14 @@
 use std::{sync::Arc, time::Duration};
 
 use futures::FutureExt as _;
-use tokio::{net::TcpListener, time::Instant};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use super::{
     LINGER,
     general_connection::General,
-    listener::{Entrance, Serve},
+    listener::{Entrance, Listener, Serve},
     sync_connection,
     tls::Security,
 };
@@ -19,7 +19,7 @@ use crate::serve::{context::Lifecycle, stream::Streams};
 /// Serves streams at `agents`, and `routes` at `inspect`, until `shutdown` is cancelled and the
 /// streams have ended. Then cancels `stopped`.
 pub(crate) async fn serve(
-    [agents, inspect]: [TcpListener; 2],
+    [agents, inspect]: [Listener; 2],
     security: Security,
     routes: Routes,
     streams: Arc<Streams>,

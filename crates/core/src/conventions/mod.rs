@@ -6,3 +6,6 @@ pub mod errors;
 pub mod exposition;
 pub mod node_state;
 pub mod plaintext;
+pub mod printable;
+pub mod reach;
+pub mod turns;

@@ -1,8 +1,16 @@
 //! `headgate`: the control plane and the agent of one node in one process.
 
-use std::io::{Read as _, Write as _};
+use std::{
+    fs,
+    io::{ErrorKind, Read as _, Write as _},
+    os::unix::{
+        fs::{MetadataExt as _, PermissionsExt as _},
+        net::UnixStream,
+    },
+};
 
 use headgate_tests::apiserver::{ApiServer, Restart};
+use nix::unistd::{Uid, setfsuid};
 
 use super::{
     proxy::{self, exchange, serve},
@@ -25,8 +33,7 @@ fn one_program_forwards_connections_by_a_folder_of_manifests_and_serves_all_page
     let headgate = rig.all_in_one(&[&rig.manifests(), "--proxy-mode=nftables"]);
     eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
 
-    // headgatectl needs no option, because the address is its default.
-    let agents = rig.headgatectl(&["agents"]).unwrap();
+    let agents = rig.headgatectl(&[&rig.socket(), "agents"]).unwrap();
     assert!(agents.contains("fleet: 1 of 1 nodes up to date"), "{agents}");
     assert_eq!(rig.until_health("/healthz", 200)["nodeEligible"], true);
     assert_eq!(rig.replica_page("/readyz").unwrap().0, 200);
@@ -88,8 +95,8 @@ fn open_connections_of_mode_userspace_may_end_before_the_program_ends() {
 fn a_part_that_cannot_start_ends_the_program() {
     let rig = rig();
     for (argument, reason) in [
-        ("--inspect-listen=203.0.113.7:7444", "--inspect-listen: cannot listen on 203.0.113.7:7444"),
-        ("--inspect-listen=10.0.0.1:7444", "is neither a loopback address nor in a range reserved for tests"),
+        ("--runtime-dir=/proc/nothing", "cannot listen on /proc/nothing/agents.sock"),
+        ("--runtime-dir=/tmp", "others may enter the folder"),
         ("--config=/missing.yaml", "/missing.yaml"),
     ] {
         let (status, log) = rig.all_in_one(&[&rig.manifests(), argument]).ended();
@@ -98,4 +105,40 @@ fn a_part_that_cannot_start_ends_the_program() {
     let (status, log) = rig.all_in_one(&["--source=kubernetes", "--kubeconfig=/missing"]).ended();
     let times = log.matches("the kubeconfig /missing cannot be used").count();
     assert!(status.code() == Some(1) && times == 1, "{status}: {log}");
+}
+
+#[test]
+fn the_program_of_one_node_trusts_no_other_user_of_the_node() {
+    let rig = Rig::new();
+    let _headgate = rig.all_in_one(&[&rig.manifests()]);
+    let socket = rig.path("run/inspect.sock");
+    rig.until_said(&[&rig.socket(), "agents"], &["fleet: 1 of 1 nodes up to date"]);
+    for path in [rig.path("run"), socket.clone(), rig.path("run/agents.sock")] {
+        let found = fs::metadata(&path).unwrap();
+        assert_eq!((found.permissions().mode() & 0o077, found.uid()), (0, 0), "{}", path.display());
+    }
+    // No port of the program takes the place of the sockets: only its pages listen.
+    let listening = rig.tool("ss", &["-Hltn"]);
+    let ports: Vec<&str> =
+        listening.lines().filter_map(|line| line.split_whitespace().nth(3)?.rsplit(':').next()).collect();
+    assert!(ports.iter().all(|port| ["10256", "10249", "7480"].contains(port)), "{listening}");
+    // Another user cannot open the socket, also if the path to it is open.
+    fs::set_permissions(rig.path(""), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::set_permissions(rig.path("run"), fs::Permissions::from_mode(0o755)).unwrap();
+    let connect = |path: &std::path::Path| UnixStream::connect(path).map(drop).map_err(|error| error.kind());
+    assert_eq!(connect(&socket), Ok(()));
+    let refused = std::thread::scope(|scope| {
+        // The rights of another user, for this thread only.
+        let other = scope.spawn(|| {
+            setfsuid(Uid::from_raw(65_534));
+            connect(&socket)
+        });
+        other.join().unwrap()
+    });
+    assert_eq!(refused, Err(ErrorKind::PermissionDenied));
+    // A second program does not take the sockets of the first one.
+    fs::set_permissions(rig.path("run"), fs::Permissions::from_mode(0o700)).unwrap();
+    let (status, log) = rig.all_in_one(&[&rig.manifests()]).ended();
+    assert!(!status.success() && log.contains("another program serves this socket"), "{log}");
+    rig.headgatectl(&[&rig.socket(), "agents"]).unwrap();
 }

@@ -248,7 +248,17 @@ impl Rig {
 
     /// Starts `headgate` for node-a with these arguments.
     pub(super) fn all_in_one(&self, arguments: &[&str]) -> Program {
-        self.start("headgate", &[&["--node-name=node-a", "--state-dir="], arguments].concat(), &[], "headgate.log")
+        let folder = format!("--runtime-dir={}", self.path("run").display());
+        let mut all = vec!["--node-name=node-a", "--state-dir="];
+        if !arguments.iter().any(|argument| argument.starts_with("--runtime-dir")) {
+            all.push(&folder);
+        }
+        self.start("headgate", &[&all, arguments].concat(), &[], "headgate.log")
+    }
+
+    /// The option of headgatectl for the socket of [`Self::all_in_one`].
+    pub(super) fn socket(&self) -> String {
+        format!("--server=unix:{}", self.path("run/inspect.sock").display())
     }
 
     /// Starts a program whose standard error is a pipe that nobody reads any more.

@@ -1,3 +1,4 @@
-//! Attacks on a replica in the test's process.
+//! Attacks on a replica and its agents, and what happens to the others.
 
 mod lockout;
+mod trust;

@@ -51,7 +51,7 @@ async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Serve
     };
     let terminating = Conditions { ready: false, serving: true, terminating: true };
     let changes = [endpoint(1, terminating), endpoint(2, Conditions::READY)];
-    let pod = (PodId::new("uid", "web"), Some("n1".into()));
+    let pod = (PodId::new("uid", "web").in_namespace("default"), Some("n1".into()));
     server.store.commit(Transaction {
         changes: changes.map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).into(),
         nodes: vec![NodeChange::Apply(node("n2", None))],

@@ -64,6 +64,8 @@ pub(super) struct Http2 {
     last_heard: Instant,
     /// When the last ping without an answer was sent.
     pinged: Option<Instant>,
+    /// Since when the client has accepted nothing of the stream; `None` while it may accept more.
+    stalled_since: Option<Instant>,
     /// The time of the present call.
     now: Instant,
 }
@@ -107,6 +109,7 @@ impl Http2 {
             client_has_ended: false,
             last_heard: now,
             pinged: None,
+            stalled_since: None,
             now,
         }
     }
@@ -350,6 +353,28 @@ impl Http2 {
         }
     }
 
+    /// Records that the client has accepted bytes of the stream.
+    pub(super) fn flows(&mut self) {
+        self.stalled_since = None;
+    }
+
+    /// Ends the connection of a client that accepts nothing of its stream for as long as the
+    /// general server would wait: its windows have no room, or the kernel accepts nothing
+    /// (`is_blocked`). Such a client may still answer pings. Heartbeats are always due, so a client
+    /// that reads enlarges its windows.
+    pub(super) fn keep_flowing(&mut self, is_blocked: bool, now: Instant) {
+        let is_stalled = is_blocked || self.connection_room.min(self.stream_room) <= 0;
+        if !is_stalled || !matches!(self.phase, StreamPhase::Open(_)) {
+            return self.flows();
+        }
+        let context = &self.streams.context;
+        if *self.stalled_since.get_or_insert(now) + context.settings.stalled_response_timeout <= now {
+            context.metrics.stalled_responses.inc();
+            self.finish(&End::plain("untaken", Status::unavailable("the client does not read the stream")));
+            self.phase = StreamPhase::Over;
+        }
+    }
+
     /// Appends bytes to write to `out`, up to about `max_bytes`. Appends nothing if there is
     /// nothing to write.
     pub(super) fn fill(&mut self, out: &mut Vec<u8>, max_bytes: usize, now: Instant) {
@@ -396,6 +421,7 @@ impl Http2 {
             return true;
         }
         put_data(out, self.id, &self.unsent[..bytes]);
+        self.flows();
         self.unsent.advance(bytes);
         if self.unsent.is_empty() {
             // Releases the message's bytes, which all streams share.

@@ -104,10 +104,12 @@ pub(crate) fn serve_accepted(
         Either::Left(stream) => (stream, None),
         Either::Right(tls) => {
             let (stream, tls) = tls.into_inner();
-            (stream, Some(tls))
+            (Either::Left(stream), Some(tls))
         }
     };
-    if let Err(error) = SockRef::from(&stream).set_tcp_notsent_lowat(MAX_UNSENT_BYTES) {
+    if let Either::Left(tcp) = &stream
+        && let Err(error) = SockRef::from(tcp).set_tcp_notsent_lowat(MAX_UNSENT_BYTES)
+    {
         tracing::debug!(%error, "TCP_NOTSENT_LOWAT cannot be set");
     }
     serve(streams, peer, stream, tls, held)
@@ -125,7 +127,7 @@ fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     let (signal, now) = (Arc::new(Signal::new()), Instant::now());
     let http2 = Http2::new(Arc::clone(streams), peer, Arc::clone(&signal), now);
     let state = ConnectionState {
-        io: SyncIo::new(stream, tls, now),
+        io: SyncIo::new(stream, tls, held.budget.clone()),
         http2,
         is_blocked: false,
         is_paused: false,
@@ -215,6 +217,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionState<S> {
             if self.is_blocked && self.io.written_bytes() > before {
                 // The kernel accepts bytes again, so the peer is slow, but it reads.
                 self.http2.heard(now);
+                self.http2.flows();
             }
             self.is_blocked = !is_flushed;
             if self.is_blocked {
@@ -254,6 +257,7 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> Visit for SyncConnection<S> {
         let mut slot = self.state();
         let Some(state) = slot.as_mut() else { return };
         state.http2.keep_time(now);
+        state.http2.keep_flowing(state.is_blocked, now);
         // If the connection is blocked, its task waits until the kernel accepts more bytes. If it
         // becomes blocked, the task is woken to wait.
         let cx = &mut Context::from_waker(Waker::noop());
@@ -299,14 +303,14 @@ struct SyncIo<S> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> SyncIo<S> {
-    fn new(stream: S, tls: Option<ServerConnection>, now: Instant) -> Self {
+    fn new(stream: S, tls: Option<ServerConnection>, budget: Budget) -> Self {
         let mut tls = tls.map(Box::new);
         if let Some(tls) = &mut tls {
             // No limit is needed: at most one record is written at a time, and only after the
             // kernel has accepted the record before it.
             tls.set_buffer_limit(None);
         }
-        Self { stream, tls, unwritten: Vec::new(), written_bytes: 0, budget: Budget::new(now) }
+        Self { stream, tls, unwritten: Vec::new(), written_bytes: 0, budget }
     }
 
     /// Returns true if reading pauses at `now`, because the peer sends too fast.
@@ -417,7 +421,7 @@ fn accepted<T>(polled: Poll<io::Result<T>>) -> io::Result<Option<T>> {
 
 fn poll_stream(
     stream: &mut (impl AsyncRead + Unpin),
-    budget: &mut Budget,
+    budget: &Budget,
     cx: &mut Context<'_>,
     buffer: &mut [u8],
     now: Instant,
@@ -434,7 +438,7 @@ fn poll_stream(
 /// and the context is woken when bytes arrive.
 struct TlsReader<'a, 'b, S> {
     stream: &'a mut S,
-    budget: &'a mut Budget,
+    budget: &'a Budget,
     cx: &'a mut Context<'b>,
     now: Instant,
 }

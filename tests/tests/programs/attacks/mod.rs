@@ -1,0 +1,3 @@
+//! Attacks on the programs, and what happens to the others.
+
+mod trust;
