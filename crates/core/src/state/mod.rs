@@ -10,7 +10,7 @@ pub mod frontends;
 pub mod reference;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     net::IpAddr,
     sync::Arc,
 };
@@ -23,7 +23,7 @@ pub use self::{
 };
 use self::{
     digest::{BucketDigest, Digests},
-    frontends::FrontendOwners,
+    frontends::{Frontend, FrontendOwners, frontends_of},
 };
 use crate::model::{Change, Endpoint, Service, ServiceCidr, ServiceKey};
 
@@ -86,6 +86,9 @@ pub struct Dirty {
     pub services: BTreeSet<Arc<ServiceKey>>,
     /// The set of ServiceCIDRs changed.
     pub service_cidrs: bool,
+    /// Frontends that these services may have lost. A plan with another service that specifies one
+    /// of them must have the former owner as well, because a frontend leads to one service.
+    pub lost: HashMap<Frontend, Arc<ServiceKey>>,
 }
 
 impl Dirty {
@@ -99,6 +102,7 @@ impl Dirty {
     pub fn merge(&mut self, other: Self) {
         self.services.extend(other.services);
         self.service_cidrs |= other.service_cidrs;
+        other.lost.into_iter().for_each(|(frontend, service)| _ = self.lost.entry(frontend).or_insert(service));
     }
 }
 
@@ -215,7 +219,8 @@ impl State {
         let old = std::mem::replace(&mut entry.service, new);
         let has_changed = old != entry.service;
         if has_changed {
-            let (new, bucket) = (entry.service.as_deref(), digest::service_bucket(&key));
+            let new = self.entries.get(&key).and_then(ServiceEntry::service);
+            let bucket = digest::service_bucket(&key);
             if let Some(old) = &old {
                 self.digests.subtract(bucket, digest::service_hash(old));
                 self.demand.subtract(old);
@@ -226,7 +231,18 @@ impl State {
                 self.demand.add(new);
                 self.services += 1;
             }
-            dirty.services.extend(self.frontends.replace(&key, old.as_deref(), new));
+            let affected = self.frontends.replace(&key, old.as_deref(), new);
+            if old.is_some() || !affected.is_empty() {
+                let own: HashSet<Frontend> = new.into_iter().flat_map(frontends_of).collect();
+                let others = affected.iter().filter_map(|other| Some((other, self.entries.get(other)?.service()?)));
+                let lost = others.flat_map(|(other, service)| frontends_of(service).map(move |lost| (lost, other)));
+                let lost = lost.filter(|(frontend, _)| own.contains(frontend));
+                let gone = old.iter().flat_map(|old| frontends_of(old)).filter(|frontend| !own.contains(frontend));
+                for (frontend, service) in lost.chain(gone.map(|frontend| (frontend, &key))) {
+                    dirty.lost.entry(frontend).or_insert_with(|| Arc::clone(service));
+                }
+            }
+            dirty.services.extend(affected);
             dirty.services.insert(Arc::clone(&key));
         }
         self.drop_empty(&key);
