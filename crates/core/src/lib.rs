@@ -23,9 +23,7 @@ mod model;
 mod node_facts;
 mod state;
 
-pub use behaviours::{
-    conntrack, endpoint_choice, health_check_port, masquerade, size, source_ranges, topology, view,
-};
+pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, size, source_ranges, topology, view};
 pub use conventions::{dns_name, errors, exposition, node_state, plaintext};
 pub use dataplane::{
     iptables, ipvs, nftables,

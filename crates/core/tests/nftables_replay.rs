@@ -86,8 +86,10 @@ impl Sets {
     /// only where the client's address selects the slot.
     fn flat(&self) -> (Frontends, BTreeSet<Element>) {
         let targets = self.elements.values().filter_map(Lookup::of).map(|(_, _, target)| target);
-        let hashed: HashSet<u32> =
-            targets.filter(|target| matches!(target.selection, Selection::ByClient(_))).map(|target| target.group).collect();
+        let hashed: HashSet<u32> = targets
+            .filter(|target| matches!(target.selection, Selection::ByClient(_)))
+            .map(|target| target.group)
+            .collect();
         let mut endpoints: HashMap<u32, BTreeSet<String>> = HashMap::new();
         let (mut frontends, mut others) = (BTreeMap::new(), BTreeSet::new());
         for element in self.elements.values() {

@@ -460,8 +460,7 @@ impl Reconciler {
         self.record_deferred();
         let statistics = self.dataplane.statistics();
         let reached = if is_settled { Some(now) } else { ended };
-        let triggers =
-            if is_settled { self.shared.backlog().succeeded(&families(&statistics)) } else { Vec::new() };
+        let triggers = if is_settled { self.shared.backlog().succeeded(&families(&statistics)) } else { Vec::new() };
         self.metrics.succeeded(kind, took, report, &statistics, &triggers);
         self.summary.add(now.target.version, report, took);
         let Some(Reached { target, generation, at }) = reached else {

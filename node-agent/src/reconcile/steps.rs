@@ -51,7 +51,8 @@ impl Steps {
             self.reached = Some(now);
         }
         self.part = Dirty { service_cidrs: dirty.service_cidrs, ..Dirty::default() };
-        let is_turn_of_round = mem::replace(&mut self.is_turn_of_round, !self.is_turn_of_round);
+        let is_turn_of_round = self.is_turn_of_round;
+        self.is_turn_of_round = !is_turn_of_round;
         if self.has_rest && is_turn_of_round {
             return;
         }
@@ -173,7 +174,8 @@ mod tests {
 
     #[test]
     fn small_services_come_first_and_large_ones_have_every_other_step() {
-        let mut rig = Rig::new([service("a", 30, &[]), service("b", 40, &[]), service("c", 1, &[]), service("d", 2, &[])]);
+        let mut rig =
+            Rig::new([service("a", 30, &[]), service("b", 40, &[]), service("c", 1, &[]), service("d", 2, &[])]);
         assert_eq!(rig.step(false, false), ("c d".into(), None));
         rig.change([service("e", 50, &[]), service("f", 3, &[])]);
         assert_eq!(rig.step(false, false), ("a".into(), None), "it is the turn of the round");

@@ -88,7 +88,9 @@ impl ServiceSize {
             (slots * endpoints, MAX_SCORES, "endpoints of slots of consistent-hash"),
         ];
         let (found, limit, what) = limits.into_iter().find(|(found, limit, _)| found > limit)?;
-        Some(format!("the Service is too large for a node, and is left out: with {ports} ports, {frontends} addresses with ports and {endpoints} endpoints it has {found} {what}, and {limit} are allowed: divide it into several Services, or remove ports, externalIPs or source ranges"))
+        Some(format!(
+            "the Service is too large for a node, and is left out: with {ports} ports, {frontends} addresses with ports and {endpoints} endpoints it has {found} {what}, and {limit} are allowed: divide it into several Services, or remove ports, externalIPs or source ranges"
+        ))
     }
 }
 
@@ -104,8 +106,7 @@ mod tests {
         let port = |number| ServicePort { name: "p".into(), protocol: Protocol::Tcp, port: number, node_port: number };
         let mut service = Service::new(key.clone(), vec![[10, 96, 0, 1].into()], (1..=ports).map(port).collect());
         service.load_balancing = algorithm.into();
-        service.external_ips =
-            (0..external_ips).map(|number| (0xc633_6400 + number).to_be_bytes().into()).collect();
+        service.external_ips = (0..external_ips).map(|number| (0xc633_6400 + number).to_be_bytes().into()).collect();
         service.external_ips.push("2001:db8::1".parse().unwrap_or([0; 16].into()));
         let mut state = State::default();
         state.apply(Change::from(service), &mut Dirty::default());

@@ -17,7 +17,11 @@ fn large(name: &str, ports: u16, endpoints: u8) -> Vec<Change> {
 }
 
 fn applied(run: &Loop) -> Vec<String> {
-    run.control.calls().iter().filter_map(|call| if let Call::Apply(names, _) = call { Some(names.join(" ")) } else { None }).collect()
+    run.control
+        .calls()
+        .iter()
+        .filter_map(|call| if let Call::Apply(names, _) = call { Some(names.join(" ")) } else { None })
+        .collect()
 }
 
 #[test]

@@ -148,7 +148,9 @@ fn large_services() -> Result<()> {
     ensure!(listed.matches(" : ").count() == 20_002, "{} endpoints", listed.matches(" : ").count());
     ensure!(!output("nft", &["list", "map", "ip", "headgate", "services"]).contains("10.96.0.2 "));
     // The large Service shrinks, and the other one is small enough.
-    let removed = (10..20_000).map(|number| Change::RemoveEndpoint(ServiceKey::new("ns", "large"), Ipv4Addr::from(0x0af4_0000 + number).into()));
+    let removed = (10..20_000).map(|number| {
+        Change::RemoveEndpoint(ServiceKey::new("ns", "large"), Ipv4Addr::from(0x0af4_0000 + number).into())
+    });
     shared.apply(update(3, removed.chain([service("attack", 2, 100, 100)]).collect()));
     wait(3)?;
     ensure!(progress.borrow().rejections.is_empty());

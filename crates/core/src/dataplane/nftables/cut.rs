@@ -10,7 +10,7 @@ use crate::state::frontends::Frontend;
 
 /// When a change is executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Turn {
+enum CutPhase {
     /// Slots that no frontend leads to yet, and slots that get another endpoint.
     First,
     /// Frontends, which lead to complete groups before and after their change.
@@ -30,21 +30,21 @@ impl NftablesPlan {
             return [self].into();
         }
         let replaced: HashSet<ElementKey> = self.add.iter().map(Element::key).collect();
-        let turn = |is_added: bool, element: &Element| match element {
+        let phase = |is_added: bool, element: &Element| match element {
             // A client would be refused while its Service has no port.
-            Element::ClusterIp(_) => Turn::Last,
-            _ if element.frontend().is_some() => Turn::Then(element.frontend()),
-            _ if is_added || replaced.contains(&element.key()) => Turn::First,
-            _ => Turn::Last,
+            Element::ClusterIp(_) => CutPhase::Last,
+            _ if element.frontend().is_some() => CutPhase::Then(element.frontend()),
+            _ if is_added || replaced.contains(&element.key()) => CutPhase::First,
+            _ => CutPhase::Last,
         };
         let deleted = std::mem::take(&mut self.delete).into_iter().map(|element| (false, element));
         let added = std::mem::take(&mut self.add).into_iter().map(|element| (true, element));
-        let changes = deleted.chain(added).map(|(is_added, element)| (turn(is_added, &element), is_added, element));
-        let mut changes: Vec<(Turn, bool, Element)> = changes.collect();
-        changes.sort_unstable_by_key(|(turn, _, element)| (*turn, element.key()));
+        let changes = deleted.chain(added).map(|(is_added, element)| (phase(is_added, &element), is_added, element));
+        let mut changes: Vec<(CutPhase, bool, Element)> = changes.collect();
+        changes.sort_unstable_by_key(|(phase, _, element)| (*phase, element.key()));
         let (mut parts, mut size) = (VecDeque::from([self]), 0);
-        for together in changes.chunk_by(|(turn, _, one), (next, _, other)| {
-            turn == next && (matches!(turn, Turn::Then(_)) || one.key() == other.key())
+        for together in changes.chunk_by(|(phase, _, one), (next, _, other)| {
+            phase == next && (matches!(phase, CutPhase::Then(_)) || one.key() == other.key())
         }) {
             if size > 0 && size + together.len() > most {
                 parts.push_back(Self::default());

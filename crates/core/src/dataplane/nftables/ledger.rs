@@ -356,8 +356,7 @@ impl NftablesLedger {
         self.replace(&old, &new, round);
         let still_used: HashSet<u32> = new.groups.iter().map(|group| port_number(group.number)).collect();
         let unused: BTreeSet<u32> = old.groups.iter().map(|group| port_number(group.number)).collect();
-        let released = unused.difference(&still_used.into_iter().collect()).copied();
-        round.released.extend(released);
+        round.released.extend(unused.into_iter().filter(|port| !still_used.contains(port)));
         if !new.elements.is_empty() {
             self.programmed.insert(Arc::clone(key), new);
         }

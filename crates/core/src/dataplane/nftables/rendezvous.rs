@@ -128,7 +128,8 @@ mod tests {
     #[test]
     fn heavy_weights_of_many_endpoints_lose_their_last_bits() {
         let of = |count: u16, weight: u32| {
-            let all: Vec<(u16, u32)> = (0..count).map(|number| (number, if number == 0 { 1 } else { weight })).collect();
+            let all: Vec<(u16, u32)> =
+                (0..count).map(|number| (number, if number == 0 { 1 } else { weight })).collect();
             let sorted: Vec<_> = endpoints(&all).into_iter().collect();
             draws_of(&sorted)[..2].to_vec()
         };
