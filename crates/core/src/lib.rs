@@ -23,10 +23,8 @@ mod model;
 mod node_facts;
 mod state;
 
-pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, source_ranges, topology, view};
-pub use conventions::{
-    dialling, dns_name, errors, exposition, node_state, plaintext, printable, reach, turns,
-};
+pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, size, source_ranges, topology, view};
+pub use conventions::{dialling, dns_name, errors, exposition, node_state, plaintext, printable, reach, turns};
 pub use dataplane::{
     iptables, ipvs, nftables,
     source::{FixedState, StateSource},

@@ -86,8 +86,10 @@ impl Sets {
     /// only where the client's address selects the slot.
     fn flat(&self) -> (Frontends, BTreeSet<Element>) {
         let targets = self.elements.values().filter_map(Lookup::of).map(|(_, _, target)| target);
-        let hashed: HashSet<u32> =
-            targets.filter(|target| target.selection == Selection::ByClient).map(|target| target.group).collect();
+        let hashed: HashSet<u32> = targets
+            .filter(|target| matches!(target.selection, Selection::ByClient(_)))
+            .map(|target| target.group)
+            .collect();
         let mut endpoints: HashMap<u32, BTreeSet<String>> = HashMap::new();
         let (mut frontends, mut others) = (BTreeMap::new(), BTreeSet::new());
         for element in self.elements.values() {
@@ -121,6 +123,8 @@ struct Rig {
     ledger: NftablesLedger,
     state: State,
     node: NodeFacts,
+    /// The number of changes to which plans of steps are cut.
+    at_once: usize,
 }
 
 fn ledger(family: Family, has_proxy: bool) -> NftablesLedger {
@@ -131,7 +135,8 @@ fn ledger(family: Family, has_proxy: bool) -> NftablesLedger {
 
 impl Rig {
     fn new(family: Family, has_proxy: bool) -> Self {
-        Self { sets: Sets::default(), ledger: ledger(family, has_proxy), state: State::default(), node: node() }
+        let (ledger, at_once) = (ledger(family, has_proxy), usize::MAX);
+        Self { sets: Sets::default(), ledger, state: State::default(), node: node(), at_once }
     }
 
     fn full(&mut self) -> Result<NftablesPlan, TestCaseError> {
@@ -144,7 +149,10 @@ impl Rig {
         let mut dirty = Dirty::default();
         events.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
         let plan = self.ledger.changed(&self.state, &self.node, &dirty);
-        self.sets.commit(&plan, &self.ledger).map_err(TestCaseError::fail)?;
+        // Also between the parts of a plan, each frontend leads to a complete group.
+        for part in plan.clone().cut(self.at_once) {
+            self.sets.commit(&part, &self.ledger).map_err(TestCaseError::fail)?;
+        }
         Ok(plan)
     }
 }
@@ -158,13 +166,14 @@ proptest! {
         changes in prop::collection::vec(any_event(8), 1..60),
         chunk in 1usize..10,
         family in prop_oneof![Just(Family::V4), Just(Family::V6)], has_proxy in any::<bool>(),
+        at_once in prop_oneof![Just(usize::MAX), 1usize..20],
     ) {
         let mut wanted = Rig::new(family, has_proxy);
         changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full()?;
 
         for sequence in replays(&changes) {
-            let mut rig = Rig::new(family, has_proxy);
+            let mut rig = Rig { at_once, ..Rig::new(family, has_proxy) };
             rig.full()?;
             for part in sequence.chunks(chunk) {
                 rig.step(part)?;
@@ -292,4 +301,51 @@ fn wrong_slots_are_not_adopted() {
             assert_eq!(rig.sets.elements.len(), wanted.elements.len(), "{slots:?}");
         }
     }
+}
+
+/// A Service with consistent-hash and these target ports, each at its own port, and two endpoints.
+fn hashed(target_ports: &[u16]) -> Vec<headgate_core::Change> {
+    use headgate_core::{Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort};
+    let key = ServiceKey::new("ns", "hashed");
+    let name = |number: usize| format!("p{number:03}");
+    let port = |number: usize| ServicePort {
+        name: name(number).as_str().into(),
+        protocol: Protocol::Tcp,
+        port: 1000 + u16::try_from(number).unwrap(),
+        node_port: 0,
+    };
+    let ports = (0..target_ports.len()).map(port).collect();
+    let mut service = Service::new(key.clone(), vec!["10.96.0.10".parse().unwrap()], ports);
+    service.load_balancing = "consistent-hash".into();
+    let targets = target_ports.iter().enumerate();
+    let targets: Vec<_> = targets.map(|(at, target)| EndpointPort::new(name(at), Protocol::Tcp, *target)).collect();
+    let endpoint = |last: u8| Endpoint::new([10, 244, 0, last].into(), targets.as_slice().into());
+    let endpoints = [1, 2].map(|last| Change::Endpoint(key.clone(), endpoint(last)));
+    std::iter::once(Change::from(service)).chain(endpoints).collect()
+}
+
+/// However many ports it has, a Service has a limited number of slots, and ports with equal
+/// endpoints share them. A change of the target of one port leaves the slots of the others.
+#[test]
+fn ports_with_equal_endpoints_share_their_slots_and_many_ports_have_few() {
+    let mut rig = Rig::new(Family::V4, false);
+    rig.full().unwrap();
+    let mut slots = |target_ports: &[u16]| {
+        let mut dirty = Dirty::default();
+        hashed(target_ports).into_iter().for_each(|change| _ = rig.state.apply(change, &mut dirty));
+        let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty);
+        let written = plan.add.iter().filter(|element| matches!(element, Element::Endpoint(..))).count();
+        rig.sets.commit(&plan, &rig.ledger).unwrap();
+        let all = rig.sets.elements.keys().filter(|key| matches!(key, ElementKey::Endpoint(..))).count();
+        let before = rig.sets.clone();
+        rig.ledger = ledger(Family::V4, false);
+        assert!(rig.full().unwrap().is_empty(), "a restarted agent shares other slots");
+        assert_eq!(rig.sets, before);
+        (all, written)
+    };
+    assert_eq!(slots(&[8080; 8]), (2048, 2048));
+    assert_eq!(slots(&[8080, 8080, 8080, 9090, 8080, 8080, 8080, 8080]), (4096, 2048));
+    assert_eq!(slots(&[8080; 8]), (2048, 0));
+    assert_eq!(slots(&[8080; 100]).0, 128);
+    assert_eq!(slots(&(1..=100).collect::<Vec<u16>>()).0, 100 * 128);
 }

@@ -70,7 +70,7 @@ const SEND_BUFFER_BYTES: usize = 64 << 10;
 
 /// The pause after an accept that failed, for example because there are too many open files.
 /// Without the pause, the next accept would usually fail too.
-const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// The shortest time between two warnings.
 const WARNING_INTERVAL: Duration = Duration::from_secs(60);

@@ -11,7 +11,7 @@ mod network;
 pub mod open_files;
 
 pub use self::{
-    connections::{ClosedConnections, HttpConnections, accept},
+    connections::{ACCEPT_RETRY, ClosedConnections, HttpConnections, accept},
     listen::{Families, listen},
     metrics_page::{MetricsPage, in_format},
     network::Network,

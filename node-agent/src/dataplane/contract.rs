@@ -38,6 +38,10 @@ pub trait Dataplane: Send {
     /// endpoints. Otherwise [`super::DualStack`] reports the Services that ask for this.
     const HAS_PROXY: bool = false;
 
+    /// About how many objects the caller plans at once. While the kernel writes them, the changes
+    /// of other services wait.
+    const OBJECTS_AT_ONCE: usize = 8192;
+
     /// The family that this instance programs.
     fn family(&self) -> Family;
 
@@ -84,7 +88,8 @@ pub trait Dataplane: Send {
     /// Plans the changes for the changed services. The cost depends only on these services.
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan;
 
-    /// Writes a plan to the kernel.
+    /// Writes a plan to the kernel. If the plan is large, writes a part of it and keeps the rest: see
+    /// [`Report::has_rest`]. Each plan without services then writes another part.
     ///
     /// # Errors
     /// [`super::ErrorKind`] says what the caller must do. The plan cannot be applied again.
@@ -267,6 +272,11 @@ pub struct Report {
     pub objects_written: u32,
     /// One sentence for each part of the step that did not succeed completely.
     pub warnings: Vec<String>,
+    /// True if the services of the step are not completely in the kernel, because it was too large.
+    /// The caller plans them again when nothing is left.
+    pub is_partial: bool,
+    /// True if a part of this step or of an earlier one is left.
+    pub has_rest: bool,
 }
 
 impl Report {
@@ -277,6 +287,8 @@ impl Report {
             services_planned: one.services_planned.max(other.services_planned),
             objects_written: one.objects_written + other.objects_written,
             warnings: [one.warnings, other.warnings].concat(),
+            is_partial: one.is_partial || other.is_partial,
+            has_rest: one.has_rest || other.has_rest,
         })
     }
 }

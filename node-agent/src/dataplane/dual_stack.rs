@@ -44,6 +44,9 @@ pub trait NodeDataplane: Send {
     /// True when the rules depend on the addresses of the node's interfaces.
     fn needs_interfaces(&self) -> bool;
 
+    /// See [`Dataplane::OBJECTS_AT_ONCE`].
+    fn objects_at_once(&self) -> usize;
+
     /// Like [`Dataplane::configure`], for both families.
     fn configure(&mut self, inputs: &NodeInputs) -> bool;
 
@@ -282,6 +285,10 @@ impl<D: Dataplane> DualStack<D> {
 }
 
 impl<D: Dataplane> NodeDataplane for DualStack<D> {
+    fn objects_at_once(&self) -> usize {
+        D::OBJECTS_AT_ONCE
+    }
+
     fn name(&self) -> &str {
         self.name
     }

@@ -10,6 +10,7 @@
 pub mod metrics;
 mod quarantine;
 mod schedule;
+mod steps;
 mod summary;
 mod verification;
 
@@ -18,6 +19,7 @@ pub use metrics::{SyncKind, SyncMetrics};
 use self::{
     quarantine::Quarantine,
     schedule::{Due, Times, due},
+    steps::{Reached, Steps},
     summary::Summary,
 };
 
@@ -95,6 +97,7 @@ impl Default for Timing {
 #[derive(Debug, Default)]
 struct Unfinished {
     dirty: Dirty,
+    steps: Steps,
     needs_full: bool,
     /// See [`Failure::is_lost`].
     is_lost: bool,
@@ -144,8 +147,7 @@ pub struct Reconciler {
 
 /// A step that has been planned but not applied.
 struct Attempt {
-    target: Target,
-    generation: u64,
+    now: Reached,
     kind: SyncKind,
 }
 
@@ -277,7 +279,7 @@ impl Reconciler {
             Due::Sync => {
                 self.sync();
                 // Changes that arrive all the time must not delay what is due by time.
-                if self.done.is_some() && self.times().first() <= self.now() {
+                if !self.unfinished.needs_full && self.times().first() <= self.now() {
                     return self.step(Wake::Verify);
                 }
             }
@@ -313,11 +315,8 @@ impl Reconciler {
                 Err(error) => info!(%error, "the rules of the last run are unknown"),
             }
         }
-        let Some(attempt) = shared.take(|work| begin(dataplane.as_mut(), observers, work, unfinished, quarantine))
-        else {
-            return;
-        };
-        let Attempt { target, generation, kind } = attempt;
+        let attempt = shared.take(|work| begin(dataplane.as_mut(), observers, work, unfinished, quarantine, started));
+        let Some(Attempt { now: reached, kind }) = attempt else { return };
         let result = match kind {
             SyncKind::Nothing => Ok(Report::default()),
             SyncKind::Partial => self.dataplane.apply(),
@@ -328,12 +327,12 @@ impl Reconciler {
         self.programmed_meanwhile =
             self.programmed_meanwhile.take().filter(|_| kind != SyncKind::Full && result.is_ok());
         if let Some(programmed) = &mut self.programmed_meanwhile {
-            programmed.merge(self.unfinished.dirty.clone());
+            programmed.merge(self.unfinished.steps.part.clone());
         }
         let now = self.now();
         match result {
             Ok(report) => {
-                self.succeeded(target, generation, kind, &report, now - started);
+                self.succeeded(reached, kind, &report, now - started);
                 let to_retry = mem::take(&mut self.unfinished.to_retry);
                 self.retry(&to_retry);
             }
@@ -349,7 +348,7 @@ impl Reconciler {
                 // observers miss no change.
                 self.plan_again(error.services);
             }
-            Err(error) => self.failed(target, generation, kind, now - started, &error),
+            Err(error) => self.failed(reached, kind, now - started, &error),
         }
     }
 
@@ -372,7 +371,7 @@ impl Reconciler {
     /// it finds no service that was not in quarantine before. In both cases, the caller treats the
     /// step as failed.
     fn quarantine_rejected(&mut self, kind: SyncKind, error: &DataplaneError) -> bool {
-        let suspects = (kind == SyncKind::Partial).then_some(&self.unfinished.dirty.services);
+        let suspects = (kind == SyncKind::Partial).then_some(&self.unfinished.steps.part.services);
         let faults = match self.dataplane.find_faults(&*self.shared, suspects, &error.families) {
             Ok(faults) => faults,
             Err(search) => {
@@ -424,38 +423,55 @@ impl Reconciler {
         self.progress.send_if_modified(|progress| self.set_rejections(progress));
     }
 
-    /// Writes the services that the kernel rejects into `progress`. Returns true if the list
-    /// changed. Writes nothing while changes wait to be programmed: the step that programs these
-    /// changes writes the list. A service is therefore reported as accepted only when its rules are
-    /// in the kernel.
+    /// Writes the services that are rejected into `progress`. Returns true if the list changed.
+    /// While changes wait to be programmed, no service leaves the list: a service is reported as
+    /// accepted only when its rules are in the kernel.
     fn set_rejections(&self, progress: &mut Progress) -> bool {
         self.metrics.services_rejected.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
-        let now = self.quarantine.rejections();
-        let is_new = self.unfinished.dirty.is_empty() && *progress.rejections != *now;
+        let mut now = self.quarantine.rejections();
+        if !self.unfinished.dirty.is_empty() {
+            let rejected: BTreeSet<String> = now.iter().map(|one| one.resource.clone()).collect();
+            let earlier = progress.rejections.iter().filter(|one| !rejected.contains(&one.resource));
+            now.extend(earlier.cloned());
+        }
+        now.sort_by(|one, other| one.resource.cmp(&other.resource));
+        let is_new = *progress.rejections != *now;
         if is_new {
             progress.rejections = now.into();
         }
         is_new
     }
 
-    fn succeeded(&mut self, target: Target, generation: u64, kind: SyncKind, report: &Report, took: Duration) {
+    /// Records a step that succeeded at `now`, and publishes what the kernel has.
+    fn succeeded(&mut self, now: Reached, kind: SyncKind, report: &Report, took: Duration) {
         for warning in &report.warnings {
             warn!("{warning}");
         }
         if self.failures.attempts() > 0 {
-            info!(version = target.version, attempts = self.failures.attempts(), "programmed after failures");
+            info!(version = now.target.version, attempts = self.failures.attempts(), "programmed after failures");
         }
-        self.done = Some(generation);
-        let to_retry = mem::take(&mut self.unfinished.to_retry);
-        self.unfinished = Unfinished { to_retry, ..Unfinished::default() };
-        self.observers.iter_mut().for_each(|observer| observer.applied());
+        let Unfinished { dirty, steps, needs_full, is_lost, .. } = &mut self.unfinished;
+        let (is_complete, ended) = steps.succeeded(dirty, report);
+        (*needs_full, *is_lost) = (false, false);
+        let is_settled = dirty.is_empty() && !steps.has_rest();
+        self.done = is_settled.then_some(now.generation);
+        if is_complete {
+            self.observers.iter_mut().for_each(|observer| observer.applied());
+        }
         self.failures.reset();
         self.record_deferred();
         let statistics = self.dataplane.statistics();
-        let triggers = self.shared.backlog().succeeded(&families(&statistics));
+        let reached = if is_settled { Some(now) } else { ended };
+        let triggers = if is_settled { self.shared.backlog().succeeded(&families(&statistics)) } else { Vec::new() };
         self.metrics.succeeded(kind, took, report, &statistics, &triggers);
+        self.summary.add(now.target.version, report, took);
+        let Some(Reached { target, generation, at }) = reached else {
+            // The rest of the round follows at once.
+            self.pace.not_before = self.now();
+            return;
+        };
+        self.shared.backlog().advanced(at);
         self.metrics.version_programmed.set(target.version);
-        self.summary.add(target.version, report, took);
         let Report { services_planned, objects_written, .. } = *report;
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
         let counts_packets = statistics.iter().any(|family| family.statistics.counts_packets);
@@ -478,7 +494,8 @@ impl Reconciler {
         }
     }
 
-    fn failed(&mut self, target: Target, generation: u64, kind: SyncKind, took: Duration, error: &DataplaneError) {
+    fn failed(&mut self, at: Reached, kind: SyncKind, took: Duration, error: &DataplaneError) {
+        let Reached { target, generation, .. } = at;
         self.done = None;
         // The dataplane's record of the kernel already includes the plan, although the plan failed.
         // If the services were planned again, the result would be an empty plan. A full sync reads
@@ -664,29 +681,35 @@ fn status(dataplane: &dyn NodeDataplane, demand: &Demand) -> v1::AgentStatus {
     v1::AgentStatus { backend: dataplane.name().to_owned(), degraded: dataplane.degraded(demand), verified: None }
 }
 
-/// Plans new work together with the work that earlier attempts left unfinished.
+/// Plans a step of new work and of the work that earlier steps left unfinished.
 fn begin(
     dataplane: &mut dyn NodeDataplane,
     observers: &mut [Box<dyn Observer>],
     work: Work<'_>,
     unfinished: &mut Unfinished,
-    quarantine: &Quarantine,
+    quarantine: &mut Quarantine,
+    at: Instant,
 ) -> Attempt {
-    unfinished.to_retry.extend(quarantine.among(&work.dirty.services));
-    unfinished.dirty.merge(work.dirty);
-    unfinished.needs_full |= work.needs_full;
-    let scope = if unfinished.needs_full { Scope::All } else { Scope::Services(&unfinished.dirty.services) };
-    observers.iter_mut().for_each(|observer| observer.plan(work.state, work.facts, scope));
-    let kind = if unfinished.needs_full {
-        unfinished.dirty = Dirty::default();
-        SyncKind::Full
-    } else if unfinished.dirty.is_empty() {
-        SyncKind::Nothing
-    } else {
-        dataplane.plan(work.state, work.facts, &unfinished.dirty);
-        SyncKind::Partial
-    };
-    Attempt { target: work.target, generation: work.generation, kind }
+    let Work { state, facts, dirty: changed, target, generation, .. } = work;
+    let (now, Unfinished { dirty, steps, to_retry, needs_full, .. }) = (Reached { target, generation, at }, unfinished);
+    to_retry.extend(quarantine.among(&changed.services));
+    *needs_full |= work.needs_full;
+    if *needs_full {
+        // The changed services may be gone.
+        quarantine.weigh(state, state.entries().map(|(key, _)| key).chain(&dirty.services).chain(&changed.services));
+        (*dirty, *steps) = (Dirty::default(), Steps::default());
+        observers.iter_mut().for_each(|observer| observer.plan(state, facts, Scope::All));
+        return Attempt { now, kind: SyncKind::Full };
+    }
+    quarantine.weigh(state, &changed.services);
+    dirty.merge(changed);
+    steps.choose(dirty, state, dataplane.objects_at_once(), now);
+    observers.iter_mut().for_each(|observer| observer.plan(state, facts, Scope::Services(&steps.part.services)));
+    if dirty.is_empty() && !steps.has_rest() {
+        return Attempt { now, kind: SyncKind::Nothing };
+    }
+    dataplane.plan(state, facts, &steps.part);
+    Attempt { now, kind: SyncKind::Partial }
 }
 
 #[cfg(test)]

@@ -2,9 +2,10 @@
 //! programs all other services. The loop tries quarantined services again when they change, and
 //! after pauses.
 //!
-//! This module also lists services of which the kernel rejects only a part. Such services are not
-//! in quarantine: the dataplane programs the rest of such a service, and tries the rejected part
-//! again by itself.
+//! This module also lists services of which the kernel rejects only a part, and services that are
+//! [too large](headgate_core::size) for a node. Such services are not in quarantine: the dataplane
+//! programs the rest of the former and tries the rejected part again by itself, and it leaves out
+//! the latter.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,8 +13,9 @@ use std::{
     time::Instant,
 };
 
-use headgate_core::{Family, ServiceKey};
+use headgate_core::{Family, ServiceKey, State, size::ServiceSize};
 use headgate_proto::v1;
+use tracing::warn;
 
 use crate::{backoff::Backoff, dataplane::Fault};
 
@@ -24,6 +26,7 @@ pub(crate) struct Quarantine {
     pauses: Backoff,
     services: BTreeMap<Arc<ServiceKey>, QuarantinedService>,
     partial: BTreeMap<Arc<ServiceKey>, Reasons>,
+    too_large: BTreeMap<Arc<ServiceKey>, Reasons>,
 }
 
 /// Why the kernel rejects the rules of a service.
@@ -39,12 +42,33 @@ struct QuarantinedService {
 impl Quarantine {
     /// Creates an empty quarantine. Each service is tried again after these pauses.
     pub(crate) fn new(pauses: Backoff) -> Self {
-        Self { pauses, services: BTreeMap::new(), partial: BTreeMap::new() }
+        Self { pauses, services: BTreeMap::new(), partial: BTreeMap::new(), too_large: BTreeMap::new() }
     }
 
-    /// Number of services that the kernel rejects as a whole or in part.
+    /// Number of services that are rejected as a whole or in part.
     pub(crate) fn len(&self) -> usize {
-        self.services.len() + self.partial.keys().filter(|service| !self.services.contains_key(*service)).count()
+        self.rejected().len()
+    }
+
+    fn rejected(&self) -> BTreeSet<&Arc<ServiceKey>> {
+        self.services.keys().chain(self.partial.keys()).chain(self.too_large.keys()).collect()
+    }
+
+    /// Finds out which of these services are too large for a node. Logs those that were not before.
+    pub(crate) fn weigh<'a>(&mut self, state: &State, services: impl IntoIterator<Item = &'a Arc<ServiceKey>>) {
+        for service in services {
+            let entry = state.entry(service);
+            let excess = |family| Some((family, ServiceSize::of(entry?, family).excess()?));
+            let reasons: Reasons = Family::BOTH.into_iter().filter_map(excess).collect();
+            match reasons.first_key_value() {
+                None => drop(self.too_large.remove(service)),
+                Some((family, reason)) if !self.too_large.contains_key(service) => {
+                    warn!(%service, %family, reason, "a service is rejected");
+                    self.too_large.insert(Arc::clone(service), reasons);
+                }
+                Some(_) => {}
+            }
+        }
     }
 
     /// Replaces the list of services that the kernel rejects in part. Returns one item for each
@@ -136,8 +160,7 @@ impl Quarantine {
     /// All services that the kernel rejects, as a whole or in part, for the control plane. Each
     /// service has one item.
     pub(crate) fn rejections(&self) -> Vec<v1::Rejection> {
-        let services: BTreeSet<&Arc<ServiceKey>> = self.services.keys().chain(self.partial.keys()).collect();
-        services.into_iter().map(|service| self.rejection(service)).collect()
+        self.rejected().into_iter().map(|service| self.rejection(service)).collect()
     }
 
     fn rejection(&self, service: &Arc<ServiceKey>) -> v1::Rejection {
@@ -154,6 +177,9 @@ impl Quarantine {
         }
         if let Some(reasons) = self.partial.get(service) {
             add("virtual servers", reasons, "all of the service is programmed but this: ");
+        }
+        if let Some(reasons) = self.too_large.get(service) {
+            add("size", reasons, "");
         }
         v1::Rejection {
             resource: format!("Service {service}"),

@@ -1,5 +1,6 @@
 #![allow(clippy::unwrap_used)]
 mod interfaces;
+mod large;
 mod ledger;
 mod problems;
 

@@ -185,6 +185,11 @@ impl Backlog {
         std::mem::take(&mut inner.taken).triggers
     }
 
+    /// Records that all changes that had arrived at `at` are in the kernel.
+    pub(crate) fn advanced(&self, at: Instant) {
+        self.lock().taken_since.iter_mut().flatten().for_each(|since| *since = at.max(*since));
+    }
+
     /// Records that a sync of the taken changes failed in the families of `failed`, and succeeded
     /// in the other families of `programmed`. For both arguments, an empty list means both
     /// families.

@@ -17,7 +17,7 @@ pub mod tls;
 
 use std::time::Duration;
 
-pub(crate) use headgate_listener::accept;
+pub(crate) use headgate_listener::{ACCEPT_RETRY, accept};
 
 pub(crate) use self::{
     handshakes::{Handshake, Handshakes, Silent},

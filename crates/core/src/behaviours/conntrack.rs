@@ -27,7 +27,7 @@ use std::{
 };
 
 use crate::{
-    behaviours::endpoint_choice::belongs_to,
+    behaviours::endpoint_choice::candidates,
     model::{Endpoint, Family, Protocol, ServiceKey, ServicePort},
     state::State,
     state::frontends::{Frontend, frontends_of_port},
@@ -288,11 +288,9 @@ fn owned_destinations(state: &State, key: &ServiceKey) -> Owned {
 }
 
 /// Returns the endpoints whose flows are kept: all endpoints that are serving or ready.
-fn keep<'a>(endpoints: impl Iterator<Item = &'a Endpoint>, port: &ServicePort, family: Family) -> Sources {
-    let mut keep: Vec<SocketAddr> = endpoints
-        .filter(|endpoint| Family::of(endpoint.address) == family)
-        .flat_map(Endpoint::port_states)
-        .filter(|state| belongs_to(state.port, port) && (state.conditions.serving || state.conditions.ready))
+fn keep<'a>(endpoints: impl Iterator<Item = &'a Endpoint> + Clone, port: &ServicePort, family: Family) -> Sources {
+    let mut keep: Vec<SocketAddr> = candidates(endpoints, port, family)
+        .filter(|state| state.conditions.serving || state.conditions.ready)
         .map(|state| SocketAddr::new(state.address, state.port.port))
         .collect();
     keep.sort_unstable();

@@ -17,7 +17,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use crate::{
     behaviours::topology::TopologyMode,
-    model::{Endpoint, Family, PortState, ServicePort, Weight, greatest_common_divisor},
+    model::{Endpoint, EndpointPort, Family, PortState, ServicePort, Weight, greatest_common_divisor},
     node_facts::NodeFacts,
 };
 
@@ -123,7 +123,13 @@ pub fn candidates<'a>(
 ) -> impl Iterator<Item = PortState<'a>> + Clone {
     endpoints
         .filter(move |endpoint| Family::of(endpoint.address) == family)
-        .flat_map(Endpoint::port_states)
+        .flat_map(move |endpoint| {
+            // A Service with many ports asks for each of them, so a long list is not visited whole.
+            let is_before = |other: &EndpointPort| (&other.name, other.protocol) < (&port.name, port.protocol);
+            let is_long = endpoint.ports.len() > 16;
+            let first = if is_long { endpoint.ports.partition_point(is_before) } else { 0 };
+            endpoint.port_states().skip(first).take_while(move |state| !is_long || belongs_to(state.port, port))
+        })
         .filter(move |candidate| belongs_to(candidate.port, port))
 }
 
@@ -192,7 +198,7 @@ fn scale(choice: &mut EndpointChoice) {
 
 /// True if an endpoint port belongs to a service port: name and protocol must be equal, the number
 /// does not matter.
-pub(crate) fn belongs_to(candidate: &crate::model::EndpointPort, port: &ServicePort) -> bool {
+pub(crate) fn belongs_to(candidate: &EndpointPort, port: &ServicePort) -> bool {
     candidate.name == port.name && candidate.protocol == port.protocol
 }
 

@@ -7,6 +7,7 @@ use compact_str::CompactString;
 
 use crate::{
     behaviours::endpoint_choice::{self, Destination},
+    behaviours::size::ServiceSize,
     behaviours::source_ranges::SourceRanges,
     model::{Family, LoadBalancing, Protocol, ProxyProtocol, Service, ServiceKey, ServicePort, TrafficPolicy},
     node_facts::NodeFacts,
@@ -188,8 +189,8 @@ impl ServicePortView {
 
 /// Returns the views of all ports of a service in one family, in the order of the spec. The views
 /// do not contain endpoints that fail this node's [health checks](crate::endpoint_health), except
-/// if all endpoints for a policy fail. The list is empty if the Service is unknown or has no
-/// ClusterIP of the family. The cost depends only on the size of this Service.
+/// if all endpoints for a policy fail. The list is empty if the Service is unknown, has no ClusterIP
+/// of the family, or is [too large](crate::size) for a node. The cost depends only on the size of this Service.
 #[must_use]
 pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node: &NodeFacts) -> Vec<ServicePortView> {
     let mut views = views_of_all_endpoints(state, key, family, node);
@@ -208,7 +209,8 @@ pub fn views_of_all_endpoints(
     family: Family,
     node: &NodeFacts,
 ) -> Vec<ServicePortView> {
-    let Some(entry) = state.entry(key) else { return Vec::new() };
+    let is_small = |entry: &&ServiceEntry| ServiceSize::of(entry, family).excess().is_none();
+    let Some(entry) = state.entry(key).filter(is_small) else { return Vec::new() };
     let Some((service, cluster_ip)) = entry.service().and_then(|s| Some((s, s.cluster_ip(family)?))) else {
         return Vec::new();
     };

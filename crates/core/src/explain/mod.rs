@@ -17,6 +17,7 @@ use self::steps::Path;
 use crate::{
     behaviours::{
         masquerade::MasqueradeConfig,
+        size::ServiceSize,
         view::{self, ServicePortView},
     },
     dataplane::iptables::NodePortAddresses,
@@ -253,14 +254,20 @@ impl<'a> Explainer<'a> {
         let is_same = |view: &ServicePortView| {
             (&*view.port_name, view.protocol, view.port) == (&*port.name, port.protocol, port.port)
         };
-        let view = view::service_views(self.state, self.key, family, self.facts).into_iter().find(is_same)?;
         let destination = match (frontend, node_address) {
             (Frontend::NodePort(_, protocol, port), Some(address)) => Frontend::Address(address, protocol, port),
             _ => frontend,
         };
+        let destination = destination.to_string();
+        let size = self.state.entry(self.key).map(|entry| ServiceSize::of(entry, family));
+        if let Some(excess) = size.and_then(ServiceSize::excess) {
+            let (steps, fate) = (vec![format!("No rule matches: {excess}.")], PacketFate::NotServed);
+            return Some(Explanation { destination, steps, fate, endpoints: Vec::new() });
+        }
+        let view = view::service_views(self.state, self.key, family, self.facts).into_iter().find(is_same)?;
         let mut path = Path { explainer: self, port, view, kind, frontend, node_address, steps: Vec::new() };
         let (fate, endpoints) = path.walk();
-        Some(Explanation { destination: destination.to_string(), steps: path.steps, fate, endpoints })
+        Some(Explanation { destination, steps: path.steps, fate, endpoints })
     }
 
     /// Explains a destination that is no frontend of the Service.

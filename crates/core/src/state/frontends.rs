@@ -199,6 +199,11 @@ pub(crate) fn frontends_of_port(service: &Service, port: &ServicePort) -> impl I
     at_addresses.chain(node_ports.map(move |family| (Frontend::NodePort(family, protocol, node_port), Claim::NodePort)))
 }
 
+/// Returns every frontend that a Service specifies.
+pub fn frontends_of(service: &Service) -> impl Iterator<Item = Frontend> {
+    service.ports.iter().flat_map(|port| frontends_of_port(service, port)).map(|(frontend, _)| frontend)
+}
+
 /// Returns every address that a Service claims, the strongest claims first.
 pub(crate) fn addresses_of(service: &Service) -> impl Iterator<Item = (IpAddr, Claim)> {
     let lists = [

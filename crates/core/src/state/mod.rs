@@ -8,7 +8,7 @@ pub mod frontends;
 pub mod reference;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     net::IpAddr,
     sync::Arc,
 };
@@ -17,7 +17,7 @@ use compact_str::CompactString;
 
 use crate::model::{Change, Endpoint, Family, LoadBalancing, Protocol, Service, ServiceCidr, ServiceKey};
 use digest::{BucketDigest, Digests};
-use frontends::{Frontend, FrontendOwners};
+use frontends::{Frontend, FrontendOwners, frontends_of};
 
 /// The state that all nodes share. It does not depend on the order in which changes arrived.
 #[derive(Debug, Default)]
@@ -78,6 +78,9 @@ pub struct Dirty {
     pub services: BTreeSet<Arc<ServiceKey>>,
     /// The set of ServiceCIDRs changed.
     pub service_cidrs: bool,
+    /// Frontends that these services may have lost. A plan with another service that specifies one
+    /// of them must have the former owner as well, because a frontend leads to one service.
+    pub lost: HashMap<Frontend, Arc<ServiceKey>>,
 }
 
 impl Dirty {
@@ -91,6 +94,7 @@ impl Dirty {
     pub fn merge(&mut self, other: Self) {
         self.services.extend(other.services);
         self.service_cidrs |= other.service_cidrs;
+        other.lost.into_iter().for_each(|(frontend, service)| _ = self.lost.entry(frontend).or_insert(service));
     }
 }
 
@@ -214,7 +218,8 @@ impl State {
         let old = std::mem::replace(&mut entry.service, new);
         let has_changed = old != entry.service;
         if has_changed {
-            let (new, bucket) = (entry.service.as_deref(), digest::service_bucket(&key));
+            let new = self.entries.get(&key).and_then(ServiceEntry::service);
+            let bucket = digest::service_bucket(&key);
             if let Some(old) = &old {
                 self.digests.subtract(bucket, digest::service_hash(old));
                 self.demand.subtract(old);
@@ -225,7 +230,18 @@ impl State {
                 self.demand.add(new);
                 self.services += 1;
             }
-            dirty.services.extend(self.frontends.replace(&key, old.as_deref(), new));
+            let affected = self.frontends.replace(&key, old.as_deref(), new);
+            if old.is_some() || !affected.is_empty() {
+                let own: HashSet<Frontend> = new.into_iter().flat_map(frontends_of).collect();
+                let others = affected.iter().filter_map(|other| Some((other, self.entries.get(other)?.service()?)));
+                let lost = others.flat_map(|(other, service)| frontends_of(service).map(move |lost| (lost, other)));
+                let lost = lost.filter(|(frontend, _)| own.contains(frontend));
+                let gone = old.iter().flat_map(|old| frontends_of(old)).filter(|frontend| !own.contains(frontend));
+                for (frontend, service) in lost.chain(gone.map(|frontend| (frontend, &key))) {
+                    dirty.lost.entry(frontend).or_insert_with(|| Arc::clone(service));
+                }
+            }
+            dirty.services.extend(affected);
             dirty.services.insert(Arc::clone(&key));
         }
         self.drop_empty(&key);

@@ -103,6 +103,10 @@ impl Dataplane for IptablesFamily {
     type Kernel = Flushes;
     type Plan = (Script, u32);
 
+    /// Each run of `iptables-restore` takes a time that grows with the number of all rules, so a
+    /// large batch is cut into few runs.
+    const OBJECTS_AT_ONCE: usize = 32_768;
+
     fn family(&self) -> Family {
         self.ledger.config().family
     }

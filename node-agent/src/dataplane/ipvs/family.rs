@@ -235,7 +235,8 @@ impl IpvsFamily {
 
     fn write(&mut self, kernel: &mut IpvsKernel, plan: &IpvsPlan) -> Result<Report, DataplaneError> {
         let (device, family) = (kernel.device_in_use()?, self.family());
-        let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
+        let IpvsPlan { services_planned, is_partial, has_rest, .. } = *plan;
+        let mut report = Report { services_planned, is_partial, has_rest, ..Report::default() };
         let mut outcome = StepsOutcome::default();
         write::run(kernel, device, family, &plan.before, &mut outcome)?;
         if !plan.script.is_empty() {

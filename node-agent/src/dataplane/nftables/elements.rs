@@ -244,11 +244,14 @@ pub(super) const GROUP_WORD: u32 = 4;
 /// The word for [`Selection::ProxyOnly`]. No group has as many slots.
 const PROXY_ONLY_WORD: u32 = u32::MAX;
 
-/// The word for a selection: the number of random slots, or 0 for a slot by the client's address.
+/// The bit of the word for [`Selection::ByClient`].
+const BY_CLIENT_BIT: u32 = 1 << 30;
+
+/// The word for a selection: the number of slots, with a bit for a slot by the client's address.
 fn selection_word(selection: Selection) -> u32 {
     match selection {
         Selection::Random(slots) => slots,
-        Selection::ByClient => 0,
+        Selection::ByClient(slots) => BY_CLIENT_BIT | slots,
         Selection::ProxyOnly => PROXY_ONLY_WORD,
     }
 }
@@ -447,8 +450,8 @@ impl Reader<'_> {
         let [_, timeout, selection, _, group] =
             [self.number()?, self.number()?, self.number()?, self.number()?, self.number()?];
         let selection = match selection {
-            0 => Selection::ByClient,
             PROXY_ONLY_WORD => Selection::ProxyOnly,
+            slots if slots & BY_CLIENT_BIT != 0 => Selection::ByClient(slots & !BY_CLIENT_BIT),
             slots => Selection::Random(slots),
         };
         Some(Target { group, selection, affinity_timeout_seconds: Some(timeout).filter(|timeout| *timeout != 0) })

@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use headgate_core::{Family, Protocol, masquerade::LocalDetector, nftables::HASHED_SLOTS};
+use headgate_core::{Family, Protocol, masquerade::LocalDetector};
 use ipnet::IpNet;
 use nftables_netlink::{
     AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags,
@@ -313,14 +313,14 @@ impl Expressions {
         Expression::NumberGenerator { generator: Generator::Random, modulus: count, offset: 0, to }
     }
 
-    /// Loads the slot that a hash of the address in `from` selects. All nodes compute the same
+    /// Loads the slot below `slots` that a hash of the address in `from` selects. All nodes compute the same
     /// hash, unless their processors differ in byte order: the kernel reads the first 12 bytes of
     /// an IPv6 address as numbers (`jhash` of `linux/jhash.h`).
-    pub(super) fn hash_of_address(self, from: Register, to: Register) -> Expression {
+    pub(super) fn hash_of_address(self, from: Register, slots: u32, to: Register) -> Expression {
         /// An arbitrary number, which must never change.
         const SEED: u32 = 0x6865_6164;
         let length = self.address_bytes();
-        Expression::Hash { from, length, modulus: HASHED_SLOTS, seed: Some(SEED), offset: 0, to }
+        Expression::Hash { from, length, modulus: slots, seed: Some(SEED), offset: 0, to }
     }
 
     /// Translates the destination to the address in the register `address`, and to the port in the

@@ -2,7 +2,8 @@
 //!
 //! [`headgate_core::nftables`] plans the elements of maps and sets. [`layout`] builds the rules.
 //! Each step is one transaction: the kernel applies the whole step or nothing. Only the first sync
-//! writes endpoints in transactions of their own ([`bulk`]).
+//! writes endpoints in transactions of their own ([`bulk`]), and a large change of few Services is
+//! cut into transactions ([`NftablesPlan::cut`]).
 
 mod bulk;
 mod connection;
@@ -29,7 +30,7 @@ pub use service_counters::{Counts, ServiceCounters, read_counters};
 pub(super) use watch::{Syncs, Watch};
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet, HashSet, VecDeque},
     net::SocketAddr,
     sync::Arc,
     time::Instant,
@@ -39,11 +40,12 @@ use headgate_core::{
     Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
-    nftables::{Element, ExistingElements, Lookup, NftablesConfig, NftablesLedger, NftablesPlan},
+    nftables::{Element, ElementKey, ExistingElements, Lookup, NftablesConfig, NftablesLedger, NftablesPlan},
 };
 use nftables_netlink::{Nftables, NftablesError, Transaction, probe};
 
 use self::{
+    bulk::PART,
     layout::{Layout, LayoutConfig, picks::is_clients_map, table_name},
     quarantine::Rejected,
 };
@@ -104,6 +106,8 @@ pub struct NftablesFamily {
     rejected: Rejected,
     /// When to write the addresses of the node, because they changed.
     addresses_due_at: Option<Instant>,
+    /// The parts of large plans that are not in the kernel yet, in order.
+    rest: VecDeque<NftablesPlan>,
 }
 
 /// The table of one family, as read from the kernel.
@@ -222,6 +226,7 @@ pub(super) fn open(
             rejected: Rejected::new(),
             replies_to_ping,
             addresses_due_at: None,
+            rest: VecDeque::new(),
         }
     };
     Ok((kernel, make))
@@ -300,49 +305,29 @@ impl Dataplane for NftablesFamily {
         TableStep { plan, layout, ..TableStep::default() }
     }
 
-    fn apply(&mut self, kernel: &mut Connection, step: TableStep) -> Result<Report, DataplaneError> {
-        let family = self.family();
-        let table = table_name(family);
-        let TableStep { mut plan, layout, found, replaces_table } = step;
-        // The transaction that deletes a foreign table also writes all endpoints, so that no packet
-        // misses them.
-        let written = if replaces_table { 0 } else { self.write_endpoints(kernel, &plan)? };
-        let mut transaction = Transaction::new();
-        let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
-        let is_full = found.is_some();
-        let needs_table = !kernel.has_adopted(family);
-        if replaces_table {
-            report.warnings.push(why_replaced(family, &self.layout));
-            transaction.delete_table(&table);
+    /// A large plan is cut. Until all of its parts are in the kernel, plans of other services come
+    /// between them, unless they change the same elements.
+    fn apply(&mut self, kernel: &mut Connection, mut step: TableStep) -> Result<Report, DataplaneError> {
+        if step.found.is_some() {
+            self.rest.clear();
+            return self.write(kernel, step);
         }
-        if let Some(found) = found {
-            self.layout = found;
+        let services_planned = step.plan.services_planned;
+        if step.plan.is_empty() {
+            step.plan = self.rest.pop_front().unwrap_or_default();
+        } else if !self.rest.is_empty() {
+            let keys: HashSet<ElementKey> = step.plan.keys().collect();
+            while self.rest.iter().any(|part| part.keys().any(|key| keys.contains(&key))) {
+                let plan = self.rest.pop_front().unwrap_or_default();
+                self.write(kernel, TableStep { plan, ..TableStep::default() })?;
+            }
         }
-        if is_full || needs_table {
-            transaction.add_table(&kernel.table(family));
-        }
-        let before = transaction.message_count();
-        if let Some(layout) = &layout {
-            // The kernel deletes a set with all its elements.
-            plan.delete.retain(|element| layout.sets.contains_key(&*elements::set_of(element)));
-            report.objects_written += self.layout.change_to(layout, &table, &mut transaction);
-        }
-        let added = bulk::after(written, plan.added(&self.ledger));
-        elements::write(&plan.delete, added, &table, &mut transaction);
-        let written = u32::try_from(plan.added_count(&self.ledger) + plan.delete.len()).unwrap_or(u32::MAX);
-        report.objects_written = report.objects_written.saturating_add(written);
-        if transaction.message_count() == before && !needs_table && report.warnings.is_empty() {
-            self.ledger.confirm();
-            return Ok(report);
-        }
-        if let Err(error) = kernel.commit(family, &transaction) {
-            return Err(self.explain(&transaction, is_full, &error));
-        }
-        if let Some(layout) = layout {
-            self.layout = layout;
-        }
-        self.ledger.confirm();
-        Ok(report)
+        let mut parts = step.plan.cut(PART);
+        step.plan = parts.pop_front().unwrap_or_default();
+        let is_partial = !parts.is_empty();
+        self.rest.append(&mut parts);
+        let report = self.write(kernel, step)?;
+        Ok(Report { services_planned, is_partial, has_rest: !self.rest.is_empty(), ..report })
     }
 
     fn check(&mut self, kernel: &mut Connection) -> Result<Finding, DataplaneError> {
@@ -418,6 +403,59 @@ impl Dataplane for NftablesFamily {
 }
 
 impl NftablesFamily {
+    /// Executes a step in one transaction.
+    fn write(&mut self, kernel: &mut Connection, step: TableStep) -> Result<Report, DataplaneError> {
+        let family = self.family();
+        let table = table_name(family);
+        let TableStep { mut plan, layout, found, replaces_table } = step;
+        // The transaction that deletes a foreign table also writes all endpoints, so that no packet
+        // misses them.
+        let written = if replaces_table { 0 } else { self.write_endpoints(kernel, &plan)? };
+        let mut transaction = Transaction::new();
+        let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
+        let is_full = found.is_some();
+        let needs_table = !kernel.has_adopted(family);
+        if replaces_table {
+            report.warnings.push(why_replaced(family, &self.layout));
+            transaction.delete_table(&table);
+        }
+        if let Some(found) = found {
+            self.layout = found;
+        }
+        if is_full || needs_table {
+            transaction.add_table(&kernel.table(family));
+        }
+        let before = transaction.message_count();
+        if let Some(layout) = &layout {
+            // The kernel deletes a set with all its elements.
+            plan.delete.retain(|element| layout.sets.contains_key(&*elements::set_of(element)));
+            report.objects_written += self.layout.change_to(layout, &table, &mut transaction);
+        }
+        let added = bulk::after(written, plan.added(&self.ledger));
+        elements::write(&plan.delete, added, &table, &mut transaction);
+        let written = u32::try_from(plan.added_count(&self.ledger) + plan.delete.len()).unwrap_or(u32::MAX);
+        report.objects_written = report.objects_written.saturating_add(written);
+        if transaction.message_count() == before && !needs_table && report.warnings.is_empty() {
+            self.confirm();
+            return Ok(report);
+        }
+        if let Err(error) = kernel.commit(family, &transaction) {
+            return Err(self.explain(&transaction, is_full, &error));
+        }
+        if let Some(layout) = layout {
+            self.layout = layout;
+        }
+        self.confirm();
+        Ok(report)
+    }
+
+    /// Records that the kernel has accepted all plans, if no part of a plan is left.
+    fn confirm(&mut self) {
+        if self.rest.is_empty() {
+            self.ledger.confirm();
+        }
+    }
+
     /// Makes the rules send TCP connections to the listeners of a proxy while the gate is closed.
     /// Datagrams go to listeners with the same IP address: see [`change_redirects`].
     pub(super) fn set_listeners(&mut self, listeners: BTreeMap<Lookup, SocketAddr>) {

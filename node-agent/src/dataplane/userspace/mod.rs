@@ -170,6 +170,7 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
     /// The proxy needs the addresses of the node.
     const NEEDS_INTERFACES: bool = true;
     const HAS_PROXY: bool = true;
+    const OBJECTS_AT_ONCE: usize = R::OBJECTS_AT_ONCE;
 
     fn family(&self) -> Family {
         self.direct.family()

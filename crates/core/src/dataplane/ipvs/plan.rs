@@ -70,6 +70,10 @@ pub struct IpvsPlan {
     pub after: Vec<Op>,
     /// Number of services whose views were computed.
     pub services_planned: u32,
+    /// True if virtual servers of the services wait for another plan, because this one is large.
+    pub is_partial: bool,
+    /// True if virtual servers wait for another plan.
+    pub has_rest: bool,
 }
 
 impl IpvsPlan {

@@ -177,3 +177,39 @@ fn destinations_do_not_drain_if_the_scheduler_does_not_skip_weight_0() {
     rig.step([Change::RemoveEndpoint(service.key, ip("10.244.1.1"))]);
     assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 0)]));
 }
+
+#[test]
+fn a_large_service_is_programmed_in_parts_between_which_others_change() {
+    let mut rig = Rig::new(config());
+    let port = |number| ServicePort { name: "web".into(), protocol: Protocol::Tcp, port: number, node_port: 0 };
+    let large = Service { ports: (1..=200).map(port).collect(), ..service() };
+    let all = (1..=60).map(|last| endpoint(&format!("10.244.1.{last}"), "node-b"));
+    let plan = rig.step(std::iter::once(Change::from(large)).chain(all));
+    assert!(plan.is_partial && plan.has_rest);
+    let servers = |rig: &Rig| rig.kernel.servers.len();
+    let first = servers(&rig);
+    assert!((130..140).contains(&first), "{first} servers with 60 destinations");
+    assert!(rig.ledger.any_server().is_some_and(|server| rig.kernel.servers.contains_key(&server)));
+
+    // Another Service comes before the rest, and the rest goes on with plans without services.
+    let small = Service { key: ServiceKey::new("ns", "small"), cluster_ips: vec![ip("10.96.0.9")], ..service() };
+    let small = Service { external_ips: Vec::new(), load_balancer_ips: Vec::new(), ..small };
+    let ports = [EndpointPort::new("web", Protocol::Tcp, 8080)].into();
+    let own = Change::Endpoint(small.key.clone(), Endpoint::new(ip("10.244.1.1"), ports));
+    let plan = rig.step([Change::from(small), own]);
+    assert!(!plan.is_partial && plan.has_rest);
+    assert_eq!(rig.destinations("10.96.0.9", 80), weighted(&[("10.244.1.1:8080", 1)]));
+    let mut parts = 0;
+    while rig.step([]).has_rest {
+        parts += 1;
+    }
+    // The large Service has three addresses.
+    assert_eq!((servers(&rig), (2..5).contains(&parts)), (3 * 200 + 2, true), "{parts} parts");
+    let plan = rig.ledger.full(&FixedState(&rig.state, &rig.node), &rig.kernel.existing(), 0);
+    assert!(plan.is_empty(), "{plan:?}");
+    // Its removal takes several plans as well.
+    let plan = rig.step([Change::RemoveService(service().key)]);
+    assert!(plan.has_rest && servers(&rig) > 2);
+    while rig.step([]).has_rest {}
+    assert_eq!(rig.destinations("10.96.0.9", 80), weighted(&[("10.244.1.1:8080", 1)]));
+}

@@ -4,7 +4,6 @@ use std::{collections::BTreeSet, net::IpAddr};
 
 use ipnet::IpNet;
 
-use super::rendezvous::HASHED_SLOTS;
 use crate::{behaviours::masquerade::MasqueradeSources, state::frontends::Frontend};
 
 /// The answer to a packet for a frontend that has no endpoint.
@@ -40,8 +39,8 @@ pub(super) fn port_number(group: u32) -> u32 {
 pub enum Selection {
     /// A random slot below this number, which is at least 1.
     Random(u32),
-    /// The slot below [`HASHED_SLOTS`] that a hash of the client's address selects.
-    ByClient,
+    /// The slot below this number that a hash of the client's address selects.
+    ByClient(u32),
     /// No slot: only a proxy can carry the connection. While the proxy does not accept connections,
     /// they are refused.
     ProxyOnly,
@@ -52,8 +51,7 @@ impl Selection {
     #[must_use]
     pub fn slots(self) -> u32 {
         match self {
-            Self::Random(slots) => slots,
-            Self::ByClient => HASHED_SLOTS,
+            Self::Random(slots) | Self::ByClient(slots) => slots,
             Self::ProxyOnly => 0,
         }
     }
@@ -148,6 +146,20 @@ impl Element {
             Self::Endpoint(group, slot, ..) => ElementKey::Endpoint(group, slot),
             Self::AffinityEndpoint(group, slot, ..) => ElementKey::AffinityEndpoint(group, slot),
             whole => ElementKey::Whole(whole),
+        }
+    }
+
+    /// The frontend to which the element belongs.
+    pub(super) fn frontend(&self) -> Option<Frontend> {
+        match *self {
+            Self::Service(frontend, _)
+            | Self::Inside(frontend, _)
+            | Self::Unserved(frontend, _)
+            | Self::Masquerade(frontend, _)
+            | Self::Counter(frontend, _)
+            | Self::Guarded(frontend)
+            | Self::Admitted(frontend, _) => Some(frontend),
+            _ => None,
         }
     }
 }

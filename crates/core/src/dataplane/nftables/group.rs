@@ -11,7 +11,8 @@ use super::{
 };
 use crate::model::{Protocol, Weight, greatest_common_divisor};
 
-/// Identifies a group among the groups of a Service.
+/// Identifies a group among the groups of a Service. Ports with equal endpoints share the groups of
+/// the first of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct GroupKey {
     pub(super) protocol: Protocol,
@@ -31,8 +32,8 @@ pub(super) struct EndpointGroup {
     pub(super) key: GroupKey,
     pub(super) number: u32,
     pub(super) affinity_timeout_seconds: Option<u32>,
-    /// True if a hash of the client's address selects the slot.
-    pub(super) is_hashed: bool,
+    /// The number of slots, if a hash of the client's address selects the slot.
+    pub(super) hashed_slots: Option<u32>,
     /// True if only a proxy can carry connections to the endpoints. The group then has no slots.
     pub(super) is_proxy_only: bool,
     /// The endpoint of each slot.
@@ -49,8 +50,8 @@ impl EndpointGroup {
             self.slots = Vec::new();
             return;
         }
-        if self.is_hashed {
-            self.slots = rendezvous::slots(wanted.iter().map(|(endpoint, weight)| (endpoint, weight)));
+        if let Some(slots) = self.hashed_slots {
+            self.slots = rendezvous::slots(wanted, slots);
             return;
         }
         let mut lacking = slots_of_endpoints(wanted);
@@ -87,7 +88,7 @@ impl EndpointGroup {
     pub(super) fn target(&self) -> Target {
         let selection = match u32::try_from(self.slots.len()).unwrap_or(u32::MAX) {
             _ if self.is_proxy_only => Selection::ProxyOnly,
-            _ if self.is_hashed => Selection::ByClient,
+            slots if self.hashed_slots.is_some() => Selection::ByClient(slots),
             slots => Selection::Random(slots),
         };
         Target { group: self.number, selection, affinity_timeout_seconds: self.affinity_timeout_seconds }

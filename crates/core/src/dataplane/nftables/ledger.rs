@@ -20,6 +20,7 @@ use super::{
     service::{self, PortPlan},
 };
 use crate::{
+    behaviours::size::hashed_slots,
     behaviours::view::{NoLocalEndpoints, service_views},
     dataplane::{
         quarantine::Quarantine,
@@ -110,6 +111,9 @@ struct ElementRound {
     removed: BTreeSet<Element>,
     added: BTreeSet<Element>,
     is_shape_changed: bool,
+    /// Numbers that become free with the plan. Another service of the plan must not get them: if
+    /// the plan is cut, the old frontends would lead to its endpoints.
+    released: Vec<u32>,
 }
 
 /// The groups in the kernel, before a full sync adopts them.
@@ -224,7 +228,7 @@ impl NftablesLedger {
         for part in source::parts(&keys) {
             source.look(&mut |state, node, _| {
                 for key in part {
-                    self.program(state, node, key, Some(&mut found), &mut ElementRound::default());
+                    self.program_found(state, node, key, &mut found);
                 }
             });
         }
@@ -233,7 +237,7 @@ impl NftablesLedger {
         source.look(&mut |state, node, changed| {
             for key in &changed.services {
                 if !self.quarantine.contains(key) {
-                    self.program(state, node, key, Some(&mut found), &mut ElementRound::default());
+                    self.program_found(state, node, key, &mut found);
                 }
             }
             self.program_service_cidrs(state, &mut ElementRound::default());
@@ -269,6 +273,13 @@ impl NftablesLedger {
         own.chain(self.shared.iter().copied())
     }
 
+    /// Programs a service for a full plan, which needs no changes.
+    fn program_found(&mut self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>, found: &mut Found<'_>) {
+        let mut round = ElementRound::default();
+        self.program(state, node, key, Some(found), &mut round);
+        round.released.into_iter().for_each(|number| self.numbers.release(number));
+    }
+
     fn program(
         &mut self,
         state: &State,
@@ -281,7 +292,9 @@ impl NftablesLedger {
         let views = service_views(state, key, self.config.family, node);
         let (mut groups, mut elements) = (Vec::new(), Vec::new());
         let mut no_local = NoLocalEndpoints::default();
-        let mut found = found;
+        let (mut found, hashed) = (found, hashed_slots(views.len()));
+        // The endpoints of earlier ports, with the numbers of these ports.
+        let mut earlier: Vec<(PortPlan, u32)> = Vec::new();
         let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
         for mut view in views {
             // A malformed Service may list a port twice. Only the first entry counts.
@@ -294,14 +307,20 @@ impl NftablesLedger {
             let plan = service::plan(&self.config, &view);
             let is_hashed = self.config.can_hash && view.load_balancing == Some(LoadBalancing::ConsistentHash);
             let needs_number = !(plan.cluster.is_empty() && plan.local.is_empty());
-            let port = if needs_number {
-                self.port_number(view.protocol, view.port, &old.groups, &plan, found.as_deref_mut())
-            } else {
-                0
-            };
             let affinity_timeout_seconds = view.affinity_timeout_seconds.filter(|_| !plan.is_proxy_only);
+            // Ports with affinity have records of their own clients.
+            let may_share = needs_number && affinity_timeout_seconds.is_none() && !plan.is_proxy_only;
+            let is_same = |(other, _): &&(PortPlan, u32)| other.cluster == plan.cluster && other.local == plan.local;
+            let shared = earlier.iter().find(is_same).filter(|_| may_share).map(|(_, port)| *port);
+            let port = match shared {
+                Some(port) => port,
+                None if needs_number => {
+                    self.port_number(view.protocol, view.port, &old.groups, &plan, found.as_deref_mut())
+                }
+                None => 0,
+            };
             for (is_local, endpoints) in [(false, &plan.cluster), (true, &plan.local)] {
-                if endpoints.is_empty() {
+                if endpoints.is_empty() || shared.is_some() {
                     continue;
                 }
                 let key = GroupKey { protocol: view.protocol, port: view.port, is_local };
@@ -311,9 +330,9 @@ impl NftablesLedger {
                     Some(group) => group.slots.clone(),
                     None => found.as_deref().map_or_else(Vec::new, |found| found.slots(number, has_affinity)),
                 };
-                let is_proxy_only = plan.is_proxy_only;
+                let (is_proxy_only, hashed_slots) = (plan.is_proxy_only, is_hashed.then_some(hashed));
                 let mut group =
-                    EndpointGroup { key, number, affinity_timeout_seconds, is_hashed, is_proxy_only, slots };
+                    EndpointGroup { key, number, affinity_timeout_seconds, hashed_slots, is_proxy_only, slots };
                 group.set_endpoints(endpoints);
                 groups.push(group);
             }
@@ -327,6 +346,9 @@ impl NftablesLedger {
             let inside = plan.inside.iter().filter_map(|frontend| Some(Element::Inside(*frontend, target(false)?)));
             elements.extend(services.chain(inside).chain(plan.elements.iter().copied()));
             no_local.add(view.no_local_endpoints());
+            if may_share && shared.is_none() {
+                earlier.push((plan, port));
+            }
         }
         elements.sort_unstable();
         elements.dedup();
@@ -334,7 +356,7 @@ impl NftablesLedger {
         self.replace(&old, &new, round);
         let still_used: HashSet<u32> = new.groups.iter().map(|group| port_number(group.number)).collect();
         let unused: BTreeSet<u32> = old.groups.iter().map(|group| port_number(group.number)).collect();
-        unused.difference(&still_used.into_iter().collect()).for_each(|port| self.numbers.release(*port));
+        round.released.extend(unused.into_iter().filter(|port| !still_used.contains(port)));
         if !new.elements.is_empty() {
             self.programmed.insert(Arc::clone(key), new);
         }
@@ -413,9 +435,10 @@ impl NftablesLedger {
         }
     }
 
-    fn finish(&self, round: ElementRound, services_planned: usize) -> NftablesPlan {
+    fn finish(&mut self, round: ElementRound, services_planned: usize) -> NftablesPlan {
         let services_planned = u32::try_from(services_planned).unwrap_or(u32::MAX);
-        let ElementRound { shared, removed, added, is_shape_changed } = round;
+        let ElementRound { shared, removed, added, is_shape_changed, released } = round;
+        released.into_iter().for_each(|number| self.numbers.release(number));
         let mut delete: Vec<Element> = removed.difference(&added).copied().collect();
         delete.extend(self.shared.to_remove(&shared));
         let mut add: Vec<Element> = added.difference(&removed).copied().collect();
@@ -508,7 +531,7 @@ impl<'a> Found<'a> {
     /// Returns the number of the service port to which the plan's frontends belong in the kernel.
     /// Returns each number only once.
     fn take_port(&mut self, plan: &PortPlan) -> Option<u32> {
-        let none = Target { group: 0, selection: Selection::ByClient, affinity_timeout_seconds: None };
+        let none = Target { group: 0, selection: Selection::ProxyOnly, affinity_timeout_seconds: None };
         let services = plan.services.iter().map(|(frontend, _)| Element::Service(*frontend, none));
         let inside = plan.inside.iter().map(|frontend| Element::Inside(*frontend, none));
         let lookups = services.chain(inside).filter_map(|element| {

@@ -14,19 +14,21 @@
 //! 1. [`Element::Service`]: address, protocol and port → [`Target`], the group with the number of
 //!    its endpoints. NodePorts are in a separate map. A small map contains, for each number *n*,
 //!    the chain that selects a slot between 0 and *n* - 1 at random ([`Pick`]). Groups whose slots
-//!    the client's address selects share one chain.
+//!    the client's address selects have chains of their own.
 //! 2. [`Element::Endpoint`]: group and slot → address and port. Groups with ClientIP affinity
 //!    have a map of their own, [`Element::AffinityEndpoint`].
 //!
 //! A new endpoint of a group is stored in the slot after the last slot. If an endpoint is removed,
 //! the endpoint of the last slot moves to the free slot. So the change of one endpoint writes at
-//! most two slots, and the target of each frontend of the group.
+//! most two slots, and the target of each frontend of the group. Ports of a Service with equal
+//! endpoints share their groups, unless they have affinity.
 //!
 //! Numbers and slots are arbitrary. After a restart, [`NftablesLedger::full`] adopts the numbers
 //! and slots in the kernel. Only the slots of a hashed group are not arbitrary: they depend on the
-//! endpoints alone.
+//! endpoints and on the number of ports of the Service alone.
 
 mod config;
+mod cut;
 mod element;
 mod group;
 mod ledger;
@@ -39,5 +41,4 @@ mod tests;
 pub use config::NftablesConfig;
 pub use element::{Counted, Element, ElementKey, Lookup, Pick, Refusal, Selection, Shape, Target};
 pub use ledger::{ExistingElements, NftablesLedger, NftablesPlan};
-pub use rendezvous::HASHED_SLOTS;
 pub(super) use service::plan as port_plan;

@@ -10,19 +10,27 @@ use sha2::{Digest as _, Sha256};
 
 use crate::model::Weight;
 
-/// The number of slots of a hashed group.
-///
-/// The number is the same for all groups, because clients of all endpoints move when the number
-/// changes. With `n` endpoints of equal weight, the share of an endpoint differs from the mean by
-/// `sqrt(n / HASHED_SLOTS)` (standard deviation): by 7 % with 10 endpoints, and by 22 % with 100.
-pub const HASHED_SLOTS: u32 = 2048;
+/// The most scores for a slot that weights ask for. With this and the [limits of a
+/// Service](crate::size), the slots of a Service take less than 100 ms of a processor.
+const MAX_WEIGHTED_DRAWS: u32 = 1024;
 
-/// Returns the endpoint of each slot. An endpoint has slots in proportion to its weight, on
-/// average. Without endpoints, there are no slots. The endpoints are sorted.
-pub(super) fn slots<'a>(endpoints: impl IntoIterator<Item = (&'a (IpAddr, u16), &'a Weight)>) -> Vec<(IpAddr, u16)> {
-    let candidates: Vec<_> = endpoints.into_iter().map(|(at, weight)| (*at, *weight, seed(at))).collect();
-    let best = |slot| candidates.iter().max_by_key(|(_, weight, seed)| score(*seed, slot, *weight));
-    (0..HASHED_SLOTS).filter_map(|slot| best(slot).map(|(endpoint, ..)| *endpoint)).collect()
+/// Returns the endpoint of each of `count` slots. An endpoint has slots in proportion to its
+/// weight, on average. Without endpoints, there are no slots. The endpoints are sorted.
+pub(super) fn slots(endpoints: &[((IpAddr, u16), Weight)], count: u32) -> Vec<(IpAddr, u16)> {
+    let draws = draws_of(endpoints);
+    let candidates: Vec<_> = endpoints.iter().zip(draws).map(|((at, _), draws)| (*at, draws, seed(at))).collect();
+    let best = |slot| candidates.iter().max_by_key(|(_, draws, seed)| score(*seed, slot, *draws));
+    (0..count).filter_map(|slot| best(slot).map(|(endpoint, ..)| *endpoint)).collect()
+}
+
+/// Returns how many scores each endpoint draws for a slot: its weight. If the sum is above
+/// [`MAX_WEIGHTED_DRAWS`], all weights are halved, and rounded up, until it is not or all are 1.
+fn draws_of(endpoints: &[((IpAddr, u16), Weight)]) -> Vec<u32> {
+    let mut draws: Vec<u32> = endpoints.iter().map(|(_, weight)| weight.get()).collect();
+    while draws.iter().sum::<u32>() > MAX_WEIGHTED_DRAWS && draws.iter().any(|draws| *draws > 1) {
+        draws.iter_mut().for_each(|draws| *draws = draws.div_ceil(2));
+    }
+    draws
 }
 
 /// Returns a number that differs between endpoints.
@@ -37,12 +45,11 @@ fn seed((address, port): &(IpAddr, u16)) -> u64 {
     u64::from_be_bytes(first)
 }
 
-/// Returns the score of an endpoint for a slot: the maximum of as many pseudo-random numbers as the
-/// endpoint has weight. So the endpoint has the highest score with a probability in proportion to
+/// Returns the score of an endpoint for a slot: the maximum of so many pseudo-random numbers. So the endpoint has the highest score with a probability in proportion to
 /// its weight, and the score needs no floating-point numbers, whose results differ between
 /// machines.
-fn score(seed: u64, slot: u32, weight: Weight) -> u64 {
-    (0..weight.get()).map(|draw| scramble(seed ^ (u64::from(slot) << 32 | u64::from(draw)))).max().unwrap_or_default()
+fn score(seed: u64, slot: u32, draws: u32) -> u64 {
+    (0..draws).map(|draw| scramble(seed ^ (u64::from(slot) << 32 | u64::from(draw)))).max().unwrap_or_default()
 }
 
 /// Returns a number all of whose bits depend on all bits of `number`.
@@ -65,8 +72,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::behaviours::size::HASHED_SLOTS;
 
     type WeightedEndpoints = BTreeMap<(IpAddr, u16), Weight>;
+
+    fn slots(endpoints: &WeightedEndpoints) -> Vec<(IpAddr, u16)> {
+        let sorted: Vec<_> = endpoints.iter().map(|(at, weight)| (*at, *weight)).collect();
+        super::slots(&sorted, HASHED_SLOTS)
+    }
 
     fn endpoints(weights: &[(u16, u32)]) -> WeightedEndpoints {
         let one = |(number, weight): &(u16, u32)| {
@@ -109,6 +122,20 @@ mod tests {
                 assert!((found - wanted).abs() < 4.0 * deviation, "{endpoint:?} of {weights:?} has {found}");
             }
         }
+    }
+
+    /// However many endpoints a group has and whatever they weigh, its slots take a limited time.
+    #[test]
+    fn heavy_weights_of_many_endpoints_lose_their_last_bits() {
+        let of = |count: u16, weight: u32| {
+            let all: Vec<(u16, u32)> =
+                (0..count).map(|number| (number, if number == 0 { 1 } else { weight })).collect();
+            let sorted: Vec<_> = endpoints(&all).into_iter().collect();
+            draws_of(&sorted)[..2].to_vec()
+        };
+        assert_eq!(of(11, 100), [1, 100]);
+        assert_eq!(of(12, 100), [1, 50]);
+        assert_eq!(of(5000, 100), [1, 1]);
     }
 
     /// No endpoint of a large group is without clients.

@@ -23,7 +23,7 @@ fn group(slots: Vec<(IpAddr, u16)>) -> EndpointGroup {
         key: GroupKey { protocol: Protocol::Tcp, port: 80, is_local: false },
         number: 2,
         affinity_timeout_seconds: None,
-        is_hashed: false,
+        hashed_slots: None,
         is_proxy_only: false,
         slots,
     }
@@ -83,7 +83,7 @@ fn a_service_uses_random_slots_where_the_kernel_cannot_hash() {
         ledger.full(&FixedState(&state, &NodeFacts::named("node")), ExistingElements::default());
         ledger.elements().find_map(|element| Some(Lookup::of(&element)?.2.selection)).unwrap()
     };
-    assert_eq!((selection(true), selection(false)), (Selection::ByClient, Selection::Random(1)));
+    assert_eq!((selection(true), selection(false)), (Selection::ByClient(2048), Selection::Random(1)));
 }
 
 #[test]

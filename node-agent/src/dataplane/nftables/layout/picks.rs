@@ -26,7 +26,7 @@ const CLIENT_TARGET: Register = Register::word(7);
 const CLIENT: Register = Register::word(7 + PORT_WORD);
 
 /// The parts of a chain's name that stand for [`Selection::ByClient`] and [`Selection::ProxyOnly`].
-const BY_CLIENT: &str = "by-client";
+const BY_CLIENT: &str = "by-client-of-";
 const PROXY_ONLY: &str = "proxy-only";
 
 /// The chain of a [`Pick`].
@@ -34,7 +34,7 @@ fn pick_chain(pick: &Pick) -> String {
     let Pick { lookup, affinity_timeout_seconds, selection } = pick;
     let selection = match selection {
         Selection::Random(slots) => format!("of-{slots}"),
-        Selection::ByClient => BY_CLIENT.to_owned(),
+        Selection::ByClient(slots) => format!("{BY_CLIENT}{slots}"),
         Selection::ProxyOnly => PROXY_ONLY.to_owned(),
     };
     match affinity_timeout_seconds {
@@ -51,11 +51,12 @@ pub(in super::super) fn pick_of_chain(name: &str) -> Option<Pick> {
             Some((selection, timeout)) => (selection, Some(timeout.strip_suffix('s')?.parse().ok()?)),
             None => (rest, None),
         };
-        let selection = match (selection.strip_prefix("of-"), selection) {
-            (Some(slots), _) => Selection::Random(slots.parse().ok().filter(|slots| *slots > 0)?),
-            (None, BY_CLIENT) => Selection::ByClient,
-            (None, PROXY_ONLY) => Selection::ProxyOnly,
-            (None, _) => return None,
+        let number = |slots: &str| slots.parse().ok().filter(|slots| *slots > 0);
+        let selection = match (selection.strip_prefix("of-"), selection.strip_prefix(BY_CLIENT)) {
+            (Some(slots), _) => Selection::Random(number(slots)?),
+            (None, Some(slots)) => Selection::ByClient(number(slots)?),
+            (None, None) if selection == PROXY_ONLY => Selection::ProxyOnly,
+            (None, None) => return None,
         };
         Some(Pick { lookup, affinity_timeout_seconds: timeout, selection })
     })
@@ -119,7 +120,7 @@ impl Builder<'_> {
         let to = self.expressions;
         let what = match selection {
             Selection::Random(_) => "a random endpoint of the group",
-            Selection::ByClient => "the endpoint of the group that the client's address selects",
+            Selection::ByClient(_) => "the endpoint of the group that the client's address selects",
             Selection::ProxyOnly => return self.add_proxy_only(pick, layout),
         };
         let text = format!("{what}, from @{}", lookup_map(lookup));
@@ -136,7 +137,9 @@ impl Builder<'_> {
         let mut plain = self.target(lookup, SECOND);
         match selection {
             Selection::Random(slots) => plain.push(to.random(slots, slot)),
-            Selection::ByClient => plain.extend([to.address(Side::Source, FIRST), to.hash_of_address(FIRST, slot)]),
+            Selection::ByClient(slots) => {
+                plain.extend([to.address(Side::Source, FIRST), to.hash_of_address(FIRST, slots, slot)]);
+            }
             Selection::ProxyOnly => {}
         }
         if affinity_timeout_seconds.is_some() {
@@ -171,7 +174,7 @@ impl Builder<'_> {
         all.extend(self.target(pick.lookup, target));
         match pick.selection {
             Selection::Random(slots) => all.push(to.random(slots, slot)),
-            Selection::ByClient => all.push(to.hash_of_address(CLIENT.after(4), slot)),
+            Selection::ByClient(slots) => all.push(to.hash_of_address(CLIENT.after(4), slots, slot)),
             // Such a pick has no affinity.
             Selection::ProxyOnly => {}
         }

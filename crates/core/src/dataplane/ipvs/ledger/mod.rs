@@ -59,6 +59,8 @@ pub struct IpvsLedger {
     servers: HashMap<ServerKey, Server>,
     /// The virtual servers that have a draining destination.
     draining: BTreeSet<ServerKey>,
+    /// The virtual servers that plans had no room for.
+    waiting: BTreeSet<ServerKey>,
     /// Elements of sets. Each service and each virtual server that needs an element counts as a
     /// user.
     elements: RefCounts<(Set, IpSetElement)>,
@@ -87,6 +89,10 @@ struct ObjectRound {
 }
 
 impl IpvsLedger {
+    /// After so many changes of virtual servers and destinations, the further virtual servers of a
+    /// plan wait for the next plan. The kernel takes about 30 ms for these changes.
+    pub const CHANGES_AT_ONCE: usize = 8192;
+
     /// Creates a ledger in which nothing is programmed.
     #[must_use]
     pub fn new(config: IpvsConfig) -> Self {
@@ -98,6 +104,7 @@ impl IpvsLedger {
             candidates: HashMap::new(),
             servers: HashMap::new(),
             draining: BTreeSet::new(),
+            waiting: BTreeSet::new(),
             elements: RefCounts::default(),
             set_sizes: BTreeMap::new(),
             device_addresses: RefCounts::default(),
@@ -183,7 +190,9 @@ impl IpvsLedger {
     }
 
     /// Plans the changes of the dirty services. The cost depends only on these services, except in
-    /// the case that [`RulesLedger::changed`] describes.
+    /// the case that [`RulesLedger::changed`] describes. If a plan has too many changes, some
+    /// virtual servers wait: each further plan has those of its own services, and then those that
+    /// wait, until it has too many changes.
     ///
     /// `now_ms` is the time of a monotonic clock. Only differences between such times count.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> IpvsPlan {
@@ -198,11 +207,19 @@ impl IpvsLedger {
             servers.extend(self.remove_service(key, &mut round));
             self.add_service(key, plan, &mut round);
         }
-        for server in &servers {
+        let earlier = std::mem::take(&mut self.waiting);
+        let mut is_partial = false;
+        for server in servers.iter().chain(earlier.difference(&servers)) {
+            if round.before.len() + round.after.len() >= Self::CHANGES_AT_ONCE {
+                is_partial |= servers.contains(server);
+                self.waiting.insert(*server);
+                continue;
+            }
             self.program_server(*server, now_ms, &mut round);
+            round.retries.extend(self.deferred.of_server(*server));
         }
-        round.retries.extend(servers.iter().flat_map(|server| self.deferred.of_server(*server)));
         let mut plan = self.plan_of_round(round);
+        (plan.is_partial, plan.has_rest) = (is_partial, !self.waiting.is_empty());
         plan.script = script;
         plan.services_planned = planned;
         plan
@@ -340,7 +357,8 @@ impl IpvsLedger {
     /// still has Headgate's servers. Draining servers do not count.
     #[must_use]
     pub fn any_server(&self) -> Option<ServerKey> {
-        self.candidates.keys().find(|key| !self.deferred.contains(&Object::Server(**key))).copied()
+        let is_missing = |key: &ServerKey| self.waiting.contains(key) || self.deferred.contains(&Object::Server(*key));
+        self.candidates.keys().find(|key| !is_missing(key)).copied()
     }
 
     /// Returns any address that the device must have.
