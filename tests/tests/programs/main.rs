@@ -5,6 +5,7 @@
 mod claims;
 mod deploy;
 mod failover;
+mod fuzz;
 mod grpcurl;
 mod headgatectl;
 mod inspect;
