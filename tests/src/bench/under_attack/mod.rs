@@ -310,23 +310,25 @@ fn measure(mode: AttackMode, options: &Attacks, load: &Load, attack: &Attack) ->
     let enrols = if attack.beside == Beside::Enrolments { Enrols::Yes } else { Enrols::No };
     let mut bed = Bed::start(mode, options, load.services, enrols)?;
     (attack.prepare)(&bed, load)?;
-    let next_node = AtomicU8::new(0);
-    let phases = (|| {
-        let quiet = phase(&bed, load, attack, &next_node, None)?;
-        ensure!(quiet.changes.failed == 0, "{} quiet changes did not arrive", quiet.changes.failed);
-        ensure!(quiet.probes.failed == 0, "{} quiet probes failed", quiet.probes.failed);
-        ensure!(quiet.beside.failed == 0, "{} of the other quiet requests failed", quiet.beside.failed);
-        let is_checked = attack.beside != Beside::Checks || quiet.beside.times_ms.len() > 2;
-        ensure!(
-            is_checked,
-            "no endpoint is checked: allow health checks with --agent-argument or --control-plane-argument"
-        );
-        let attacked = phase(&bed, load, attack, &next_node, Some(attack.run))?;
-        Ok((quiet, attacked))
-    })();
+    let phases = both_phases(&bed, load, attack);
     let running = bed.check_running();
     let logs = bed.logs();
     phases.and_then(|phases| running.map(|()| phases)).with_context(|| logs)
+}
+
+fn both_phases(bed: &Bed, load: &Load, attack: &Attack) -> Result<(Observed, Observed)> {
+    let next_node = AtomicU8::new(0);
+    let quiet = phase(bed, load, attack, &next_node, None)?;
+    ensure!(quiet.changes.failed == 0, "{} quiet changes did not arrive", quiet.changes.failed);
+    ensure!(quiet.probes.failed == 0, "{} quiet probes failed", quiet.probes.failed);
+    ensure!(quiet.beside.failed == 0, "{} of the other quiet requests failed", quiet.beside.failed);
+    let is_checked = attack.beside != Beside::Checks || quiet.beside.times_ms.len() > 2;
+    ensure!(
+        is_checked,
+        "no endpoint is checked: allow health checks with --agent-argument or --control-plane-argument"
+    );
+    let attacked = phase(bed, load, attack, &next_node, Some(attack.run))?;
+    Ok((quiet, attacked))
 }
 
 type Run = fn(&Bed, &Load, &AtomicBool) -> Result<()>;

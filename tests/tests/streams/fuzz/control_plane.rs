@@ -35,9 +35,11 @@ pub(super) fn list(kind: ObjectKind, bytes: &[u8]) -> usize {
     serve_events(source::list_events(kind, bytes))
 }
 
-/// Serves a Service and a slice with this annotation. Returns whether the annotation has no
+/// Serves a Service and a slice with this annotation. In `key`, an underscore stands for the slash.
+/// The newline at the end of a file is no part of the value. Returns whether the annotation has no
 /// problem.
 pub(super) fn annotation(key: &str, value: &str) -> bool {
+    let value = value.strip_suffix('\n').unwrap_or(value);
     let annotations = serde_json::json!({key.replacen('_', "/", 1): value});
     let metadata = |name: &str| serde_json::json!({"name": name, "namespace": "shop", "annotations": annotations});
     let list = |kind: &str, item: serde_json::Value| serde_json::json!({"kind": kind, "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [item]});
