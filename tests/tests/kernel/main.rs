@@ -17,3 +17,4 @@ mod packets;
 mod replacements;
 mod rule_text;
 mod testbed;
+mod under_attack;

@@ -54,6 +54,10 @@ pub struct Attacks {
     /// (under-attack)
     #[arg(long)]
     pub full_attacks: bool,
+    /// Length of the quiet phase and of the attack, in seconds (under-attack) [default: 4 and 8; with
+    /// full size: 20 and 90]
+    #[arg(long, value_name = "SECONDS")]
+    pub attack_seconds: Option<u64>,
     /// Another argument of the agent, such as --health-checks=all; repeat the option for more. It
     /// replaces an argument of the bench with the same flag, and {folder} stands for the folder
     /// with the bench's files (under-attack)
@@ -266,7 +270,13 @@ const ATTACKS: &[Attack] = &[
 /// error: its figure says so.
 pub fn run(options: &Attacks, services: Option<u32>) -> Result<Vec<Figure>> {
     let size = if options.full_attacks { FULL } else { SMALL };
-    let load = Load { services: services.unwrap_or(size.services), ..size };
+    let seconds = options.attack_seconds.map(Duration::from_secs);
+    let load = Load {
+        services: services.unwrap_or(size.services),
+        quiet: seconds.unwrap_or(size.quiet),
+        attack: seconds.unwrap_or(size.attack),
+        ..size
+    };
     let unknown = options.attacks.iter().find(|name| ATTACKS.iter().all(|attack| attack.name != **name));
     if let Some(unknown) = unknown {
         let names: Vec<_> = ATTACKS.iter().map(|attack| attack.name).collect();
@@ -320,8 +330,6 @@ fn both_phases(bed: &Bed, load: &Load, attack: &Attack) -> Result<(Observed, Obs
     let next_node = AtomicU8::new(0);
     let quiet = phase(bed, load, attack, &next_node, None)?;
     ensure!(quiet.changes.failed == 0, "{} quiet changes did not arrive", quiet.changes.failed);
-    ensure!(quiet.probes.failed == 0, "{} quiet probes failed", quiet.probes.failed);
-    ensure!(quiet.beside.failed == 0, "{} of the other quiet requests failed", quiet.beside.failed);
     let is_checked = attack.beside != Beside::Checks || quiet.beside.times_ms.len() > 2;
     ensure!(
         is_checked,
@@ -387,7 +395,10 @@ fn compare(mode: AttackMode, attack: &Attack, quiet: &Observed, attacked: &Obser
         let goal = (figure.anchor.unwrap_or_default() * TIMES_QUIET).max(floor);
         figure.with_goal(goal)
     };
+    let quiet_failed = quiet.probes.failed + quiet.beside.failed;
     let mut figures = vec![
+        // Without an attack, nothing may fail.
+        count("quiet-requests-failed", quiet_failed).with_goal(0.0),
         times("change", 50, &quiet.changes, &attacked.changes),
         twice(times("change", 99, &quiet.changes, &attacked.changes)),
         count("changes", attacked.changes.times_ms.len() as u64),
