@@ -73,7 +73,7 @@ impl Figure {
 /// The file cannot be written.
 pub fn publish(bench: &str, figures: &[Figure], folder: &Path) -> Result<()> {
     for figure in figures {
-        print!("{:<44} {:>12.3} {:<6}", figure.name, figure.value, figure.unit);
+        print!("{:<56} {:>12.3} {:<6}", figure.name, figure.value, figure.unit);
         if let (Some(anchor), Some(ratio)) = (figure.anchor, figure.ratio) {
             print!("  ×{ratio:<8.4} of {}: {anchor:.3} {}", figure.compared_with, figure.unit);
         }

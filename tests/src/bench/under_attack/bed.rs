@@ -51,6 +51,8 @@ pub(super) const CHECKED_SERVER: usize = 2;
 pub(super) const STOPPING_PODS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 244, 0, 14), Ipv4Addr::new(10, 244, 0, 15)];
 /// The pod that attacks.
 pub(super) const ATTACKER: Ipv4Addr = Ipv4Addr::new(10, 244, 0, 66);
+/// Another pod that attacks, for attacks that an address cannot combine.
+pub(super) const SECOND_ATTACKER: Ipv4Addr = Ipv4Addr::new(10, 244, 0, 67);
 /// The load balancer that probes health-check node ports.
 pub(super) const LOAD_BALANCER: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 5);
 /// The address at which the load balancer reaches the node.
@@ -67,6 +69,9 @@ pub(super) const ENROLMENT_PORT: u16 = 7445;
 
 /// Endpoints of each Service of the cluster around the tenants.
 const ENDPOINTS: u32 = 10;
+/// The files that the replica and the agent may open.
+const REPLICA_FILES: u32 = 16_384;
+const AGENT_FILES: u32 = 4_096;
 const LONGEST_START: Duration = Duration::from_secs(180);
 
 /// Whether agents use TLS, and get their certificates by enrolment.
@@ -112,13 +117,19 @@ impl Bed {
             fs::write(folder.path().join("token"), source.api().issue_token(Token::of_agent(NODE)))?;
         }
         let servers = PodServers::start(&pods, &[PODS[0], PODS[1], CHECKED_POD])?;
-        let start = |name: &str, defaults: Vec<String>, extra: &[String]| {
-            let mut command = Command::new(program(name)?);
+        let start = |name: &str, open_files: u32, defaults: Vec<String>, extra: &[String]| {
+            let mut command = Command::new("prlimit");
+            command.arg(format!("--nofile={open_files}:{open_files}")).arg(program(name)?);
             command.args(arguments(defaults, extra, folder.path())).env("NO_COLOR", "1");
             Process::start(name, &node, command, &folder.path().join(format!("{name}.log")))
         };
-        let replica = start("headgate-control-plane", replica_arguments(enrols), &options.control_plane_arguments)?;
-        let agent = start("headgate-node-agent", agent_arguments(mode, enrols), &options.agent_arguments)?;
+        let replica = start(
+            "headgate-control-plane",
+            REPLICA_FILES,
+            replica_arguments(enrols),
+            &options.control_plane_arguments,
+        )?;
+        let agent = start("headgate-node-agent", AGENT_FILES, agent_arguments(mode, enrols), &options.agent_arguments)?;
         let mut bed = Self { agent, replica, servers, source, pods, node, folder, turn: AtomicUsize::new(0) };
         bed.until_programmed(mode).with_context(|| bed.logs())?;
         Ok(bed)
@@ -186,7 +197,7 @@ fn networks() -> Result<(Namespace, Namespace)> {
         pods.name()
     ))?;
     let mut commands = String::from("link set lo up\nlink set eth0 up\naddr add 10.244.0.10/16 dev eth0\n");
-    for address in [PODS[0], PODS[1], CHECKED_POD, STOPPING_PODS[0], STOPPING_PODS[1], ATTACKER] {
+    for address in [PODS[0], PODS[1], CHECKED_POD, STOPPING_PODS[0], STOPPING_PODS[1], ATTACKER, SECOND_ATTACKER] {
         commands.push_str(&format!("addr add {address}/16 dev eth0\n"));
     }
     // The nodes that enrol are also addresses of this namespace.

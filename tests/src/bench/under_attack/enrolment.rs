@@ -23,7 +23,7 @@ use socket2::{Domain, Socket, Type};
 use super::{
     Load,
     attackers::{Crowd, crowd},
-    bed::{ATTACKER, Bed, ENROLMENT_PORT, NODE_ADDRESS, STREAM_PORT},
+    bed::{Bed, ENROLMENT_PORT, NODE_ADDRESS, SECOND_ATTACKER, STREAM_PORT},
     honest::Requests,
 };
 use crate::apiserver::{Token, objects};
@@ -154,7 +154,8 @@ fn enrol(config: &Arc<ClientConfig>, source: Ipv4Addr, token: &str, request: &[u
 }
 
 /// A pod opens connections with garbage to the ports for enrolment and for streams, with three
-/// threads and without a pause, and holds idle connections to both.
+/// threads and without a pause. Another pod holds idle connections to both: those of one pod would
+/// take the places of its own garbage.
 pub(super) fn garbage(bed: &Bed, load: &Load, is_over: &AtomicBool) -> Result<()> {
     const THREADS: usize = 3;
     let targets = [ENROLMENT_PORT, STREAM_PORT].map(|port| SocketAddr::from((NODE_ADDRESS, port)));
@@ -181,7 +182,7 @@ pub(super) fn garbage(bed: &Bed, load: &Load, is_over: &AtomicBool) -> Result<()
 
 fn throw_garbage(target: SocketAddr) -> io::Result<()> {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
-    socket.bind(&SocketAddr::from((ATTACKER, 0)).into())?;
+    socket.bind(&SocketAddr::from((SECOND_ATTACKER, 0)).into())?;
     socket.connect_timeout(&target.into(), Duration::from_secs(1))?;
     let mut stream = TcpStream::from(socket);
     stream.set_read_timeout(Some(Duration::from_millis(200)))?;

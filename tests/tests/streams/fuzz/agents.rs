@@ -75,7 +75,6 @@ fn answers() -> Vec<u8> {
             ..v1::BarrierRequest::default()
         }),
         Body::Barrier(v1::BarrierRequest { id: 1, is_cancelled: true, ..v1::BarrierRequest::default() }),
-        Body::Standing(v1::StandingRequest::default()),
         Body::Ack(ack(2)),
     ]
     .into_iter()

@@ -55,7 +55,9 @@ pub(super) fn annotation(key: &str, value: &str) -> bool {
     let mut events = read(ObjectKind::Service, &list("ServiceList", service));
     events.extend(read(ObjectKind::EndpointSlice, &list("EndpointSliceList", slice)));
     let (mut model, store) = (Model::with_gates(), Store::new(Limits::default(), Arc::new(Metrics::default())));
-    events.into_iter().for_each(|event| model.event(event, ""));
+    for event in events {
+        model.event(event, "");
+    }
     store.commit(model.take());
     store.synced();
     model.take_problems().is_none_or(|problems| problems.is_empty())

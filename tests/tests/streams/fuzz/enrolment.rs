@@ -33,21 +33,26 @@ use crate::{
 const CASES: u64 = 200;
 /// The pause between two connections.
 const PAUSE: Duration = Duration::from_millis(6);
+/// If the server sends no bytes for this time, it waits for the client.
+const QUIET: Duration = Duration::from_millis(50);
 /// The longest time of a connection. The server ends connections earlier.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// Sends a request, and returns the answer; empty if the server closes the connection without one.
-fn send(config: &Arc<ClientConfig>, server: SocketAddr, request: &[u8]) -> io::Result<Vec<u8>> {
+/// Sends a request, waits until the server is silent for the time `quiet`, and ends the connection.
+/// Returns the answer; empty if there is none.
+fn send(config: &Arc<ClientConfig>, server: SocketAddr, request: &[u8], quiet: Duration) -> io::Result<Vec<u8>> {
     let socket = TcpStream::connect(server)?;
-    socket.set_read_timeout(Some(LONGEST))?;
+    socket.set_read_timeout(Some(quiet))?;
     let name = ServerName::from(server.ip());
     let mut stream =
         StreamOwned::new(ClientConnection::new(Arc::clone(config), name).map_err(io::Error::other)?, socket);
     // The server may answer and close the connection before it has read everything.
     let _ = stream.write_all(request).and_then(|()| stream.flush());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
     stream.conn.send_close_notify();
     let _ = stream.flush();
-    let mut answer = Vec::new();
+    stream.sock.set_read_timeout(Some(LONGEST))?;
     match stream.read_to_end(&mut answer) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(error),
         _ => Ok(answer),
@@ -96,7 +101,7 @@ async fn mutated_requests_to_enrol_are_refused_safely() {
     let config = Arc::new(builder.with_root_certificates(roots).with_no_client_auth());
     let corpus = requests(&api.issue_token(Token::of_agent("n1")));
     for request in &corpus {
-        let answer = block_in_place(|| send(&config, port.address(), request)).unwrap();
+        let answer = block_in_place(|| send(&config, port.address(), request, LONGEST)).unwrap();
         let answer = String::from_utf8_lossy(&answer);
         assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
     }
@@ -115,7 +120,7 @@ async fn mutated_requests_to_enrol_are_refused_safely() {
         mutate(&mut cases.rng, &mut request, &corpus, &words);
         ALLOCATOR.reset_peak_memory();
         let began = Instant::now();
-        let answer = block_in_place(|| send(&config, port.address(), &request));
+        let answer = block_in_place(|| send(&config, port.address(), &request, QUIET));
         let result = served(&panics, request.len()).and_then(|()| match answer {
             Ok(answer) => Ok(answer.starts_with(b"HTTP/1.1 200 ")),
             Err(error) => Err(format!("the replica keeps the connection open after the client closed it: {error}")),
