@@ -51,10 +51,11 @@ fn talk(port: u16, request: &[u8]) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Whether a page has answered: the request is well-formed, whatever the page says.
+/// Whether a page has answered, also with an error of its own. The HTTP library answers requests
+/// that are malformed without a body.
 fn is_answered(answer: &[u8]) -> bool {
-    let status = answer.strip_prefix(b"HTTP/1.1 ").and_then(|rest| rest.first_chunk::<3>());
-    status.is_some_and(|status| [b"200", b"409", b"503", b"504"].contains(&status))
+    let body = answer.windows(4).position(|part| part == b"\r\n\r\n").map(|end| &answer[end + 4..]);
+    answer.starts_with(b"HTTP/1.1 ") && body.is_some_and(|body| !body.is_empty())
 }
 
 fn resident_kilobytes(process: u32) -> u64 {

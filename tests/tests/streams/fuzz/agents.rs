@@ -115,9 +115,8 @@ fn header_block(path: &str) -> Vec<u8> {
 }
 
 /// A connection that uses what is rare: a new size of the header table, headers that are added to
-/// the table and then used again, headers in three frames, padding, priorities, pings, and a stream
-/// that is reset.
-fn rare_connection(path: &str, messages: &[u8]) -> Vec<u8> {
+/// the table and then used again, headers in three frames, padding, priorities, and pings.
+fn rare_connection(path: &str, messages: &[u8], ends: bool) -> Vec<u8> {
     // The size of the dynamic table becomes 0, and then 4,096 (RFC 7541, 6.3).
     let mut block = vec![0x20, 0x3f, 0xe1, 0x1f];
     block.extend(header_block(path));
@@ -139,7 +138,7 @@ fn rare_connection(path: &str, messages: &[u8]) -> Vec<u8> {
         http2_frame(HEADERS, PADDED | WITH_PRIORITY, 1, &padded),
         http2_frame(CONTINUATION, 0, 1, second),
         http2_frame(CONTINUATION, END_HEADERS, 1, third),
-        http2_frame(DATA, PADDED, 1, &data),
+        http2_frame(DATA, if ends { PADDED | END_STREAM } else { PADDED }, 1, &data),
         http2_frame(WINDOW_UPDATE, 0, 1, &[0, 0, 1, 0]),
     ]
     .concat()
@@ -211,7 +210,8 @@ fn corpus_of_agents_is_written_when_asked_for() {
         ("inspect.bin", connection("/headgate.v1.Inspect/ListServices", &list, true)),
         ("drain-pod.bin", connection("/headgate.v1.Inspect/DrainPod", &drain, true)),
         ("question.bin", connection("/headgate.v1.Peers/Ask", &question, true)),
-        ("sync-rare.bin", rare_connection(sync, &streams[0].1)),
+        ("sync-rare.bin", rare_connection(sync, &streams[0].1, false)),
+        ("inspect-rare.bin", rare_connection("/headgate.v1.Inspect/ListServices", &list, true)),
         ("health.bin", connection("/grpc.health.v1.Health/Check", &check, true)),
     ];
     write("agent_stream", &streams);
