@@ -153,26 +153,25 @@ fn enrol(config: &Arc<ClientConfig>, source: Ipv4Addr, token: &str, request: &[u
     }
 }
 
-/// A pod opens connections with garbage to the ports for enrolment and for streams, with three
-/// threads and without a pause. Another pod holds idle connections to both: those of one pod would
-/// take the places of its own garbage.
+/// A pod opens connections with garbage and without a pause: three threads to the port for
+/// enrolment, and one to the port for streams. Another pod holds idle connections to both: those of
+/// one pod would take the places of its own garbage.
 pub(super) fn garbage(bed: &Bed, load: &Load, is_over: &AtomicBool) -> Result<()> {
-    const THREADS: usize = 3;
-    let targets = [ENROLMENT_PORT, STREAM_PORT].map(|port| SocketAddr::from((NODE_ADDRESS, port)));
+    let [enrolment, streams] = [ENROLMENT_PORT, STREAM_PORT].map(|port| SocketAddr::from((NODE_ADDRESS, port)));
     let doorway = bed.pods.doorway()?;
     std::thread::scope(|scope| {
-        let throw = || -> Result<()> {
+        let throw = |target| -> Result<()> {
             doorway.enter()?;
             while !is_over.load(Ordering::Relaxed) {
-                for target in targets {
-                    // The replica may refuse any of these connections.
-                    let _ = throw_garbage(target);
-                }
+                // The replica may refuse any of these connections.
+                let _ = throw_garbage(target);
             }
             Ok(())
         };
-        let throwers: Vec<_> = (0..THREADS).map(|_| scope.spawn(throw)).collect();
-        let crowds = targets.map(|target| Crowd { target, connections: load.idle / 10, bytes: 0 });
+        let throw = &throw;
+        let targets = [enrolment, enrolment, enrolment, streams];
+        let throwers = targets.map(|target| scope.spawn(move || throw(target)));
+        let crowds = [enrolment, streams].map(|target| Crowd { target, connections: load.idle / 10, bytes: 0 });
         crowd(bed, &crowds, is_over)?;
         throwers.into_iter().try_for_each(|thrower| {
             thrower.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)).context("sending garbage")
