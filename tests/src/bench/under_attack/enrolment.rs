@@ -160,7 +160,7 @@ pub(super) fn garbage(bed: &Bed, load: &Load, is_over: &AtomicBool) -> Result<()
     let [enrolment, streams] = [ENROLMENT_PORT, STREAM_PORT].map(|port| SocketAddr::from((NODE_ADDRESS, port)));
     let doorway = bed.pods.doorway()?;
     std::thread::scope(|scope| {
-        let throw = |target| -> Result<()> {
+        let throw = |target: SocketAddr| -> Result<()> {
             doorway.enter()?;
             while !is_over.load(Ordering::Relaxed) {
                 // The replica may refuse any of these connections.
@@ -168,7 +168,6 @@ pub(super) fn garbage(bed: &Bed, load: &Load, is_over: &AtomicBool) -> Result<()
             }
             Ok(())
         };
-        let throw = &throw;
         let targets = [enrolment, enrolment, enrolment, streams];
         let throwers = targets.map(|target| scope.spawn(move || throw(target)));
         let crowds = [enrolment, streams].map(|target| Crowd { target, connections: load.idle / 10, bytes: 0 });
