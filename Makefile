@@ -5,7 +5,7 @@
 keep := $(filter-out 0,$(KEEP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test demo bench kernels dist skew roots cluster fmt lint deny descriptor docs behaviours budgets path clean-namespaces
+.PHONY: help setup build test demo bench fuzz kernels dist skew roots cluster fmt lint deny descriptor docs behaviours budgets path clean-namespaces
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,10 @@ bench: ## Measure; write JSON to target/bench. ONLY=name runs one; ARGS="…" pa
 	@.ci/setup bench
 	cargo build --release --locked -p headgate-control-plane -p headgate-node-agent -p headgate-tests --bins
 	cargo run --release --locked -p headgate-tests --bin bench -- $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+fuzz: ## Run each fuzz target for TIME seconds (600), two at a time, and print inputs and findings
+	cargo build --release --locked -p headgate-node-agent --bins
+	HEADGATE_FUZZ_SECONDS=$(or $(TIME),600) cargo nextest run --release --locked -p headgate-tests --profile fuzz
 
 kernels: setup ## Test nftables mode on Linux 5.10, 6.1 and 6.12 of Debian, in QEMU. ONLY=name runs some tests, SUITE=bookworm one kernel
 	@.ci/setup kernels

@@ -1,5 +1,6 @@
 //! Shared parts of tests, benches and the demo: a cluster of namespaces, the packet cases, the
-//! stand-in API server, the page of behaviours, and test machines with their own kernel.
+//! stand-in API server, the page of behaviours, test machines with their own kernel, and the driver
+//! of fuzz targets.
 
 pub mod agent;
 pub mod apiserver;
@@ -8,6 +9,7 @@ pub mod bench;
 pub mod cases;
 pub mod failover;
 pub mod fleet;
+pub mod fuzz;
 #[path = "../../node-agent/tests/in_memory/mod.rs"]
 pub mod in_memory;
 pub mod testbed;

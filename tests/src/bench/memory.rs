@@ -295,7 +295,7 @@ pub(super) fn status_mb(process: u32, field: &str) -> Result<f64> {
 }
 
 /// The resident memory of all children in megabytes. A child that has just ended counts as 0.
-fn children_mb(process: u32) -> f64 {
+pub(super) fn children_mb(process: u32) -> f64 {
     let Ok(tasks) = fs::read_dir(format!("/proc/{process}/task")) else { return 0.0 };
     let lists = tasks.flatten().filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
     let children: Vec<u32> =

@@ -22,6 +22,7 @@ pub mod rollouts;
 pub mod snapshots;
 pub mod storm;
 pub mod two_level_shape;
+pub mod under_attack;
 pub mod userspace;
 pub mod wire;
 pub mod workload;

@@ -20,13 +20,15 @@ pub struct Figure {
     pub anchor: Option<f64>,
     /// `value / anchor`. Less is better.
     pub ratio: Option<f64>,
+    /// The highest value that meets the goal, if the figure has a goal.
+    pub goal: Option<f64>,
 }
 
 impl Figure {
     /// A figure without an anchor.
     #[must_use]
     pub fn alone(name: impl Into<String>, value: f64, unit: &'static str) -> Self {
-        Self { name: name.into(), value, unit, compared_with: String::new(), anchor: None, ratio: None }
+        Self { name: name.into(), value, unit, compared_with: String::new(), anchor: None, ratio: None, goal: None }
     }
 
     /// A figure with an anchor from the same run.
@@ -39,7 +41,28 @@ impl Figure {
         anchor: f64,
     ) -> Self {
         let ratio = (anchor != 0.0).then_some(value / anchor);
-        Self { name: name.into(), value, unit, compared_with: compared_with.into(), anchor: Some(anchor), ratio }
+        Self {
+            name: name.into(),
+            value,
+            unit,
+            compared_with: compared_with.into(),
+            anchor: Some(anchor),
+            ratio,
+            goal: None,
+        }
+    }
+
+    /// The same figure with a goal: the highest value that meets it. The run of the benches fails
+    /// if a figure misses its goal.
+    #[must_use]
+    pub fn with_goal(self, goal: f64) -> Self {
+        Self { goal: Some(goal), ..self }
+    }
+
+    /// Whether the value is above the goal.
+    #[must_use]
+    pub fn misses_goal(&self) -> bool {
+        self.goal.is_some_and(|goal| self.value > goal)
     }
 }
 
@@ -50,13 +73,15 @@ impl Figure {
 /// The file cannot be written.
 pub fn publish(bench: &str, figures: &[Figure], folder: &Path) -> Result<()> {
     for figure in figures {
-        print!("{:<44} {:>12.3} {:<6}", figure.name, figure.value, figure.unit);
-        match (figure.anchor, figure.ratio) {
-            (Some(anchor), Some(ratio)) => {
-                println!("  ×{ratio:<8.4} of {}: {anchor:.3} {}", figure.compared_with, figure.unit);
-            }
-            _ => println!(),
+        print!("{:<56} {:>12.3} {:<6}", figure.name, figure.value, figure.unit);
+        if let (Some(anchor), Some(ratio)) = (figure.anchor, figure.ratio) {
+            print!("  ×{ratio:<8.4} of {}: {anchor:.3} {}", figure.compared_with, figure.unit);
         }
+        if let Some(goal) = figure.goal {
+            let verdict = if figure.misses_goal() { "MISSED" } else { "ok" };
+            print!("  goal: at most {goal:.3}  {verdict}");
+        }
+        println!();
     }
     fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     let path = folder.join(format!("{bench}.json"));

@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use clap::Parser;
 use headgate_tests::bench::{
     barrier, fleet, iptables, ipvs, memory, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
-    rollouts, snapshots, storm, userspace, wire,
+    rollouts, snapshots, storm, under_attack, userspace, wire,
 };
 
 /// Measures Headgate, compares it with an anchor in the same run, prints the figures and writes
@@ -42,6 +42,8 @@ struct Arguments {
     load: fleet::Load,
     #[command(flatten)]
     rollouts: rollouts::Rollouts,
+    #[command(flatten)]
+    attacks: under_attack::Attacks,
 }
 
 type Bench = fn(&Arguments) -> Result<Vec<Figure>>;
@@ -87,6 +89,11 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         "pods are replaced under load, with the drain barrier, a sleep and no wait; fails if the barrier loses a request",
         |a| rollouts::run(&a.rollouts),
     ),
+    (
+        "under-attack",
+        "changes, probes and memory while pods and tenants attack, beside quiet times; fails if a goal is missed",
+        |a| under_attack::run(&a.attacks, a.services),
+    ),
     ("userspace", "connections through the agent's proxy and through HAProxy behind the same rules", |_| {
         userspace::run()
     }),
@@ -120,8 +127,12 @@ fn main() -> Result<()> {
         let names: Vec<_> = BENCHES.iter().map(|(name, ..)| *name).collect();
         bail!("no bench is called {:?}; the benches are {}", arguments.only.unwrap_or_default(), names.join(", "));
     }
+    let mut missed = Vec::new();
     for (name, _, bench) in chosen {
-        publish(name, &bench(&arguments)?, &arguments.out)?;
+        let figures = bench(&arguments)?;
+        publish(name, &figures, &arguments.out)?;
+        missed.extend(figures.into_iter().filter(Figure::misses_goal).map(|figure| figure.name));
     }
+    ensure!(missed.is_empty(), "{} goals are missed:\n{}", missed.len(), missed.join("\n"));
     Ok(())
 }

@@ -18,3 +18,4 @@ mod packets;
 mod replacements;
 mod rule_text;
 mod testbed;
+mod under_attack;

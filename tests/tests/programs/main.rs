@@ -6,6 +6,7 @@ mod attacks;
 mod claims;
 mod deploy;
 mod failover;
+mod fuzz;
 mod grpcurl;
 mod headgatectl;
 mod inspect;

@@ -8,7 +8,10 @@ use rcgen::{CertificateParams, DnType, KeyPair, SanType};
 use v1::agent_message::Body;
 
 use super::{
-    connections::{DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, WINDOW_UPDATE, http2_frame},
+    connections::{
+        ACK, CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, PADDED, PING, PREFACE, PRIORITY, SETTINGS,
+        WINDOW_UPDATE, WITH_PRIORITY, http2_frame,
+    },
     control_plane,
 };
 
@@ -64,6 +67,14 @@ fn answers() -> Vec<u8> {
         }),
         Body::ApplyFailed(v1::ApplyFailed { version: 1, error: "iptables-restore: busy".into(), attempts: 2 }),
         Body::Status(v1::AgentStatus { backend: "ipvs".into(), ..v1::AgentStatus::default() }),
+        Body::Answer(v1::Answer { id: 1, is_last: true, ..v1::Answer::default() }),
+        Body::Barrier(v1::BarrierRequest {
+            id: 1,
+            address: vec![10, 244, 1, 7].into(),
+            pod_uid: "6f1a2f0e-1b1c-4f39-9a0e-5d0c7d3f1b2a".into(),
+            ..v1::BarrierRequest::default()
+        }),
+        Body::Barrier(v1::BarrierRequest { id: 1, is_cancelled: true, ..v1::BarrierRequest::default() }),
         Body::Ack(ack(2)),
     ]
     .into_iter()
@@ -80,11 +91,7 @@ fn field(name: &str, value: &str) -> Vec<u8> {
 
 /// A connection with one request.
 fn connection(path: &str, messages: &[u8], ends: bool) -> Vec<u8> {
-    // `:method: POST` and `:scheme: http`.
-    let mut block = vec![0x83, 0x86];
-    let fields = [(":authority", "replica"), ("content-type", "application/grpc"), ("te", "trailers")];
-    block.extend(field(":path", path));
-    fields.into_iter().for_each(|(name, value)| block.extend(field(name, value)));
+    let block = header_block(path);
     let (first, rest) = messages.split_at(messages.len() / 2);
     [
         PREFACE.to_vec(),
@@ -93,6 +100,46 @@ fn connection(path: &str, messages: &[u8], ends: bool) -> Vec<u8> {
         http2_frame(HEADERS, END_HEADERS, 1, &block),
         http2_frame(DATA, 0, 1, first),
         http2_frame(DATA, if ends { END_STREAM } else { 0 }, 1, rest),
+    ]
+    .concat()
+}
+
+/// The headers of a request.
+fn header_block(path: &str) -> Vec<u8> {
+    // `:method: POST` and `:scheme: http`.
+    let mut block = vec![0x83, 0x86];
+    let fields = [(":authority", "replica"), ("content-type", "application/grpc"), ("te", "trailers")];
+    block.extend(field(":path", path));
+    fields.into_iter().for_each(|(name, value)| block.extend(field(name, value)));
+    block
+}
+
+/// A connection that uses what is rare: a new size of the header table, headers that are added to
+/// the table and then used again, headers in three frames, padding, priorities, and pings.
+fn rare_connection(path: &str, messages: &[u8], ends: bool) -> Vec<u8> {
+    // The size of the dynamic table becomes 0, and then 4,096 (RFC 7541, 6.3).
+    let mut block = vec![0x20, 0x3f, 0xe1, 0x1f];
+    block.extend(header_block(path));
+    // `x-a: b` is added to the table (6.2.1), and used by its index, which is 62 (6.1).
+    block.extend([0x40, 3, b'x', b'-', b'a', 1, b'b', 0xbe]);
+    // `x-h: a` with the Huffman code of `a` and its padding (5.2).
+    block.extend([0, 3, b'x', b'-', b'h', 0x81, 0x1f]);
+    let (first, rest) = block.split_at(block.len() / 3);
+    let (second, third) = rest.split_at(rest.len() / 2);
+    // One byte for the length of the padding, five for the priority.
+    let padded = [&[4, 0, 0, 0, 0, 16][..], first, &[0; 4]].concat();
+    let data = [&[3][..], messages, &[0; 3]].concat();
+    [
+        PREFACE.to_vec(),
+        http2_frame(SETTINGS, 0, 0, &[0, 1, 0, 0, 16, 0, 0, 5, 0, 0, 64, 0]),
+        http2_frame(SETTINGS, ACK, 0, &[]),
+        http2_frame(PING, 0, 0, &[7; 8]),
+        http2_frame(PRIORITY, 0, 3, &[0, 0, 0, 0, 1]),
+        http2_frame(HEADERS, PADDED | WITH_PRIORITY, 1, &padded),
+        http2_frame(CONTINUATION, 0, 1, second),
+        http2_frame(CONTINUATION, END_HEADERS, 1, third),
+        http2_frame(DATA, if ends { PADDED | END_STREAM } else { PADDED }, 1, &data),
+        http2_frame(WINDOW_UPDATE, 0, 1, &[0, 0, 1, 0]),
     ]
     .concat()
 }
@@ -143,10 +190,28 @@ fn corpus_of_agents_is_written_when_asked_for() {
     let sync = "/headgate.v1.Discovery/Sync";
     let list = frame(&v1::ListServicesRequest::default());
     let check = [0, 0, 0, 0, 2, 0x0a, 0];
+    let drain = frame(&v1::DrainPodRequest {
+        namespace: "shop".into(),
+        name: "web-1".into(),
+        timeout_ms: 1,
+        silent_ms: 1,
+        ..Default::default()
+    });
+    let service = Some(v1::ServiceKey { namespace: "shop".into(), name: "web-1".into() });
+    let question = frame(&v1::Question {
+        wanted: v1::question::Wanted::Gone.into(),
+        endpoints: vec![v1::QuestionEndpoint { service, address: vec![10, 244, 1, 7].into() }],
+        wait_ms: 1,
+        ..Default::default()
+    });
     let connections = [
         ("sync.bin", connection(sync, &streams[0].1, false)),
         ("sync-resumed.bin", connection(sync, &streams[2].1, false)),
         ("inspect.bin", connection("/headgate.v1.Inspect/ListServices", &list, true)),
+        ("drain-pod.bin", connection("/headgate.v1.Inspect/DrainPod", &drain, true)),
+        ("question.bin", connection("/headgate.v1.Peers/Ask", &question, true)),
+        ("sync-rare.bin", rare_connection(sync, &streams[0].1, false)),
+        ("inspect-rare.bin", rare_connection("/headgate.v1.Inspect/ListServices", &list, true)),
         ("health.bin", connection("/grpc.health.v1.Health/Check", &check, true)),
     ];
     write("agent_stream", &streams);

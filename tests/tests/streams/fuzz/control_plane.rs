@@ -35,6 +35,34 @@ pub(super) fn list(kind: ObjectKind, bytes: &[u8]) -> usize {
     serve_events(source::list_events(kind, bytes))
 }
 
+/// Serves a Service and a slice with this annotation. In `key`, an underscore stands for the slash.
+/// The newline at the end of a file is no part of the value. Returns whether the annotation has no
+/// problem.
+pub(super) fn annotation(key: &str, value: &str) -> bool {
+    let value = value.strip_suffix('\n').unwrap_or(value);
+    let annotations = serde_json::json!({key.replacen('_', "/", 1): value});
+    let metadata = |name: &str| serde_json::json!({"name": name, "namespace": "shop", "annotations": annotations});
+    let list = |kind: &str, item: serde_json::Value| serde_json::json!({"kind": kind, "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [item]});
+    let service = serde_json::json!({
+        "metadata": metadata("web"), "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80, "protocol": "TCP"}]},
+    });
+    let mut slice = serde_json::json!({
+        "metadata": metadata("web-1"), "addressType": "IPv4", "ports": [{"name": "", "port": 8080, "protocol": "TCP"}],
+        "endpoints": [{"addresses": ["10.244.1.7"]}, {"addresses": ["10.244.1.8"]}],
+    });
+    slice["metadata"]["labels"] = serde_json::json!({"kubernetes.io/service-name": "web"});
+    let read = |kind, list: &serde_json::Value| source::list_events(kind, list.to_string().as_bytes());
+    let mut events = read(ObjectKind::Service, &list("ServiceList", service));
+    events.extend(read(ObjectKind::EndpointSlice, &list("EndpointSliceList", slice)));
+    let (mut model, store) = (Model::with_gates(), Store::new(Limits::default(), Arc::new(Metrics::default())));
+    for event in events {
+        model.event(event, "");
+    }
+    store.commit(model.take());
+    store.synced();
+    model.take_problems().is_none_or(|problems| problems.is_empty())
+}
+
 /// The objects that [`agent_stream`] serves.
 const SERVED: &str = "
 {kind: Service, apiVersion: v1, metadata: {name: web}, spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}}

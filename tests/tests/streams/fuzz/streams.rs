@@ -41,7 +41,7 @@ fn endpoint(index: u8, host: u8) -> Change {
     Change::Endpoint(key(index), endpoint)
 }
 
-fn changes() -> Vec<Change> {
+pub(super) fn changes() -> Vec<Change> {
     let mut changes = vec![Change::ServiceCidr(ServiceCidr {
         name: "kubernetes".into(),
         cidrs: vec!["10.96.0.0/16".parse().unwrap()],

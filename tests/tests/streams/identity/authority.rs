@@ -31,6 +31,11 @@ impl Authority {
         self.0.pem()
     }
 
+    /// The key of the authority, in PEM.
+    pub(crate) fn key(&self) -> String {
+        self.0.key().serialize_pem()
+    }
+
     pub(crate) fn der(&self) -> CertificateDer<'static> {
         self.0.der().clone()
     }

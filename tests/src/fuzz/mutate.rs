@@ -9,7 +9,7 @@ const EDGES: [u64; 10] =
 
 /// Changes `bytes` in one to eight places. Parts may be copied from `others`. `words` are pieces of
 /// the format's grammar.
-pub(crate) fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>], words: &[&str]) {
+pub fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>], words: &[&str]) {
     for _ in 0..1 << rng.u8(0..4) {
         let at = rng.usize(0..=bytes.len());
         let end = (at + (1 << rng.u32(0..10))).min(bytes.len());
@@ -60,7 +60,7 @@ fn varint(mut number: u64) -> Vec<u8> {
 }
 
 /// Changes a sequence: messages are mutated, removed, repeated and swapped.
-pub(crate) fn mutate_sequence(rng: &mut Rng, messages: &mut Vec<Vec<u8>>) {
+pub fn mutate_sequence(rng: &mut Rng, messages: &mut Vec<Vec<u8>>) {
     let all = messages.clone();
     for _ in 0..rng.u8(1..5) {
         if messages.is_empty() {
