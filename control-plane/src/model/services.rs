@@ -17,11 +17,7 @@ const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 /// Reads a Service. The result has no value for ExternalName Services and headless Services. The
 /// result also has no value if the label `service.kubernetes.io/service-proxy-name` assigns the
 /// Service to another proxy. Leaves out externalIPs that are not allowed.
-pub(super) fn read(
-    object: &objects::Service,
-    allowed: &ExternalIps,
-    budget: size::ServiceBudget,
-) -> Reading<Service> {
+pub(super) fn read(object: &objects::Service, allowed: &ExternalIps, budget: size::ServiceBudget) -> Reading<Service> {
     let spec = &object.spec;
     let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
     if object.metadata.labels.get(keys::SERVICE_PROXY_NAME).is_some()

@@ -56,7 +56,10 @@ impl SourceSettings {
     /// An empty model with these settings.
     fn model(&self) -> Model {
         let model = if self.reads_pods { Model::with_gates() } else { Model::default() };
-        model.with_agent_nodes(self.agent_nodes.clone()).with_service_budget(self.service_budget).with_external_ips(self.external_ips.clone())
+        model
+            .with_agent_nodes(self.agent_nodes.clone())
+            .with_service_budget(self.service_budget)
+            .with_external_ips(self.external_ips.clone())
     }
 }
 

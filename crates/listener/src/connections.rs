@@ -197,7 +197,7 @@ impl HttpConnections {
         if table.warned_at.is_none_or(|at| at.elapsed() >= WARNING_INTERVAL) {
             table.warned_at = Some(Instant::now());
             warn!(
-                network = %network.0, connections = counts.get(&network), port,
+                %network, connections = counts.get(&network), port,
                 "HTTP connections are closed for new ones: this network has the most, and loses those that are silent for longest"
             );
         }

@@ -26,7 +26,7 @@ use self::{
 use super::SourceError;
 use crate::{
     model::{Event, Model},
-    transaction::{Problem, Sink, SourceKind, Transaction},
+    transaction::{Sink, SourceKind, Transaction},
 };
 
 /// Time between scans.

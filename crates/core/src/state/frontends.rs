@@ -310,7 +310,9 @@ impl FrontendOwners {
             |(place, Candidates { first, others })| {
                 let others = others.as_deref().into_iter().flatten();
                 let lost = others.filter(move |other| first.claim == Claim::Reserved && excludes(place, first, other));
-                lost.map(move |Candidate { key, claim, .. }| (key, Conflict { place, claim: *claim, owner: Some(first) }))
+                lost.map(move |Candidate { key, claim, .. }| {
+                    (key, Conflict { place, claim: *claim, owner: Some(first) })
+                })
             },
         )
     }

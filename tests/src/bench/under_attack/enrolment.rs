@@ -92,7 +92,8 @@ pub(super) fn write_nodes(bed: &Bed) -> Result<()> {
 /// The files of the bed cannot be read.
 pub(super) fn enrolments(bed: &Bed, next: &AtomicU8, deadline: Instant) -> Result<Requests> {
     let none = bed.folder.path().join("none");
-    let files = Files { side: Side::Client, cert: none.clone(), key: none, ca: bed.folder.path().join("ca.crt") };
+    let ca = bed.folder.path().join("ca.crt");
+    let files = Files { side: Side::Client, cert: none.clone(), key: none, node_ca: ca.clone(), ca, denied: None };
     let roots = files.read_authorities(std::time::SystemTime::now()).map_err(|error| anyhow!("{error}"))?;
     let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
     let config = builder.with_safe_default_protocol_versions()?.with_root_certificates(roots).with_no_client_auth();

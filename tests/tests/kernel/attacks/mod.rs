@@ -1,3 +1,4 @@
-//! Attacks of tenants, pods and nodes, with real programs and real rules.
+//! Attacks on the nodes of a cluster with real rules. Each test checks that others are unharmed.
 
+mod large_services;
 mod lockout;
