@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod attacks;
 mod beside_kube_proxy;
 mod clients;
 mod conntrack;

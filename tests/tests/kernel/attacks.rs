@@ -1,3 +1,0 @@
-//! Attacks of tenants, against real kernels.
-
-mod large_services;
