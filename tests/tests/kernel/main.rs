@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod attacks;
 mod beside_kube_proxy;
 mod clients;
 mod conntrack;

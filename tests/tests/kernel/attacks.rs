@@ -1,0 +1,3 @@
+//! Attacks of tenants, against real kernels.
+
+mod large_services;
