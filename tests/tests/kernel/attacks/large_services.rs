@@ -71,13 +71,13 @@ fn a_service_with_consistent_hash_and_100_ports_has_few_slots() {
     let bed = Testbed::machines_only(Backend::Nftables, all).unwrap();
     bed.start_programs("node-a", &AgentSetup::default()).unwrap();
     let before = elements(&bed, "endpoints").unwrap();
-    let write = |all: &mut Manifests| {
+    bed.update(|all| {
         all.add(hashed("attack", false))?;
         all.add(hashed("shared", true))?;
         all.service_mut("web")?.endpoints = manifests::ready(&["b1"]);
         Ok(())
-    };
-    bed.update(write).unwrap();
+    })
+    .unwrap();
     let question = ask("a3", "web", Via::ClusterIp);
     cases::run(&bed, &[question.answered(&["b1"], SourceAddress::Kept)]).unwrap();
     assert_eq!(elements(&bed, "endpoints").unwrap() - before, 100 * 128 + 128);
