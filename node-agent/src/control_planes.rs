@@ -23,7 +23,10 @@ pub struct ControlPlane {
 
 impl fmt::Display for ControlPlane {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.socket.as_ref().map_or_else(|| self.uri.fmt(f), |socket| f.write_str(socket))
+        match &self.socket {
+            Some(socket) => f.write_str(socket),
+            None => self.uri.fmt(f),
+        }
     }
 }
 
