@@ -121,8 +121,7 @@ impl NodeView {
             recognises_pods: settings.masquerade.detector(*family).is_some(),
             has_node_ports: *settings.node_ports(*family) != NodePortAddresses::Only(Vec::new()),
         };
-        let prefixes =
-            |prefixes: &[IpNet]| prefixes.iter().filter(|_| facts.dialled.has_proxy).map(prefix_to_wire).collect();
+        let list = |all: &[IpNet]| all.iter().filter(|_| facts.dialled.has_proxy).map(prefix_to_wire).collect();
         v1::NodeView {
             zone: facts.zone.as_deref().unwrap_or_default().to_owned(),
             addresses: facts.addresses.iter().copied().map(address_to_wire).collect(),
@@ -132,8 +131,8 @@ impl NodeView {
             mode: settings.mode.as_str().to_owned(),
             families: families.iter().map(family).collect(),
             own_node: None,
-            dialled: prefixes(&facts.dialled.ranges),
-            dialled_never: prefixes(&facts.dialled.of_node),
+            dialled: list(&facts.dialled.ranges),
+            dialled_never: list(&facts.dialled.of_node),
         }
     }
 

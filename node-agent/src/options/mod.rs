@@ -44,9 +44,7 @@ pub enum OptionsError {
     #[error("--control-plane: pass at least one URL, such as https://192.0.2.10:7443")]
     NoControlPlane,
     /// Mode userspace knows no range of pods.
-    #[error(
-        "mode userspace needs the ranges of pods, because its proxy connects to no other addresses: pass --pod-ranges, such as 10.244.0.0/16,fd00:10:244::/48, or --cluster-cidr"
-    )]
+    #[error("mode userspace needs the ranges of pods: pass --pod-ranges, such as 10.244.0.0/16, or --cluster-cidr")]
     NoPodRanges,
     /// A flag that names a TLS file is missing.
     #[error("--control-plane names an https URL, which needs --tls-cert, --tls-key and --tls-ca; missing: {0}")]

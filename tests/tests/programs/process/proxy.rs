@@ -25,7 +25,9 @@ pub(super) const POD_RANGES: &str = "--pod-ranges=10.244.0.0/16,fd00:244::/32";
 pub(super) fn rig() -> Rig {
     let rig = Rig::web(1);
     rig.put("web-2", &slice_v6());
-    rig.ip("route add local 10.244.1.1/32 dev lo\n-6 route add local fd00:244::1/128 dev lo\n\
+    // Programs may also listen on an IPv6 address that no interface has.
+    rig.set_parameter("net/ipv6/ip_nonlocal_bind", "1");
+    rig.ip("route add local 10.244.1.1/32 dev lo\nroute add local fd00:244::1/128 dev lo\n\
             route add 10.96.0.0/16 dev uplink\nroute add fd00:96::/64 dev uplink\n");
     rig
 }

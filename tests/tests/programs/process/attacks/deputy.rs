@@ -66,7 +66,7 @@ fn node_with_hostile_addresses() -> Rig {
         rig.ip(&format!("route add local {address}/32 dev lo\n"));
     }
     for address in NEVER_V6.iter().filter(|address| **address != "2001:db8::11") {
-        rig.ip(&format!("-6 route add local {address}/128 dev lo\n"));
+        rig.ip(&format!("route add local {address}/128 dev lo\n"));
     }
     serve(&rig);
     rig
@@ -77,8 +77,6 @@ fn only_honest_endpoints_are_dialled(rules: &str) {
     let hostile: Vec<&str> = NEVER_V4.into_iter().chain([ELSEWHERE]).chain(NEVER_V6).collect();
     let listeners: Vec<(&str, Arc<AtomicU32>)> =
         hostile.iter().map(|address| (*address, count(&rig, address))).collect();
-    rig.put("web-3", &slice_of("web", "3", &[&NEVER_V4[..], &[ELSEWHERE]].concat()));
-    rig.put("web-4", &slice_of("web", "4", &NEVER_V6));
     let _agent = rig.agent(&["--proxy-mode=userspace", RANGES, rules]);
     for address in [CLUSTER_IP, "[fd00:96::1]:80"] {
         eventually("the agent carries connections", || {
@@ -86,6 +84,11 @@ fn only_honest_endpoints_are_dialled(rules: &str) {
             let list = rig.headgatectl(&["connections", "node-a"])?;
             if list.contains(address) { Ok(()) } else { Err(list) }
         });
+    }
+    rig.put("web-3", &slice_of("web", "3", &[&NEVER_V4[..], &[ELSEWHERE]].concat()));
+    rig.put("web-4", &slice_of("web", "4", &NEVER_V6));
+    rig.until_said(&["agents"], &["does not connect to some endpoints", "--pod-ranges", "ns/web"]);
+    for address in [CLUSTER_IP, "[fd00:96::1]:80"] {
         for _ in 0..40 {
             exchange(&rig, address, 1).unwrap();
         }
@@ -93,10 +96,6 @@ fn only_honest_endpoints_are_dialled(rules: &str) {
     for (address, connections) in listeners {
         assert_eq!(connections.load(Ordering::SeqCst), 0, "connections to {address} with {rules}");
     }
-    rig.until_said(
-        &["agents"],
-        &["the proxy of mode userspace does not connect to some endpoints", "--pod-ranges: ", "ns/web"],
-    );
     // The Service is no problem any more.
     rig.remove("web-3");
     rig.remove("web-4");
@@ -227,6 +226,8 @@ fn a_pod_does_not_pass_as_its_node_at_the_page_for_pods_that_stop() {
             rig.put(&format!("{name}-1"), &slice_of(&name, "1", &[address]).replace("8080", "10261"));
         }
         let agent = rig.agent(&arguments);
+        // The proxy accepts connections once the agent has programmed the node.
+        rig.until_programmed();
         for through in ["10.96.0.3:80", "10.96.0.4:80", "192.0.2.11:30003", "10.244.1.254:30004", "192.0.2.11:10261"] {
             let answer =
                 eventually(&format!("{through} answers"), || get(&pod, through, "/v1/drain?pod=ns/victim&timeout=1s"));
