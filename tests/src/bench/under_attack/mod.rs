@@ -55,8 +55,8 @@ pub struct Attacks {
     /// (under-attack)
     #[arg(long)]
     pub full_attacks: bool,
-    /// Length of the quiet phase and of the attack, in seconds (under-attack) [default: 4 and 8; with
-    /// full size: 20 and 90]
+    /// Length of the quiet phase and of the attack, in seconds (under-attack) [default: 4 and 8;
+    /// with full size: 20 and 90]
     #[arg(long, value_name = "SECONDS")]
     pub attack_seconds: Option<u64>,
     /// Another argument of the agent, such as --health-checks=all; repeat the option for more. It

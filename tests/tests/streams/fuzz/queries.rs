@@ -106,7 +106,8 @@ fn answers(state: &State) -> Vec<(&'static str, Vec<u8>)> {
     ];
     let encoded = |kind| {
         let part = Some(v1::NodeAnswer { kind: Some(kind) });
-        v1::Answer { id: 1, part, is_last: true, ..v1::Answer::default() }.encode_to_vec()
+        // This number is no UTF-8, so that no tool takes the file for a text.
+        v1::Answer { id: 200, part, is_last: true, ..v1::Answer::default() }.encode_to_vec()
     };
     kinds.into_iter().map(|(name, kind)| (name, encoded(kind))).collect()
 }
