@@ -203,7 +203,7 @@ impl Barriers {
 
     /// True if no further request may wait for the pod with this address.
     pub(crate) fn is_crowded(&self, address: IpAddr) -> bool {
-        self.state().count(self.hasher.hash_one(&address_to_wire(address))) >= MAX_OF_POD
+        self.state().count(self.hasher.hash_one(address_to_wire(address))) >= MAX_OF_POD
     }
 
     /// Begins a stream. Returns its requests: first all that are not answered.
