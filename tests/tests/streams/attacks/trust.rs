@@ -193,7 +193,7 @@ async fn asks_for_ever(a: &mut Client) -> v1::BarrierAnswer {
 async fn a_node_that_confirms_nothing_delays_pods_for_a_limited_time_and_cannot_get_it_back() {
     let part = Duration::from_millis(20);
     let mut pair = Pair::start_with(2, Settings { uncovered_after: NEVER, patience_part: part, ..settings() }).await;
-    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    let (mut a, b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     pair.change_both([removed()]);
     program(&pair.replicas[0], &mut a).await;
     program(&pair.replicas[1], &mut c).await;
