@@ -82,7 +82,6 @@ async fn mutated_requests_to_enrol_are_refused_safely() {
     let port = ReservedPort::reserve().unwrap();
     let enrolment = EnrolmentSettings {
         listen: port.address(),
-        ca_cert: folder.path().join("ca.crt"),
         ca_key: folder.path().join("ca.key"),
         audience: "headgate".into(),
         service_account: ServiceKey::new("headgate-system", "headgate-node-agent"),
