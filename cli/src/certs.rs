@@ -1,6 +1,7 @@
 //! `headgatectl certs`: creates authorities and certificates for a trial, in the layout that the
-//! manifests under `deploy/` expect. One authority signs for replicas and readers, and one for nodes:
-//! with enrolment, each replica has the key of the latter. [`rotation`] replaces the authorities.
+//! manifests under `deploy/` expect. One authority signs for replicas and readers, and one for
+//! nodes: with enrolment, each replica has the key of the latter. [`rotation`] replaces the
+//! authorities.
 
 mod folder;
 pub mod rotation;

@@ -48,7 +48,8 @@ pub enum CaAction {
         /// step
         #[arg(value_enum)]
         step: Step,
-        /// Replace the authority of nodes (node-ca.crt), in place of the one of replicas and readers
+        /// Replace the authority of nodes (node-ca.crt), in place of the one of replicas and
+        /// readers
         #[arg(long)]
         nodes: bool,
         /// The folder.

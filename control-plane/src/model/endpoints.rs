@@ -42,8 +42,8 @@ struct Before {
     trigger_unix_ms: u64,
 }
 
-/// A version of a slice, and whether this version is good. A good version is used as written, except
-/// for invalid entries.
+/// A version of a slice, and whether this version is good. A good version is used as written,
+/// except for invalid entries.
 type HeldSlice = (Arc<Slice>, bool);
 
 /// The slice that counts, and a slice that contradicts the first slice.

@@ -190,7 +190,8 @@ impl Problems {
             return None;
         }
         let mut problems: Vec<Problem> = self.by_subject.values().flatten().cloned().collect();
-        // A stable sort is fast here, because the problems of each kind of object are nearly sorted.
+        // A stable sort is fast here, because the problems of each kind of object are nearly
+        // sorted.
         problems.sort();
         Some(problems)
     }

@@ -204,8 +204,8 @@ impl Services {
         is_owner
     }
 
-    /// Sets the addresses of the node. An endpoint at such an address is not tried: the program there
-    /// would take the client for the node.
+    /// Sets the addresses of the node. An endpoint at such an address is not tried: the program
+    /// there would take the client for the node.
     pub fn set_node_addresses(&self, addresses: impl IntoIterator<Item = IpAddr>) {
         self.write().node_addresses = addresses.into_iter().collect();
     }

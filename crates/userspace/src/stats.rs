@@ -68,7 +68,8 @@ counters! {
         failed,
         /// Attempts to connect to another endpoint, after an endpoint failed.
         retries,
-        /// Endpoints that were not tried, because their address is that of a Service or of the node.
+        /// Endpoints that were not tried, because their address is that of a Service or of the
+        /// node.
         loops,
         /// Connections to endpoints.
         connected,

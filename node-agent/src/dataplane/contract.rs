@@ -88,8 +88,8 @@ pub trait Dataplane: Send {
     /// Plans the changes for the changed services. The cost depends only on these services.
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan;
 
-    /// Writes a plan to the kernel. If the plan is large, writes a part of it and keeps the rest: see
-    /// [`Report::has_rest`]. Each plan without services then writes another part.
+    /// Writes a plan to the kernel. If the plan is large, writes a part of it and keeps the rest:
+    /// see [`Report::has_rest`]. Each plan without services then writes another part.
     ///
     /// # Errors
     /// [`super::ErrorKind`] says what the caller must do. The plan cannot be applied again.

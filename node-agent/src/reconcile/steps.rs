@@ -86,8 +86,8 @@ impl Steps {
         }
     }
 
-    /// Records a step that succeeded, and removes from `dirty` what is in the kernel. Returns whether
-    /// that is the whole step, and what the kernel has if the round has ended.
+    /// Records a step that succeeded, and removes from `dirty` what is in the kernel. Returns
+    /// whether that is the whole step, and what the kernel has if the round has ended.
     pub(super) fn succeeded(&mut self, dirty: &mut Dirty, report: &Report) -> (bool, Option<Reached>) {
         let part = mem::take(&mut self.part);
         self.has_rest = report.has_rest;

@@ -146,8 +146,8 @@ impl Rejections {
         ended
     }
 
-    /// Records the Services that this node does not program as a whole at this version. If a Service
-    /// has several rejections, the last one counts.
+    /// Records the Services that this node does not program as a whole at this version. If a
+    /// Service has several rejections, the last one counts.
     pub(super) fn set_by_node(&mut self, version: u64, rejections: &[v1::Rejection]) {
         if rejections.is_empty() && self.by_node.is_empty() {
             return;

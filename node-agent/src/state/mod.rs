@@ -302,8 +302,8 @@ impl AgentState {
         inner.reserve();
     }
 
-    /// Reserves the addresses and ports to which a name leads, so that no Service gets them. A later
-    /// call with the same name replaces them. Waits for the lock, as [`Self::apply`] does.
+    /// Reserves the addresses and ports to which a name leads, so that no Service gets them. A
+    /// later call with the same name replaces them. Waits for the lock, as [`Self::apply`] does.
     pub fn depends_on(&self, name: &str, addresses: BTreeSet<(Protocol, SocketAddr)>) {
         let mut inner = self.lock();
         if inner.targets.get(name) != Some(&addresses) {

@@ -110,7 +110,7 @@ fn check(
             let chosen: BTreeSet<String> = chosen.map(|endpoint| endpoint.address.clone()).collect();
             ensure!(chosen == expected, "{expected:?} answer");
             let last = steps.last().context("no step")?;
-            let is_carried = bed.backend().carries(transport, case.via);
+            let is_carried = bed.backend().carries_to(transport, case.via, by);
             // If the only endpoint is the client itself, the step names both source addresses.
             let is_kept = !query.source.is_empty() && last.contains("The endpoint sees the source address");
             let is_hairpin = last.contains("If the node chooses the client itself");

@@ -111,10 +111,7 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
                 let target_port = service.target_port(&answer.server, port)?;
                 ensure!(answer.port == target_port, "{} was reached at port {}", answer.server, answer.port);
                 let source = match source {
-                    // The proxy does not connect to addresses of nodes.
-                    SourceAddress::Kept
-                        if bed.backend().carries(request.transport, case.via) && case.service != "host-network" =>
-                    {
+                    SourceAddress::Kept if bed.backend().carries_to(request.transport, case.via, by) => {
                         let entry = match case.via {
                             Via::NodePort(node) => Some(node),
                             _ => plan::entry_of(case.from),

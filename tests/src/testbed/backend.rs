@@ -99,6 +99,13 @@ impl Backend {
         carries_udp || (self.carries_tcp() && transport.is_tcp())
     }
 
+    /// Like [`Self::carries`], for connections that one of these servers answers. The proxy does
+    /// not connect to addresses of nodes.
+    pub fn carries_to(self, transport: Transport, via: Via, servers: &[&str]) -> bool {
+        let is_node = |server: &&str| super::plan::NODES.iter().any(|node| node.name == *server);
+        self.carries(transport, via) && !servers.iter().all(is_node)
+    }
+
     /// Whether the backend uses the layout for large clusters.
     pub fn is_compact(self) -> bool {
         self == Self::IptablesNftCompact

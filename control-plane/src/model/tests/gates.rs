@@ -151,10 +151,10 @@ fn the_pod_of_an_address_is_the_held_one_if_its_entry_counts() {
         bench.flush();
         bench.pods.pop().unwrap().pod.unwrap().0
     };
-    assert_eq!(pod(&mut bench), PodId::new("u2", "web-1").in_namespace("default"));
+    assert_eq!(pod(&mut bench), PodId::new("u2", "web-1").in_namespace("x"));
     put(&mut bench, "u1", WAITING);
     assert!(is_ready(&mut bench, "s"));
-    assert_eq!(pod(&mut bench), PodId::new("u1", "web-1").in_namespace("default"));
+    assert_eq!(pod(&mut bench), PodId::new("u1", "web-1").in_namespace("x"));
 }
 
 #[test]

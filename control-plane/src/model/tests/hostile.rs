@@ -242,7 +242,7 @@ fn many_endpoints_of_one_pod_that_waits_cost_no_more_than_others() {
     let value = slice("a", "s", endpoints.collect(), http(1));
     let mut bench = Bench { model: Model::with_gates(), ..Bench::default() };
     bench.apply(&value);
-    let places = |bench: &Bench| bench.model.endpoints.gates.places(PodId::new(uid, "web-1")).count();
+    let places = |bench: &Bench| bench.model.endpoints.gates.places(PodId::new(uid, "web-1").in_namespace("x")).count();
     assert_eq!(places(&bench), 20_000);
     bench.delete(ObjectKind::EndpointSlice, "x", "a");
     assert_eq!(places(&bench), 0);

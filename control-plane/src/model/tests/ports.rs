@@ -110,7 +110,7 @@ fn the_pod_of_an_address_is_the_one_whose_entry_counts() {
         bench.flush();
         bench.pods.drain(..).filter_map(|change| change.pod).map(|(pod, _)| pod).collect::<Vec<_>>()
     };
-    let id = |name: &str| PodId::new(name, name).in_namespace("default");
+    let id = |name: &str| PodId::new(name, name).in_namespace("x");
     assert_eq!(pods(&mut bench).last(), Some(&id("one")));
     bench.apply(&of_pod("a", "one", false));
     bench.apply(&of_pod("b", "two", true));

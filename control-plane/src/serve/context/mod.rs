@@ -69,8 +69,8 @@ impl Context {
         *self.lifecycle.borrow()
     }
 
-    /// Returns the network of a client. The address of a Node has a share of its own, which the node
-    /// and its pods contest with nobody else.
+    /// Returns the network of a client. The address of a Node has a share of its own, which the
+    /// node and its pods contest with nobody else.
     pub(crate) fn network(&self, client: IpAddr) -> Network {
         let is_node = self.store.is_node_address(client.to_canonical());
         if is_node { Network::of_node(client) } else { Network::of(client) }

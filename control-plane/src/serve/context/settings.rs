@@ -43,8 +43,8 @@ pub struct Settings {
     pub readiness: Option<ReadinessSettings>,
     /// The name and port of the API server; `None` if the replica uses none.
     pub api_server: Option<(String, u16)>,
-    /// The bound addresses of the ports for agents and other replicas. The start of the servers sets
-    /// this field.
+    /// The bound addresses of the ports for agents and other replicas. The start of the servers
+    /// sets this field.
     pub listen: Vec<SocketAddr>,
     /// The bound ports. The start of the servers sets this field.
     pub ports: Ports,

@@ -2,9 +2,10 @@
 //! server is unreachable, a valid certificate of the node counts instead of a review of its token.
 //!
 //! The listener has its own port and its own places, because its clients need no certificate. A
-//! connection keeps its place until its answer is written. A client sends one request for each connection: `POST /v1/enrol` with a bearer token, and a
-//! certificate signing request (PKCS#10, DER) as the body. The answer is a certificate in PEM, or a
-//! sentence that names the fault and the remedy.
+//! connection keeps its place until its answer is written. A client sends one request for each
+//! connection: `POST /v1/enrol` with a bearer token, and a certificate signing request (PKCS#10,
+//! DER) as the body. The answer is a certificate in PEM, or a sentence that names the fault and the
+//! remedy.
 
 mod authority;
 mod tokens;

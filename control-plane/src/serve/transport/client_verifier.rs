@@ -1,5 +1,5 @@
-//! Verifies the certificates of clients. Each role has its authorities: those of nodes sign only for
-//! nodes, so who has their key, as each replica has for enrolment, is no reader and no replica.
+//! Verifies the certificates of clients. Each role has its authorities: those of nodes sign only
+//! for nodes, so who has their key, as each replica has for enrolment, is no reader and no replica.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Decides which connections of a listener are served, which wait, and which are closed, until their
-//! clients have proved who they are.
+//! Decides which connections of a listener are served, which wait, and which are closed, until
+//! their clients have proved who they are.
 //!
 //! Any client that reaches a port can begin a TLS handshake without a certificate and never finish
 //! it. So the number of running handshakes is bounded, in all and for each network. Other

@@ -167,7 +167,7 @@ async fn a_network_whose_handshakes_fail_has_to_pause_and_other_networks_do_not(
 async fn nodes_have_places_of_their_own_and_strangers_take_none_of_them() {
     let rig = Rig::new();
     let mut tasks = rig.silent(1, 8).await;
-    tasks.extend(rig.silent(2, 3).await);
+    tasks.extend(rig.silent(2, 4).await);
     assert!(rig.enter(3).is_none(), "strangers have no space left");
     let node = rig.enter_as_node(1).unwrap().run(|| true, || ready(Ok::<(), ()>(())));
     assert_eq!(node.await, Ok(Ok(())), "the Node has the address of a stranger of before");

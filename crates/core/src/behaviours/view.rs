@@ -189,9 +189,9 @@ impl ServicePortView {
 
 /// Returns the views of all ports of a service in one family, in the order of the spec. The views
 /// do not contain endpoints that fail this node's [health checks](crate::endpoint_health), except
-/// if all endpoints for a policy fail. The list is empty if the Service is unknown, has no ClusterIP
-/// of the family, or is [too large](crate::size) for a node. The cost depends only on the size of
-/// this Service.
+/// if all endpoints for a policy fail. The list is empty if the Service is unknown, has no
+/// ClusterIP of the family, or is [too large](crate::size) for a node. The cost depends only on the
+/// size of this Service.
 #[must_use]
 pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node: &NodeFacts) -> Vec<ServicePortView> {
     let mut views = views_of_all_endpoints(state, key, family, node);

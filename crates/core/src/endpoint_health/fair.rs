@@ -76,8 +76,8 @@ impl FairChecks {
         self.namespaces.get(&key.namespace).map(|namespace| namespace.checks.failing(key)).unwrap_or_default()
     }
 
-    /// Replaces the checks that a Service requests; `None` removes them. A Service with many targets gets a longer interval, so that no
-    /// more than 20 begin in a second.
+    /// Replaces the checks that a Service requests; `None` removes them. A Service with many
+    /// targets gets a longer interval, so that no more than 20 begin in a second.
     pub fn set_service(&mut self, key: &Arc<ServiceKey>, mut wanted: Option<ServiceTargets>, now_ms: u64) {
         if let Some(ServiceTargets { interval_ms, addresses }) = &mut wanted {
             let targets = u32::try_from(addresses.len()).unwrap_or(u32::MAX);
@@ -121,8 +121,9 @@ impl FairChecks {
         }
     }
 
-    /// Records the outcome of a check, unless its target has been removed. `has_passed` is `None` if
-    /// the caller could not make the check. Returns the Services whose failing endpoints changed.
+    /// Records the outcome of a check, unless its target has been removed. `has_passed` is `None`
+    /// if the caller could not make the check. Returns the Services whose failing endpoints
+    /// changed.
     pub fn finish(&mut self, (name, check): &FairCheck, has_passed: Option<bool>, now_ms: u64) -> Vec<Arc<ServiceKey>> {
         self.free += 1;
         // A namespace stays while its checks run.

@@ -5,7 +5,8 @@
 //! another node cannot reach. [`FairChecks`] decides when each endpoint is checked and how the
 //! outcomes count; the caller opens the connections. [`FailingEndpoints`], a field of
 //! [`crate::NodeFacts`], lists the endpoints that fail their checks. The view of a Service leaves
-//! these endpoints out. The shared state, its digests and the state on disk do not contain results of checks.
+//! these endpoints out. The shared state, its digests and the state on disk do not contain results
+//! of checks.
 
 mod checks;
 mod failing;

@@ -133,13 +133,13 @@ impl Service {
         Self { key, cluster_ips, ports, ..Self::default() }
     }
 
-    /// The most frontends that an agent accepts of one Service. The control plane has a budget of its
-    /// own, which is never higher.
+    /// The most frontends that an agent accepts of one Service. The control plane has a budget of
+    /// its own, which is never higher.
     pub const MAX_FRONTENDS: usize = 16_384;
 
     /// Returns how much the Service asks of a node, without endpoints: the number of its addresses
-    /// with each port, where an address of a load balancer counts once for each source range, and of
-    /// its NodePorts in each family.
+    /// with each port, where an address of a load balancer counts once for each source range, and
+    /// of its NodePorts in each family.
     #[must_use]
     pub fn frontend_count(&self) -> usize {
         let ranges = self.load_balancer_source_ranges.len().max(1);

@@ -310,6 +310,7 @@ impl FrontendOwners {
             |(place, Candidates { first, others })| {
                 let others = others.as_deref().into_iter().flatten();
                 let lost = others.filter(move |other| first.claim == Claim::Reserved && excludes(place, first, other));
+                let lost = lost.filter(move |other| !self.is_part(&other.key, place));
                 lost.map(move |Candidate { key, claim, .. }| {
                     (key, Conflict { place, claim: *claim, owner: Some(first) })
                 })
@@ -447,12 +448,18 @@ impl FrontendOwners {
     /// Returns what a Service specifies and does not get, addresses first. A frontend at such an
     /// address is no conflict of its own.
     pub fn conflicts(&self, key: &ServiceKey) -> impl Iterator<Item = Conflict<'_>> {
-        let lost = self.lost.get(key);
-        let has_lost = move |address| lost.is_some_and(|lost| lost.contains_key(&Place::Address(address)));
-        lost.into_iter().flatten().filter_map(move |(place, claim)| match place {
-            Place::Frontend(Frontend::Address(address, ..)) if has_lost(*address) => None,
-            _ => Some(Conflict { place: *place, claim: *claim, owner: self.places.get(place).map(|of| &of.first) }),
+        let lost = self.lost.get(key).into_iter().flatten().filter(|(place, _)| !self.is_part(key, **place));
+        lost.map(|(place, claim)| Conflict {
+            place: *place,
+            claim: *claim,
+            owner: self.places.get(place).map(|of| &of.first),
         })
+    }
+
+    /// True for a frontend at an address that the Service does not get either.
+    fn is_part(&self, key: &ServiceKey, place: Place) -> bool {
+        let has_lost = |address| self.lost.get(key).is_some_and(|lost| lost.contains_key(&Place::Address(address)));
+        matches!(place, Place::Frontend(_)) && place.address().is_some_and(has_lost)
     }
 
     /// Returns the Services with [`Self::conflicts`], in order.

@@ -150,8 +150,8 @@ impl State {
     }
 
     /// Replaces the reserved frontends, and adds the Services that gain or lose a frontend to
-    /// `dirty`. If `with_addresses` is true, the addresses are reserved with all ports, as mode IPVS
-    /// needs: its nodes hold every address of a Service themselves.
+    /// `dirty`. If `with_addresses` is true, the addresses are reserved with all ports, as mode
+    /// IPVS needs: its nodes hold every address of a Service themselves.
     pub fn reserve(&mut self, frontends: &BTreeSet<Frontend>, with_addresses: bool, dirty: &mut Dirty) {
         dirty.services.extend(self.frontends.reserve(frontends, with_addresses));
     }

@@ -313,9 +313,9 @@ impl Expressions {
         Expression::NumberGenerator { generator: Generator::Random, modulus: count, offset: 0, to }
     }
 
-    /// Loads the slot below `slots` that a hash of the address in `from` selects. All nodes compute the same
-    /// hash, unless their processors differ in byte order: the kernel reads the first 12 bytes of
-    /// an IPv6 address as numbers (`jhash` of `linux/jhash.h`).
+    /// Loads the slot below `slots` that a hash of the address in `from` selects. All nodes compute
+    /// the same hash, unless their processors differ in byte order: the kernel reads the first 12
+    /// bytes of an IPv6 address as numbers (`jhash` of `linux/jhash.h`).
     pub(super) fn hash_of_address(self, from: Register, slots: u32, to: Register) -> Expression {
         /// An arbitrary number, which must never change.
         const SEED: u32 = 0x6865_6164;

@@ -32,8 +32,8 @@ pub const MAX_RUNNING: usize = 256;
 const MAX_LINES_PER_MINUTE: u32 = 10;
 
 /// Returns the observer that collects the endpoints to check, and the checker. The caller runs the
-/// checker on the async runtime. `namespaces` are those in which Services may ask for checks: names,
-/// or `*` for all.
+/// checker on the async runtime. `namespaces` are those in which Services may ask for checks:
+/// names, or `*` for all.
 #[must_use]
 pub fn new(
     namespaces: Vec<String>,

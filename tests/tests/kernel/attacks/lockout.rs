@@ -37,7 +37,7 @@ fn problem(bed: &Testbed) -> Result<Option<String>> {
     let object = format!("Service {NAMESPACE}/hostile");
     let problems = status["problems"].as_array().cloned().unwrap_or_default();
     let of_service = problems.into_iter().find(|problem| problem["object"] == *object);
-    Ok(of_service.map(|problem| format!("{}: {}", problem["field"], problem["message"])))
+    Ok(of_service.map(|problem| ["field", "message"].map(|name| problem[name].as_str().unwrap_or_default()).join(": ")))
 }
 
 /// Runs the attack on an agent that reaches the control plane at an address.

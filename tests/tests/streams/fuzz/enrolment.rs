@@ -77,12 +77,14 @@ async fn mutated_requests_to_enrol_are_refused_safely() {
     let (folder, authority) = (tempfile::tempdir().unwrap(), Authority::new("authority"));
     let api = ApiServer::start().unwrap();
     authority.server(|_| {}).write(folder.path(), &[&authority]);
-    fs::write(folder.path().join("ca.key"), authority.key()).unwrap();
+    let nodes = Authority::new("authority of nodes");
+    fs::write(folder.path().join("node-ca.crt"), nodes.pem()).unwrap();
+    fs::write(folder.path().join("node-ca.key"), nodes.key()).unwrap();
     fs::write(folder.path().join("kubeconfig"), api.kubeconfig()).unwrap();
     let port = ReservedPort::reserve().unwrap();
     let enrolment = EnrolmentSettings {
         listen: port.address(),
-        ca_key: folder.path().join("ca.key"),
+        ca_key: folder.path().join("node-ca.key"),
         audience: "headgate".into(),
         service_account: ServiceKey::new("headgate-system", "headgate-node-agent"),
         any_address: true,

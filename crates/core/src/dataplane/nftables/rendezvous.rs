@@ -45,9 +45,9 @@ fn seed((address, port): &(IpAddr, u16)) -> u64 {
     u64::from_be_bytes(first)
 }
 
-/// Returns the score of an endpoint for a slot: the maximum of so many pseudo-random numbers. So the endpoint has the highest score with a probability in proportion to
-/// its weight, and the score needs no floating-point numbers, whose results differ between
-/// machines.
+/// Returns the score of an endpoint for a slot: the maximum of so many pseudo-random numbers. So
+/// the endpoint has the highest score with a probability in proportion to its weight, and the score
+/// needs no floating-point numbers, whose results differ between machines.
 fn score(seed: u64, slot: u32, draws: u32) -> u64 {
     (0..draws).map(|draw| scramble(seed ^ (u64::from(slot) << 32 | u64::from(draw)))).max().unwrap_or_default()
 }
