@@ -33,7 +33,7 @@ pub(super) fn cluster_ip(text: &str) -> Result<IpAddr, String> {
 /// Parses an address of a Node.
 ///
 /// # Errors
-/// The errors of [`routable_address`], except for link-local addresses.
+/// The errors of [`routable_address`], except for link-local and loopback addresses.
 pub(super) fn node_address(text: &str) -> Result<IpAddr, String> {
     reachable(text, AddressUse::Node)
 }

@@ -489,7 +489,7 @@ fn run_without_cluster(commands: &str, folder: &Path) -> usize {
                 format!("{command} --help")
             }
             "helm" if command.starts_with("helm install") => command.replace("helm install", "helm template"),
-            "docker" | "helm" | "kubectl" | "mkdir" | "(umask" | "deploy/back-to-kube-proxy" => continue,
+            "docker" | "helm" | "kubectl" | "mkdir" | "openssl" | "(umask" | "deploy/back-to-kube-proxy" => continue,
             other => panic!("{other} is neither a known program nor a tool of clusters: {command}"),
         };
         run(Command::new("sh").args(["-ec", &checked]).env("PATH", &path).current_dir(folder));

@@ -307,7 +307,7 @@ impl FrontendOwners {
         let is_known = |place: &Place| matches!(place, Place::Frontend(frontend) if known.contains(frontend));
         let places = self.reserved.keys().filter(move |place| !is_known(place));
         places.filter_map(|place| Some((*place, self.places.get(place)?))).flat_map(
-            |(place, Candidates { first, others })| {
+            move |(place, Candidates { first, others })| {
                 let others = others.as_deref().into_iter().flatten();
                 let lost = others.filter(move |other| first.claim == Claim::Reserved && excludes(place, first, other));
                 let lost = lost.filter(move |other| !self.is_part(&other.key, place));

@@ -323,7 +323,7 @@ fn a_namespace_with_thousands_of_silent_targets_does_not_blind_the_checks_of_ano
     // The cap of the Service.
     rig.until_metric("headgate_agent_endpoints_checked", |checked| checked == 1_000.0);
     rig.until_metric("headgate_agent_endpoint_checks_total{result=\"failed\"}", |failed| failed > 0.0);
-    rig.until_said(&["agents"], &["the node checks only 1000 endpoints of a Service", "hostile/evil"]);
+    rig.until_said(&["agents"], &["the node checks only 1,000 endpoints of a Service", "hostile/evil"]);
     let honest = count(&rig, "10.244.1.2");
     rig.put("some", &checked("some", "ns", 2, "500ms"));
     // 10.244.1.3 is an endpoint on which nobody listens.

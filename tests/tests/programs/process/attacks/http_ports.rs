@@ -91,7 +91,7 @@ fn idle_connections_leave_files_to_the_stream_and_to_services() {
     allow_open_files(10_000).unwrap();
     let rig = proxy::rig();
     proxy::serve(&rig);
-    let agent = rig.agent_with_open_files(4_096, &["--proxy-mode=userspace"]);
+    let agent = rig.agent_with_open_files(4_096, &["--proxy-mode=userspace", proxy::POD_RANGES]);
     rig.until_programmed();
     eventually("the agent carries connections", || proxy::exchange(&rig, "10.96.0.1:80", 1));
     let mut open: Vec<_> = (2..=4).map(|host| crowd(&rig, host, HEALTH, 1_400, b"")).collect();
