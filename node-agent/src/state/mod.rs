@@ -16,7 +16,7 @@ use std::{
 };
 
 use headgate_core::{
-    Dirty, Family, Node, NodeFacts, Protocol, ServiceKey, State, StateSource,
+    Dirty, Family, Node, NodeFacts, Protocol, Service, ServiceKey, State, StateSource,
     dialling::DialPolicy,
     digest::Digests,
     frontends::{Conflict, Frontend},
@@ -421,14 +421,18 @@ impl AgentState {
         reason.map(|reason| unchecked.entry(reason).or_default().insert(Arc::clone(key)));
     }
 
-    /// Sets the addresses that programs of the node connect to. If they change, the next sync is a
-    /// full sync.
+    /// Sets the addresses that programs of the node connect to. If they change in mode userspace,
+    /// the next sync is a full sync. In the other modes, only health checks depend on them.
     pub(crate) fn set_dialled(&self, dialled: Arc<DialPolicy>) {
         let mut inner = self.lock();
         if inner.facts.dialled != dialled {
+            inner.needs_full |= dialled.has_proxy;
             inner.facts.dialled = dialled;
-            inner.needs_full = true;
             inner.generation += 1;
+            let Shared { held, dirty, .. } = &mut *inner;
+            let checked =
+                held.state().entries().filter(|(_, entry)| entry.service().is_some_and(Service::is_checked_by_tcp));
+            dirty.services.extend(checked.map(|(key, _)| Arc::clone(key)));
             self.backlog.queue_other();
             self.changed.notify_all();
         }

@@ -9,8 +9,8 @@ pub enum AddressUse {
     /// A `ClusterIP`. Kubernetes allows ranges of Services in 169.254.0.0/16, because no machine
     /// holds a `ClusterIP`.
     ClusterIp,
-    /// An address of a Node. Nodes that share a segment or a machine may use link-local and loopback
-    /// addresses, and no rule sends packets there because of this address.
+    /// An address of a Node. Nodes that share a segment or a machine may use link-local and
+    /// loopback addresses, and no rule sends packets there because of this address.
     Node,
     /// An endpoint, an external IP or an address of a load balancer.
     Other,

@@ -115,7 +115,7 @@ fn owner_by_the_rules<'a>(
         let claim = claims.filter(|(of, _)| *of == frontend).map(|(_, claim)| claim).filter(is_candidate).min()?;
         Some((claim, service.created_unix_seconds, &service.key))
     };
-    let strongest = services.iter().filter_map(claim).min()?;
+    let strongest = services.iter().filter_map(claim).min();
     let holders = services.iter().filter(|service| match frontend {
         Frontend::Address(address, ..) => service.cluster_ips.contains(&address),
         Frontend::NodePort(..) => false,
@@ -124,10 +124,11 @@ fn owner_by_the_rules<'a>(
     let is_address =
         |of: &Frontend| matches!((of, frontend), (Frontend::Address(of, ..), Frontend::Address(at, ..)) if *of == at);
     let is_reserved = reserved.contains(&frontend) || *with_addresses && reserved.iter().any(is_address);
-    match holder {
-        Some((_, holder)) if strongest.0 != Claim::ClusterIp => Some(holder),
-        _ if strongest.0 != Claim::ClusterIp && is_reserved => None,
-        _ => Some(strongest.2),
+    match (holder, strongest) {
+        (Some((_, holder)), Some((claim, ..))) if claim != Claim::ClusterIp => Some(holder),
+        (Some((_, holder)), None) if reserved.contains(&frontend) => Some(holder),
+        (_, Some((claim, ..))) if claim != Claim::ClusterIp && is_reserved => None,
+        (_, strongest) => strongest.map(|(.., key)| key),
     }
 }
 
@@ -234,7 +235,7 @@ fn a_service_that_loses_what_is_reserved_gets_it_back_afterwards() {
         assert_eq!((dirty.services.len(), owns(&state, 7443), owns(&state, 80)), (1, false, serves_other));
         let reported: Vec<_> = state.frontends().reserved_conflicts(&[frontend(7443)].into()).collect();
         assert_eq!(reported.is_empty(), serves_other, "whole addresses are not known elsewhere");
-        assert_eq!(state.frontends().reserved_conflicts(&BTreeSet::new()).count(), if with_addresses { 2 } else { 1 });
+        assert_eq!(state.frontends().reserved_conflicts(&BTreeSet::new()).count(), 1);
         let mut dirty = Dirty::default();
         state.reserve(&BTreeSet::new(), with_addresses, &mut dirty);
         assert_eq!((dirty.services.len(), owns(&state, 7443), owns(&state, 80)), (1, true, true));
