@@ -20,6 +20,8 @@ use headgate_tests::{
 const CASES: u64 = 300;
 /// If the agent sends no bytes for this time, it waits for the client.
 const QUIET: Duration = Duration::from_millis(10);
+/// The same for requests that must be answered. The page of metrics waits before it is rendered.
+const PATIENCE: Duration = Duration::from_millis(500);
 const GUARD: Duration = Duration::from_secs(60);
 /// How much memory the agent may take while it answers one request after the other, in kilobytes.
 const MOST_KILOBYTES: u64 = 16 << 10;
@@ -33,11 +35,11 @@ fn port_of(name: &str) -> u16 {
     }
 }
 
-/// Sends a request, waits until the agent is silent, and closes the writing half. Returns the
-/// answer.
-fn talk(port: u16, request: &[u8]) -> io::Result<Vec<u8>> {
+/// Sends a request, waits until the agent is silent for the time `quiet`, and closes the writing
+/// half. Returns the answer.
+fn talk(port: u16, request: &[u8], quiet: Duration) -> io::Result<Vec<u8>> {
     let mut socket = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port)))?;
-    socket.set_read_timeout(Some(QUIET))?;
+    socket.set_read_timeout(Some(quiet))?;
     let mut answer = Vec::new();
     // The agent may answer and close the connection before it has read everything.
     if socket.write_all(request).is_ok() {
@@ -98,7 +100,7 @@ fn mutated_requests_to_the_pages_of_an_agent_are_read_safely() {
         .run(|| {
             let deadline = Instant::now() + GUARD;
             for (name, request) in &corpus {
-                while !talk(port_of(name), request).is_ok_and(|answer| is_answered(&answer)) {
+                while !talk(port_of(name), request, PATIENCE).is_ok_and(|answer| is_answered(&answer)) {
                     agent.check_running()?;
                     assert!(Instant::now() < deadline, "{name} of the corpus is not answered");
                     std::thread::sleep(Duration::from_millis(30));
@@ -111,7 +113,7 @@ fn mutated_requests_to_the_pages_of_an_agent_are_read_safely() {
                 let mut request = request.clone();
                 mutate(&mut cases.rng, &mut request, &others, &words);
                 let began = Instant::now();
-                let answer = talk(port_of(name), &request);
+                let answer = talk(port_of(name), &request, QUIET);
                 let grown = resident_kilobytes(agent.id()).saturating_sub(before);
                 let result = match answer {
                     Ok(_) if grown > MOST_KILOBYTES => Err(format!("the agent has grown by {grown} kB")),
