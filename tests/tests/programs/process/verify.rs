@@ -25,7 +25,13 @@ fn shell(rig: &Rig, command: &str) -> (Option<i32>, String) {
 }
 
 fn verify(rig: &Rig) -> (Option<i32>, String) {
-    shell(rig, &format!("NO_COLOR=1 {} verify", program("headgatectl").unwrap().display()))
+    shell(
+        rig,
+        &format!(
+            "NO_COLOR=1 HEADGATE_SERVER=http://127.0.0.1:7444 {} verify",
+            program("headgatectl").unwrap().display()
+        ),
+    )
 }
 
 /// Waits until the node is verified. The agent may not be connected at first.
