@@ -261,7 +261,7 @@ pub(super) fn drain_page(bed: &Bed, _: &Load, is_over: &AtomicBool) -> Result<()
             doorway.enter()?;
             while !is_over.load(Ordering::Relaxed) {
                 // An answer is not needed.
-                let _ = request(Some(ATTACKER), page, "/v1/drain?timeout=1s", Duration::from_secs(2));
+                let _ = request(Some(ATTACKER), page, "/v1/drain?timeout=1s&namespace=tenant", Duration::from_secs(2));
             }
             Ok(())
         };

@@ -238,9 +238,9 @@ fn replica_arguments(enrols: Enrols) -> Vec<String> {
             "--listen=0.0.0.0:7443",
             "--tls-cert={folder}/tls.crt",
             "--tls-key={folder}/tls.key",
-            "--tls-client-ca={folder}/clients.crt",
+            "--tls-client-ca={folder}/ca.crt",
             "--enrolment-listen=0.0.0.0:7445",
-            "--enrolment-ca-cert={folder}/nodes.crt",
+            "--tls-node-ca={folder}/nodes.crt",
             "--enrolment-ca-key={folder}/nodes.key",
         ],
     };

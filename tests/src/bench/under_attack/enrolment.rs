@@ -39,8 +39,8 @@ const LONGEST_ATTEMPT: Duration = Duration::from_secs(5);
 /// The first pause of an agent after a failed attempt. Each further one is twice as long.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Writes an authority for replicas, a certificate for the replica, another authority for nodes,
-/// and `clients.crt` with both authorities.
+/// Writes an authority for replicas, a certificate for the replica, and another authority for
+/// nodes.
 ///
 /// # Errors
 /// A file cannot be written.
@@ -63,8 +63,7 @@ pub(super) fn write_authorities(folder: &Path) -> Result<()> {
     write("tls.key", key.serialize_pem())?;
     write("ca.crt", replicas.pem())?;
     write("nodes.crt", nodes.pem())?;
-    write("nodes.key", nodes.key().serialize_pem())?;
-    write("clients.crt", replicas.pem() + &nodes.pem())
+    write("nodes.key", nodes.key().serialize_pem())
 }
 
 fn name(number: u8) -> String {

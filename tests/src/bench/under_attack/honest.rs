@@ -159,7 +159,7 @@ pub(super) fn drains(bed: &Bed, deadline: Instant) -> Result<Requests> {
         while Instant::now() < deadline {
             bed.write(stopping_slice(true))?;
             let started = Instant::now();
-            let path = "/v1/drain?timeout=5s&settle=0s&silent=5s&uid=u0";
+            let path = "/v1/drain?timeout=5s&settle=0s&silent=5s&namespace=honest&uid=u0";
             let answer = request(Some(STOPPING_PODS[0]), page, path, LONGEST_CHANGE);
             drains.add(started, answer.is_ok_and(|answer| answer.contains("\r\n\r\ndrained\n")));
             bed.write(stopping_slice(false))?;
