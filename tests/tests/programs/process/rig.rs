@@ -343,8 +343,8 @@ impl Rig {
     /// Runs `headgatectl` and returns its output.
     pub(super) fn headgatectl(&self, arguments: &[&str]) -> Result<String, String> {
         let mut command = Command::new(program("headgatectl").unwrap());
-        // By default, the command prefers the socket of a program for one node, which another test may
-        // run.
+        // By default, the command prefers the socket of a program for one node, which another test
+        // may run.
         command.args(arguments).env("NO_COLOR", "1").env("HEADGATE_SERVER", "http://127.0.0.1:7444");
         self.namespace.output(command).map_err(|error| format!("{error:#}"))
     }
