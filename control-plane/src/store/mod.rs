@@ -848,12 +848,7 @@ impl Nodes {
         Some(name)
     }
 
-    /// The addresses of Nodes among these.
-    fn addresses_among(&self, wanted: &BTreeSet<IpAddr>) -> BTreeSet<IpAddr> {
-        wanted.iter().filter(|address| self.have(address.to_canonical())).copied().collect()
-    }
-
-    /// Returns true if a Node has this address.
+    /// Returns true if a Node has this address, among its first [`MAX_SHARES`] ones.
     fn have(&self, address: IpAddr) -> bool {
         self.addresses.contains_key(&address)
     }

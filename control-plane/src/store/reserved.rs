@@ -1,10 +1,7 @@
 //! What no Service gets, except as its ClusterIP: the addresses and ports of replicas and of API
 //! servers. If a Service took one of them, agents or replicas could not hear of its correction.
 
-use std::{
-    collections::BTreeSet,
-    net::{IpAddr, SocketAddr},
-};
+use std::{collections::BTreeSet, net::SocketAddr};
 
 use headgate_core::{Dirty, Family, Protocol, frontends::Frontend};
 use headgate_proto::{reserved_to_wire, v1};
@@ -12,16 +9,14 @@ use headgate_proto::{reserved_to_wire, v1};
 use super::Store;
 
 impl Store {
-    /// Reserves TCP ports, instead of those of the last call. If a Node has the address, the
-    /// NodePort of the same number is reserved too. The cost grows with the number of Nodes.
+    /// Reserves TCP ports, instead of those of the last call. If the address is among the first
+    /// addresses of a Node, the NodePort of the same number is reserved too.
     pub(crate) fn reserve(&self, all: &BTreeSet<SocketAddr>) {
         let inner = self.read();
-        let addresses: BTreeSet<IpAddr> = all.iter().map(SocketAddr::ip).collect();
-        let of_nodes = inner.nodes.addresses_among(&addresses);
         let frontends = |at: &SocketAddr| {
             let node_port = Frontend::NodePort(Family::of(at.ip()), Protocol::Tcp, at.port());
             let at_address = Frontend::Address(at.ip(), Protocol::Tcp, at.port());
-            [Some(at_address), of_nodes.contains(&at.ip()).then_some(node_port)].into_iter().flatten()
+            [Some(at_address), inner.nodes.have(at.ip().to_canonical()).then_some(node_port)].into_iter().flatten()
         };
         let reserved: BTreeSet<Frontend> = all.iter().flat_map(frontends).collect();
         let is_new = inner.reserved != reserved;

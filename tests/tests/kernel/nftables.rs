@@ -38,7 +38,7 @@ fn with_counters(counts_services: bool) -> Result<NftablesDataplane> {
     NftablesDataplane::new(&NftablesOptions { counts_services, ..config() }).context("starting mode nftables")
 }
 
-fn config() -> NftablesOptions {
+pub(crate) fn config() -> NftablesOptions {
     NftablesOptions {
         families: vec![Family::V4],
         masquerade: MasqueradeConfig::default(),

@@ -12,9 +12,6 @@ use crate::{
     state::ServiceEntry,
 };
 
-/// The most frontends of a Service in one family: addresses and NodePorts, for each port. Each
-/// source range of a load balancer IP counts as another frontend.
-pub const MAX_FRONTENDS: usize = 16_384;
 /// The most pairs of a port and an endpoint of a Service in one family.
 pub const MAX_PORT_ENDPOINTS: usize = 65_536;
 /// The most pairs of a frontend and an endpoint of a Service in one family. A virtual server of
@@ -82,7 +79,7 @@ impl ServiceSize {
         let Self { ports, frontends, endpoints, is_hashed } = self;
         let slots = if is_hashed { ports * hashed_slots(ports) as usize } else { 0 };
         let limits = [
-            (frontends, MAX_FRONTENDS, "addresses with ports"),
+            (frontends, Service::MAX_FRONTENDS, "addresses with ports"),
             (ports * endpoints, MAX_PORT_ENDPOINTS, "endpoints of ports"),
             (frontends * endpoints, MAX_FRONTEND_ENDPOINTS, "endpoints of addresses with ports"),
             (slots * endpoints, MAX_SCORES, "endpoints of slots of consistent-hash"),

@@ -11,16 +11,13 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use headgate_core::{
-    Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort,
+    Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort,
     explain::{Mode, NodeSettings},
     iptables::NodePortAddresses,
     masquerade::MasqueradeConfig,
 };
 use headgate_node_agent::{
-    dataplane::{
-        NodeDataplane,
-        nftables::{NftablesDataplane, NftablesOptions},
-    },
+    dataplane::{NodeDataplane, nftables::NftablesDataplane},
     reconcile::{Reconciler, SyncMetrics, Timing},
     state::{
         AgentState,
@@ -37,6 +34,8 @@ use headgate_tests::{
     },
 };
 use serde_json::json;
+
+use crate::nftables::config;
 
 /// Longest time that a test waits before it fails.
 const GUARD: Duration = Duration::from_secs(60);
@@ -106,17 +105,7 @@ fn what_is_too_large_for_a_node_is_rejected_and_what_is_large_is_programmed_in_p
 }
 
 fn large_services() -> Result<()> {
-    let options = NftablesOptions {
-        families: vec![Family::V4],
-        masquerade: MasqueradeConfig::default(),
-        localhost_node_ports: false,
-        conntrack_tcp_be_liberal: true,
-        owns_tables: false,
-        replies_to_ping: false,
-        unused_features: Vec::new(),
-        counts_services: false,
-        has_proxy: false,
-    };
+    let options = config();
     let shared = Arc::new(AgentState::new("node-a"));
     let dataplane = Box::new(NftablesDataplane::new(&options)?);
     let (reconciler, progress) =
