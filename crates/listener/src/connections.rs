@@ -5,7 +5,8 @@
 //! new connection replaces an old one:
 //!
 //! - If the client's network has reached its limit, the connection of this network is closed that
-//!   has been silent for longest. Connections whose requests are being answered are closed last.
+//!   has been silent for longest. Connections whose requests are being answered are closed last,
+//!   the oldest first: a client that sends request after request has old connections.
 //! - If all connections together have reached the limit, the network with the most connections
 //!   loses a connection in the same way.
 //! - The answers that clients have not read have a limit in bytes, and are dropped in this order.
@@ -188,9 +189,12 @@ impl HttpConnections {
         let selected = || table.open.iter().filter(|(number, open)| may(**number, open));
         let mut counts: HashMap<Network, usize> = HashMap::new();
         selected().for_each(|(_, open)| *counts.entry(open.network).or_default() += 1);
-        let rank =
-            |open: &OpenConnection| (counts.get(&open.network), open.answer_bytes.is_some(), Reverse(open.heard_at));
-        let number = *selected().max_by_key(|(_, open)| rank(open))?.0;
+        let rank = |open: &OpenConnection| {
+            let silent_since = open.answer_bytes.map(|_| Reverse(open.heard_at));
+            (counts.get(&open.network), silent_since)
+        };
+        // Of equal ranks, the last one is selected, which is the oldest connection.
+        let number = *selected().rev().max_by_key(|(_, open)| rank(open))?.0;
         let OpenConnection { network, port, task, .. } = table.open.remove(&number)?;
         task.abort();
         self.count(port, "evicted");
@@ -364,7 +368,16 @@ mod tests {
         let connections = connections(false, GUARD);
         let start = Instant::now();
         // Host, seconds since `start` at which the client was heard, and whether it is answered.
-        let open = [(1, 0, false), (2, 1, true), (2, 3, false), (2, 2, false), (3, 9, false), (3, 5, false)];
+        let open = [
+            (1, 0, false),
+            (2, 4, true),
+            (2, 1, true),
+            (2, 3, false),
+            (2, 2, false),
+            (3, 9, false),
+            (3, 5, false),
+            (3, 7, false),
+        ];
         let mut table = ConnectionTable::default();
         for (number, (host, seconds, is_answering)) in (0..).zip(open) {
             let (network, task) = (Network::of([192, 0, 2, host].into()), tokio::spawn(pending::<()>()));
@@ -372,8 +385,8 @@ mod tests {
             let answer_bytes = (!is_answering).then_some(0);
             table.open.insert(number, OpenConnection { network, port: "test", heard_at, answer_bytes, task });
         }
-        // Host 2 loses a connection first. Then hosts 2 and 3 have two connections each.
-        for expected in [3, 2, 5, 0, 4, 1] {
+        // Hosts 2 and 3 lose connections first. Then each host has one.
+        for expected in [4, 3, 6, 7, 1, 0, 5, 2] {
             let before: Vec<u64> = table.open.keys().copied().collect();
             connections.evict(&mut table, |_, _| true).unwrap();
             let gone: Vec<u64> = before.into_iter().filter(|number| !table.open.contains_key(number)).collect();
