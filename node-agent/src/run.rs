@@ -191,8 +191,7 @@ async fn run_configured(
     let config = SessionConfig { node_name: node, control_planes, tls: tls.clone(), backoff };
     let mut session = Session::new(config, Arc::clone(&state), metrics.session.clone(), progress.clone());
     let servers = servers(&options, &settings, &pages, &session.barriers)?;
-    let connections = &pages.connections;
-    tasks.extend(servers.into_iter().map(|server| server.run(Arc::clone(connections), running.clone()).boxed()));
+    tasks.extend(servers.into_iter().map(|server| server.run(running.clone()).boxed()));
     let has_certificate = CancellationToken::new();
     tasks.push(until(&running, certificates(enrolment, tls, has_certificate.clone())));
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
@@ -295,9 +294,9 @@ fn workers(
     let dials = has_proxy || !options.health_check_namespaces.is_empty();
     let node_settings = NodeSettings { dials, has_proxy, ..node_settings(options, settings) };
     let mut reconciler = reconciler.with_node_settings(node_settings);
-    let needs_interfaces = cleans_conntrack || reconciler.needs_interfaces();
+    let needs_interfaces = cleans_conntrack || options.drain_address.is_some() || reconciler.needs_interfaces();
     let follow = || interfaces::follow(metrics.interfaces.clone(), interfaces::RECEIVE_BUFFER_BYTES);
-    let interfaces = needs_interfaces.then(follow).transpose()?;
+    let interfaces = needs_interfaces.then(follow).transpose()?.unwrap_or_else(|| tokio::sync::watch::channel(None).1);
     let inputs = reconciler.inputs();
     let connections = HttpConnections::new(false, metrics.http_closed.clone());
     let of_ports = metrics.health_check_ports.clone();
@@ -308,20 +307,20 @@ fn workers(
         endpoint_checks::new(namespaces, options.check_timing(), Arc::clone(state), metrics.endpoint_checks.clone());
     let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
     let mut tasks = vec![health_check_server.run(running.clone()).boxed(), checker.run(running.clone()).boxed()];
-    if let Some(interfaces) = interfaces {
-        tasks.push(until(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
-        reconciler = reconciler.with_interfaces(interfaces.clone());
-        if cleans_conntrack {
-            let start = |earlier: &_| ConntrackCleaner::start(metrics.conntrack.clone(), inputs, interfaces, earlier);
-            observers.push(Box::new(state.with_state(start)?));
-            // Else the first sync programs the state of the last run, from which observers know its
-            // rules.
-            reconciler = reconciler.with_unknown_rules(state.position().is_none() || state.is_unconfirmed());
-        }
+    tasks.push(until(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
+    reconciler = reconciler.with_interfaces(interfaces.clone());
+    if cleans_conntrack {
+        let followed = interfaces.clone();
+        let start = |earlier: &_| ConntrackCleaner::start(metrics.conntrack.clone(), inputs, followed, earlier);
+        observers.push(Box::new(state.with_state(start)?));
+        // Else the first sync programs the state of the last run, from which observers know its
+        // rules.
+        reconciler = reconciler.with_unknown_rules(state.position().is_none() || state.is_unconfirmed());
     }
     let pages = Pages {
         connections,
         metrics,
+        interfaces,
         progress,
         backlog,
         patience,
@@ -343,8 +342,9 @@ fn servers(
 ) -> Result<Vec<Server>, BindError> {
     let mut servers = http::servers(settings, pages);
     if let Some(address) = options.drain_address {
-        let app = http::drain::router(Arc::clone(barriers), pages.metrics.drain.clone());
-        servers.push(Server::new("drain", "/v1/drain", "--drain-address", address, app));
+        let app = http::drain::router(Arc::clone(barriers), pages.interfaces.clone(), pages.metrics.drain.clone());
+        let connections = HttpConnections::of_waiting_clients(pages.metrics.http_closed.clone());
+        servers.push(Server::new("drain", "/v1/drain", "--drain-address", address, app, connections));
     }
     if settings.bind_address_hard_fail {
         servers.iter_mut().try_for_each(Server::bind_now)?;

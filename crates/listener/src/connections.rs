@@ -48,11 +48,14 @@ use crate::{Network, open_files};
 /// Service open.
 const MAX_CONNECTIONS: u64 = 512;
 
-/// The connections also take at most this part of the limit of open files.
-const PART_OF_OPEN_FILES: u64 = 8;
-
 /// A network may have this part of the connections.
 const PART_OF_NETWORK: usize = 4;
+
+/// The most connections of a port whose clients wait.
+const MAX_WAITING_CONNECTIONS: u64 = 1_024;
+
+/// The connections also take at most this part of the limit of open files.
+const PART_OF_OPEN_FILES: u64 = 8;
 
 /// The longest time until a complete request has arrived. Load balancers and Prometheus ask at
 /// least every 30 s, and some keep their connections.
@@ -86,6 +89,7 @@ pub type ClosedConnections = Family<[(&'static str, &'static str); 2], Counter>;
 pub struct HttpConnections {
     answers_http2: bool,
     max_connections: usize,
+    max_of_network: usize,
     request_timeout: Duration,
     closed: ClosedConnections,
     table: Mutex<ConnectionTable>,
@@ -126,9 +130,22 @@ impl HttpConnections {
     /// speak HTTP/2, so that a gRPC client with a wrong port gets an answer.
     #[must_use]
     pub fn new(answers_http2: bool, closed: ClosedConnections) -> Arc<Self> {
-        let max_connections = MAX_CONNECTIONS.min(open_files::limit() / PART_OF_OPEN_FILES) as usize;
-        let request_timeout = REQUEST_TIMEOUT;
-        Arc::new(Self { answers_http2, max_connections, request_timeout, closed, table: Mutex::default() })
+        Self::limited(answers_http2, MAX_CONNECTIONS, PART_OF_NETWORK, closed)
+    }
+
+    /// Returns the connections of a port whose clients wait long for an answer, and whose page
+    /// limits how many wait. One network may have all places, because a node may masquerade its
+    /// pods.
+    #[must_use]
+    pub fn of_waiting_clients(closed: ClosedConnections) -> Arc<Self> {
+        Self::limited(false, MAX_WAITING_CONNECTIONS, 1, closed)
+    }
+
+    fn limited(answers_http2: bool, most: u64, part_of_network: usize, closed: ClosedConnections) -> Arc<Self> {
+        let max_connections = most.min(open_files::limit() / PART_OF_OPEN_FILES) as usize;
+        let (max_of_network, request_timeout) = ((max_connections / part_of_network).max(1), REQUEST_TIMEOUT);
+        let table = Mutex::default();
+        Arc::new(Self { answers_http2, max_connections, max_of_network, request_timeout, closed, table })
     }
 
     /// Serves `pages` to each client of `listener`. Requests have the extension
@@ -165,7 +182,7 @@ impl HttpConnections {
         let (network, purpose, heard_at) = (Network::of(address.ip()), port.purpose, Instant::now());
         let mut table = self.table();
         let of_network = table.open.values().filter(|other| other.network == network).count();
-        let is_crowded = of_network >= (self.max_connections / PART_OF_NETWORK).max(1);
+        let is_crowded = of_network >= self.max_of_network;
         let is_full = is_crowded || table.open.len() >= self.max_connections;
         let may = |_, other: &OpenConnection| !is_crowded || other.network == network;
         let evicted = if is_full { self.evict(&mut table, may) } else { None };
@@ -290,7 +307,7 @@ mod tests {
     /// The connections of a program that may have 16, 4 of each network.
     fn connections(answers_http2: bool, request_timeout: Duration) -> HttpConnections {
         let (closed, table) = (ClosedConnections::default(), Mutex::default());
-        HttpConnections { answers_http2, max_connections: 16, request_timeout, closed, table }
+        HttpConnections { answers_http2, max_connections: 16, max_of_network: 4, request_timeout, closed, table }
     }
 
     /// A port at 127.0.0.1 whose page `/` is this text. Dropping it closes the port.

@@ -25,13 +25,10 @@ use headgate_proto::{
     v1::{self, barrier_answer::Result as Outcome},
 };
 use headgate_settings::value::parse_duration;
-use tokio::{
-    task::spawn_blocking,
-    time::{Instant, sleep},
-};
+use tokio::time::{Instant, sleep};
 
 use crate::{
-    interfaces,
+    interfaces::Interfaces,
     session::barriers::{Barriers, DrainMetrics},
 };
 
@@ -42,12 +39,13 @@ const MAX_DURATION: Duration = Duration::from_secs(3_600);
 #[derive(Debug, Clone)]
 struct DrainPage {
     barriers: Arc<Barriers>,
+    interfaces: Interfaces,
     metrics: DrainMetrics,
 }
 
-/// Returns the page.
-pub(crate) fn router(barriers: Arc<Barriers>, metrics: DrainMetrics) -> Router {
-    let page = DrainPage { barriers, metrics };
+/// Returns the page. `interfaces` are the addresses of the node.
+pub(crate) fn router(barriers: Arc<Barriers>, interfaces: Interfaces, metrics: DrainMetrics) -> Router {
+    let page = DrainPage { barriers, interfaces, metrics };
     Router::new().route("/v1/drain", get(drain).post(drain)).with_state(page)
 }
 
@@ -128,14 +126,12 @@ async fn drain(
 async fn answer(page: &DrainPage, from: IpAddr, query: &str) -> Result<v1::BarrierAnswer, (StatusCode, String)> {
     let Wish { timeout, settle, mut request } =
         Wish::parse(query).map_err(|problem| (StatusCode::BAD_REQUEST, problem))?;
-    // This answer needs no list of addresses. Requests from the node name their pod, so they do not
-    // count for its address.
+    // Requests from the node name their pod, so they do not count for its address.
     if page.barriers.is_crowded(from) {
         let text = format!("enough requests from {from} already wait: one for each pod is enough");
         return Err((StatusCode::TOO_MANY_REQUESTS, text));
     }
-    let is_node = is_of_node(from).await.map_err(|problem| (StatusCode::INTERNAL_SERVER_ERROR, problem))?;
-    match (!request.pod_name.is_empty(), is_node) {
+    match (!request.pod_name.is_empty(), is_of_node(page, from)?) {
         (true, true) => {}
         (true, false) => {
             let text = format!(
@@ -166,13 +162,13 @@ async fn answer(page: &DrainPage, from: IpAddr, query: &str) -> Result<v1::Barri
 }
 
 /// True for loopback addresses and for the addresses of the node's interfaces.
-async fn is_of_node(address: IpAddr) -> Result<bool, String> {
+fn is_of_node(page: &DrainPage, address: IpAddr) -> Result<bool, (StatusCode, String)> {
     if address.is_loopback() {
         return Ok(true);
     }
-    let addresses = spawn_blocking(interfaces::list).await.map_err(|error| error.to_string())?;
-    let addresses = addresses.map_err(|error| format!("cannot list the addresses of this node: {error}; ask again"))?;
-    Ok(addresses.contains(&address))
+    let unknown =
+        || (StatusCode::SERVICE_UNAVAILABLE, "the addresses of this node are not known yet: ask again".into());
+    page.interfaces.borrow().as_ref().map(|addresses| addresses.contains(&address)).ok_or_else(unknown)
 }
 
 /// The label of the result, the status, and the text: the result on the first line, then the reason
@@ -200,7 +196,7 @@ fn shown(answer: &v1::BarrierAnswer) -> (&'static str, StatusCode, String) {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use futures::{FutureExt as _, future::join_all};
-    use tokio::time::timeout;
+    use tokio::{sync::watch, time::timeout};
 
     use super::*;
 
@@ -241,11 +237,17 @@ mod tests {
 
     #[tokio::test]
     async fn the_source_address_decides_about_whom_a_client_may_ask() {
-        let page = DrainPage { barriers: Arc::default(), metrics: DrainMetrics::default() };
-        let (node, pod): (IpAddr, IpAddr) = ([127, 0, 0, 1].into(), [192, 0, 2, 77].into());
+        let (sender, interfaces) = watch::channel(None);
+        let page = DrainPage { barriers: Arc::default(), interfaces, metrics: DrainMetrics::default() };
+        let [loopback, node, pod] = [[127, 0, 0, 1], [192, 0, 2, 11], [192, 0, 2, 77]].map(IpAddr::from);
         let refused = |result: Result<v1::BarrierAnswer, (StatusCode, String)>| result.unwrap_err();
-        let (_, text) = refused(answer(&page, node, "").await);
-        assert!(text.contains("?pod=NAMESPACE/NAME"), "{text}");
+        let (status, _) = refused(answer(&page, pod, "namespace=prod").await);
+        assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE, "whether this is a pod is not known yet");
+        sender.send_replace(Some(Arc::from([node])));
+        for node in [loopback, node] {
+            let (_, text) = refused(answer(&page, node, "").await);
+            assert!(text.contains("?pod=NAMESPACE/NAME"), "{text}");
+        }
         let (status, _) = refused(answer(&page, pod, "pod=prod/web-1").await);
         assert_eq!(status, StatusCode::FORBIDDEN);
         let (status, text) = refused(answer(&page, pod, "timeout=0").await);

@@ -46,6 +46,7 @@ pub struct Server {
     pub address: SocketAddr,
     /// The pages.
     pub app: Router,
+    connections: Arc<HttpConnections>,
     listener: Option<TcpListener>,
 }
 
@@ -63,7 +64,8 @@ pub struct BindError {
 }
 
 impl Server {
-    /// Creates a server that does not listen yet.
+    /// Creates a server that does not listen yet. Its connections count with the others of
+    /// `connections`.
     #[must_use]
     pub fn new(
         port: &'static str,
@@ -71,8 +73,9 @@ impl Server {
         setting: &'static str,
         address: SocketAddr,
         app: Router,
+        connections: Arc<HttpConnections>,
     ) -> Self {
-        Self { port, what, setting, address, app, listener: None }
+        Self { port, what, setting, address, app, connections, listener: None }
     }
 
     /// Binds the address without retries, for `--bind-address-hard-fail`.
@@ -88,13 +91,13 @@ impl Server {
 
     /// Serves until `shutdown`. If the address cannot be bound, logs the error and retries.
     /// Forwarding does not depend on the pages.
-    pub async fn run(mut self, connections: Arc<HttpConnections>, shutdown: CancellationToken) {
+    pub async fn run(mut self, shutdown: CancellationToken) {
         let serve = async {
             let listener = self.bound().await;
             if let Ok(address) = listener.local_addr() {
                 info!(%address, "serving {}", self.what);
             }
-            connections.serve(self.port, listener, self.app).await;
+            self.connections.serve(self.port, listener, self.app).await;
         };
         shutdown.run_until_cancelled(serve).await;
     }

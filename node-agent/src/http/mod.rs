@@ -19,6 +19,7 @@ use tokio::sync::watch;
 use crate::{
     dataplane::{ConnectionProxy, nftables::ServiceCounters, proxy_mode},
     http::listen::Server,
+    interfaces::Interfaces,
     metrics::Metrics,
     progress::Progress,
     state::backlog::Backlog,
@@ -27,10 +28,12 @@ use crate::{
 /// The data that the pages show, and the connections of their ports.
 #[derive(Debug, Clone)]
 pub struct Pages {
-    /// The connections of all HTTP ports of the agent.
+    /// The connections of all HTTP ports of the agent, except those of the drain page.
     pub connections: Arc<HttpConnections>,
     /// All metrics.
     pub metrics: Arc<Metrics>,
+    /// The addresses of the node. Nobody follows them if no part of the agent needs them.
+    pub interfaces: Interfaces,
     /// The progress of the reconcile loop.
     pub progress: watch::Receiver<Progress>,
     /// The changes that wait to be programmed.
@@ -67,14 +70,22 @@ impl Pages {
 #[must_use]
 pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
     let mut servers = Vec::new();
+    let connections = || Arc::clone(&pages.connections);
     if let Some(address) = settings.healthz_bind_address {
         let app = health::router(pages.clone());
-        servers.push(Server::new("health", "/healthz and /livez", "--healthz-bind-address", address, app));
+        servers.push(Server::new(
+            "health",
+            "/healthz and /livez",
+            "--healthz-bind-address",
+            address,
+            app,
+            connections(),
+        ));
     }
     if let Some(address) = settings.metrics_bind_address {
         let what = "/metrics, /metrics/slis, /healthz, /proxyMode, /configz, /flagz, /statusz and /status";
         let app = router(pages.clone()).merge(zpages::router(settings, &pages.flags));
-        servers.push(Server::new("metrics", what, "--metrics-bind-address", address, app));
+        servers.push(Server::new("metrics", what, "--metrics-bind-address", address, app, connections()));
     }
     servers
 }

@@ -574,7 +574,8 @@ impl Reconciler {
         self.progress.send_if_modified(|progress| {
             let is_new = progress.status != now;
             if is_new {
-                now.degraded.iter().for_each(|sentence| warn!("{sentence}"));
+                let known = &progress.status.degraded;
+                now.degraded.iter().filter(|new| !known.contains(new)).for_each(|sentence| warn!("{sentence}"));
                 progress.status = now;
             }
             is_new

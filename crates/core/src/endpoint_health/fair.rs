@@ -21,8 +21,8 @@ pub const MAX_TARGETS: usize = 1_000;
 /// How many checks of a Service a node begins in a second, besides those that confirm a change. The
 /// interval of a Service with more endpoints is longer.
 const MAX_CHECKS_OF_SERVICE_PER_SECOND: u32 = 20;
-/// How many checks of a namespace a node begins in a second.
-const MAX_CHECKS_OF_NAMESPACE_PER_SECOND: u32 = 1_000;
+/// How many checks of a namespace a node begins in a second, also if all are for one address.
+const MAX_CHECKS_OF_NAMESPACE_PER_SECOND: u32 = 200;
 
 /// The namespace of the Services that ask for a check, and the check that the caller has to make.
 pub type FairCheck = (CompactString, Check);
