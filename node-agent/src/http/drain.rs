@@ -25,14 +25,12 @@ use headgate_proto::{
     v1::{self, barrier_answer::Result as Outcome},
 };
 use headgate_settings::value::parse_duration;
-use tokio::{
-    task::spawn_blocking,
-    time::{Instant, sleep},
-};
+use tokio::time::{Instant, sleep};
 
 use crate::{
     interfaces,
     session::barriers::{Barriers, DrainMetrics},
+    state::blocking,
 };
 
 /// The longest accepted duration.
@@ -170,7 +168,7 @@ async fn is_of_node(address: IpAddr) -> Result<bool, String> {
     if address.is_loopback() {
         return Ok(true);
     }
-    let addresses = spawn_blocking(interfaces::list).await.map_err(|error| error.to_string())?;
+    let addresses = blocking(interfaces::list).await;
     let addresses = addresses.map_err(|error| format!("cannot list the addresses of this node: {error}; ask again"))?;
     Ok(addresses.contains(&address))
 }
