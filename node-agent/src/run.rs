@@ -20,16 +20,13 @@ use crate::{
     config_watch,
     dataplane::{ConnectionProxy, DataplaneError, NodeDataplane, nftables::ServiceCounters, proxy_mode},
     dataplane_choice,
-    http::{
-        self, Pages,
-        listen::{BindError, Server},
-    },
+    http::{self, Pages, listen::Server},
     instance,
     interfaces::{self, Interfaces},
     metrics::Metrics,
     node_inputs::NodeSettings,
     node_queries::{Explainer, Knowledge},
-    observers::{Observer, conntrack::ConntrackCleaner, endpoint_checks, health_check_ports},
+    observers::{conntrack::ConntrackCleaner, endpoint_checks, health_check_ports},
     options::{Configured, Options, OptionsError, ProxyMode},
     persist::{self, Saver, StateFile},
     reconcile::{Reconciler, Timing},
@@ -61,8 +58,8 @@ pub enum AgentError {
     #[error(transparent)]
     Sysctl(#[from] SysctlError),
     /// An address cannot be bound, and `--bind-address-hard-fail` is set.
-    #[error(transparent)]
-    Bind(#[from] BindError),
+    #[error("{0}")]
+    Bind(String),
     /// The configuration file was edited. The agent reads the file only at its start.
     #[error("{0} was edited; the agent ends, so that its next start reads the new content")]
     ConfigEdited(String),
@@ -287,13 +284,12 @@ fn workers(
     let service_counters = counts_services.then(|| Arc::new(ServiceCounters::new(Arc::clone(state))));
     let proxy = dataplane.proxy();
     let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
-    let (reconciler, progress) = Reconciler::new(dataplane, Arc::clone(state), metrics.sync.clone(), timing);
+    let (mut reconciler, progress) = Reconciler::new(dataplane, Arc::clone(state), metrics.sync.clone(), timing);
     let has_proxy = proxy.is_some();
     // The proxy connects to no address before the addresses of the node are known.
     state.set_dialled(Arc::new(DialPolicy { has_proxy, ..DialPolicy::default() }));
     let dials = has_proxy || !options.health_check_namespaces.is_empty();
-    let node_settings = NodeSettings { dials, has_proxy, ..node_settings(options, settings) };
-    let mut reconciler = reconciler.with_node_settings(node_settings);
+    reconciler.node_settings = NodeSettings { dials, has_proxy, ..node_settings(options, settings) };
     let needs_interfaces = cleans_conntrack || options.drain_address.is_some() || reconciler.needs_interfaces();
     let follow = || interfaces::follow(metrics.interfaces.clone(), interfaces::RECEIVE_BUFFER_BYTES);
     let interfaces = needs_interfaces.then(follow).transpose()?.unwrap_or_else(|| tokio::sync::watch::channel(None).1);
@@ -305,17 +301,17 @@ fn workers(
     let namespaces = options.health_check_namespaces.clone();
     let (checked_endpoints, checker) =
         endpoint_checks::new(namespaces, options.check_timing(), Arc::clone(state), metrics.endpoint_checks.clone());
-    let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
+    reconciler.observers = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
     let mut tasks = vec![health_check_server.run(running.clone()).boxed(), checker.run(running.clone()).boxed()];
     tasks.push(until(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
-    reconciler = reconciler.with_interfaces(interfaces.clone());
+    reconciler.interfaces = interfaces.clone();
     if cleans_conntrack {
         let followed = interfaces.clone();
         let start = |earlier: &_| ConntrackCleaner::start(metrics.conntrack.clone(), inputs, followed, earlier);
-        observers.push(Box::new(state.with_state(start)?));
+        reconciler.observers.push(Box::new(state.with_state(start)?));
         // Else the first sync programs the state of the last run, from which observers know its
         // rules.
-        reconciler = reconciler.with_unknown_rules(state.position().is_none() || state.is_unconfirmed());
+        reconciler.has_unknown_rules = state.position().is_none() || state.is_unconfirmed();
     }
     let pages = Pages {
         connections,
@@ -330,7 +326,7 @@ fn workers(
         proxy,
         userspace_service_counters: options.userspace_service_counters,
     };
-    Ok((reconciler.with_observers(observers), pages, tasks))
+    Ok((reconciler, pages, tasks))
 }
 
 /// Returns the servers of all pages. With `--bind-address-hard-fail`, they listen already.
@@ -339,15 +335,16 @@ fn servers(
     settings: &Settings,
     pages: &Pages,
     barriers: &Arc<Barriers>,
-) -> Result<Vec<Server>, BindError> {
+) -> Result<Vec<Server>, AgentError> {
     let mut servers = http::servers(settings, pages);
     if let Some(address) = options.drain_address {
         let app = http::drain::router(Arc::clone(barriers), pages.interfaces.clone(), pages.metrics.drain.clone());
+        let (what, setting) = ("/v1/drain", "--drain-address");
         let connections = HttpConnections::of_waiting_clients(pages.metrics.http_closed.clone());
-        servers.push(Server::new("drain", "/v1/drain", "--drain-address", address, app, connections));
+        servers.push(Server { port: "drain", what, setting, address, app, connections, listener: None });
     }
     if settings.bind_address_hard_fail {
-        servers.iter_mut().try_for_each(Server::bind_now)?;
+        servers.iter_mut().try_for_each(Server::bind_now).map_err(AgentError::Bind)?;
     }
     Ok(servers)
 }
@@ -377,9 +374,7 @@ async fn certificates(enrolment: Option<Enrolment>, tls: Option<Arc<AgentTls>>, 
 /// Wakes the reconcile loop after each change of the interfaces' addresses.
 async fn report_interfaces(mut interfaces: Interfaces, state: Arc<AgentState>) {
     while interfaces.changed().await.is_ok() {
-        let state = Arc::clone(&state);
-        // The call may wait long for the lock of the state.
-        let _ = task::spawn_blocking(move || state.signal(Wake::Interfaces)).await;
+        state.blocking(|state| state.signal(Wake::Interfaces)).await;
     }
 }
 

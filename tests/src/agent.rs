@@ -62,7 +62,7 @@ impl Agent {
         let control_planes: Result<Vec<_>, _> = replicas.iter().map(parse).collect();
         let config = SessionConfig {
             node_name: node.into(),
-            control_planes: control_planes?,
+            control_planes: control_planes.map_err(anyhow::Error::msg)?,
             tls: tls.map(|files| AgentTls::new(files, metrics.tls.clone())),
             backoff: backoff(),
         };

@@ -46,46 +46,25 @@ pub struct Server {
     pub address: SocketAddr,
     /// The pages.
     pub app: Router,
-    connections: Arc<HttpConnections>,
-    listener: Option<TcpListener>,
-}
-
-/// The error that ends the agent when an address cannot be bound and `--bind-address-hard-fail` is
-/// set.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "cannot serve {what} on {address}: {error}; free the address, pass another {setting}, or leave out --bind-address-hard-fail"
-)]
-pub struct BindError {
-    what: &'static str,
-    setting: &'static str,
-    address: SocketAddr,
-    error: io::Error,
+    /// The connections among which those of this server count.
+    pub connections: Arc<HttpConnections>,
+    /// The socket; `None` until the server listens.
+    pub listener: Option<TcpListener>,
 }
 
 impl Server {
-    /// Creates a server that does not listen yet. Its connections count with the others of
-    /// `connections`.
-    #[must_use]
-    pub fn new(
-        port: &'static str,
-        what: &'static str,
-        setting: &'static str,
-        address: SocketAddr,
-        app: Router,
-        connections: Arc<HttpConnections>,
-    ) -> Self {
-        Self { port, what, setting, address, app, connections, listener: None }
-    }
-
     /// Binds the address without retries, for `--bind-address-hard-fail`.
     ///
     /// # Errors
-    /// The address cannot be bound.
-    pub fn bind_now(&mut self) -> Result<(), BindError> {
+    /// The address cannot be bound. The sentence names the remedy.
+    pub fn bind_now(&mut self) -> Result<(), String> {
         let Self { what, setting, address, .. } = *self;
-        let bound = listen_as_go(address);
-        self.listener = Some(bound.map_err(|error| BindError { what, setting, address, error })?);
+        let bound = listen_as_go(address).map_err(|error| {
+            format!(
+                "cannot serve {what} on {address}: {error}; free the address, pass another {setting}, or leave out --bind-address-hard-fail"
+            )
+        });
+        self.listener = Some(bound?);
         Ok(())
     }
 

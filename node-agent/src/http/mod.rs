@@ -70,22 +70,17 @@ impl Pages {
 #[must_use]
 pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
     let mut servers = Vec::new();
-    let connections = || Arc::clone(&pages.connections);
     if let Some(address) = settings.healthz_bind_address {
+        let (what, setting) = ("/healthz and /livez", "--healthz-bind-address");
         let app = health::router(pages.clone());
-        servers.push(Server::new(
-            "health",
-            "/healthz and /livez",
-            "--healthz-bind-address",
-            address,
-            app,
-            connections(),
-        ));
+        let connections = Arc::clone(&pages.connections);
+        servers.push(Server { port: "health", what, setting, address, app, connections, listener: None });
     }
     if let Some(address) = settings.metrics_bind_address {
         let what = "/metrics, /metrics/slis, /healthz, /proxyMode, /configz, /flagz, /statusz and /status";
         let app = router(pages.clone()).merge(zpages::router(settings, &pages.flags));
-        servers.push(Server::new("metrics", what, "--metrics-bind-address", address, app, connections()));
+        let (setting, connections) = ("--metrics-bind-address", Arc::clone(&pages.connections));
+        servers.push(Server { port: "metrics", what, setting, address, app, connections, listener: None });
     }
     servers
 }

@@ -48,11 +48,11 @@ fn observers_act_after_the_rules_are_in_place_and_failed_steps_are_included_late
     let shared = Arc::new(AgentState::new("node-1"));
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
     let timing = Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() };
-    let (reconciler, _progress) =
+    let (mut reconciler, _progress) =
         Reconciler::new(Box::new(dataplane), Arc::clone(&shared), SyncMetrics::default(), timing);
     let (applied, steps) = mpsc::channel();
     let recorder = Recorder { control: control.clone(), planned: Arc::default(), applied };
-    let reconciler = reconciler.with_observers(vec![Box::new(recorder)]);
+    reconciler.observers = vec![Box::new(recorder)];
     let thread = std::thread::spawn(|| reconciler.run());
 
     shared.apply(snapshot(1, vec![service("web", 80), service("db", 5432)]));

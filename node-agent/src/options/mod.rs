@@ -23,7 +23,7 @@ use headgate_tls::{Files, Side};
 
 use self::kube_proxy::KubeProxyFlags;
 use crate::{
-    control_planes::{AddressError, ControlPlane},
+    control_planes::ControlPlane,
     dataplane::{iptables::Variant, userspace},
 };
 pub use headgate_settings::ProxyMode;
@@ -34,8 +34,7 @@ pub enum OptionsError {
     /// The name of the node is invalid, or the host name cannot be read.
     #[error("--node-name: {0}; pass the Kubernetes name of this node")]
     NodeName(String),
-    /// The URL of a control plane is invalid. The variant holds text instead of an
-    /// [`AddressError`], because the output would repeat the text of an error source.
+    /// The URL of a control plane is invalid.
     #[error("--control-plane: {0}")]
     ControlPlane(String),
     /// No URL is given. clap itself reports a missing URL, except if the arguments contain a flag
@@ -370,8 +369,8 @@ impl Options {
     /// There is no URL, a URL is invalid or not allowed without TLS, or a TLS file is not named.
     pub fn control_planes(&self) -> Result<(Vec<ControlPlane>, Option<Files>), OptionsError> {
         let parse = |url: &String| ControlPlane::parse(url, self.insecure_loopback);
-        let targets: Result<Vec<ControlPlane>, AddressError> = self.control_plane.iter().map(parse).collect();
-        let targets = targets.map_err(|error| OptionsError::ControlPlane(error.to_string()))?;
+        let targets: Result<Vec<ControlPlane>, String> = self.control_plane.iter().map(parse).collect();
+        let targets = targets.map_err(OptionsError::ControlPlane)?;
         if targets.is_empty() {
             return Err(OptionsError::NoControlPlane);
         }

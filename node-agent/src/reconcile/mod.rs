@@ -108,7 +108,8 @@ struct Unfinished {
 /// The loop. Create it with [`Self::new`], and call [`Self::run`] in a separate thread.
 pub struct Reconciler {
     dataplane: Box<dyn NodeDataplane>,
-    observers: Vec<Box<dyn Observer>>,
+    /// The loop calls them at each step.
+    pub(crate) observers: Vec<Box<dyn Observer>>,
     shared: Arc<AgentState>,
     metrics: SyncMetrics,
     progress: watch::Sender<Progress>,
@@ -116,8 +117,11 @@ pub struct Reconciler {
     unfinished: Unfinished,
     quarantine: Quarantine,
     failures: Backoff,
-    node_settings: NodeSettings,
-    interfaces: Interfaces,
+    /// Settings whose meaning depends on the Node and on the interfaces of the machine.
+    pub(crate) node_settings: NodeSettings,
+    /// The addresses of the node's interfaces. After each change, somebody must signal
+    /// [`Wake::Interfaces`].
+    pub(crate) interfaces: Interfaces,
     inputs: watch::Sender<NodeInputs>,
     /// True if the Node was known when `inputs` were resolved.
     is_node_known: bool,
@@ -140,15 +144,10 @@ pub struct Reconciler {
     /// What syncs have programmed since a verification of the rules read the kernel. `None` if
     /// anything may have changed since then.
     programmed_meanwhile: Option<Dirty>,
-    /// See [`Self::with_unknown_rules`].
-    has_unknown_rules: bool,
+    /// True if the first sync tells the observers which rules it found. This takes as long as a
+    /// verification, so it is only for an agent that does not know the state of the last run.
+    pub(crate) has_unknown_rules: bool,
     summary: Summary,
-}
-
-/// A step that has been planned but not applied.
-struct Attempt {
-    now: Reached,
-    kind: SyncKind,
 }
 
 impl Reconciler {
@@ -202,46 +201,16 @@ impl Reconciler {
         (reconciler, receiver)
     }
 
-    /// Adds settings whose meaning depends on the Node and on the interfaces of the machine.
-    #[must_use]
-    pub fn with_node_settings(mut self, settings: NodeSettings) -> Self {
-        self.node_settings = settings;
-        self
-    }
-
     /// True if rules depend on the addresses of the node's interfaces.
     #[must_use]
     pub fn needs_interfaces(&self) -> bool {
         self.node_settings.needs_interfaces() || self.dataplane.needs_interfaces()
     }
 
-    /// Sets the source of the addresses of the node's interfaces. The caller must signal
-    /// [`Wake::Interfaces`] after each change of the addresses.
-    #[must_use]
-    pub fn with_interfaces(mut self, interfaces: Interfaces) -> Self {
-        self.interfaces = interfaces;
-        self
-    }
-
-    /// Makes the first sync tell the observers which rules it found. This takes as long as a
-    /// verification, so it is only for an agent that does not know the state of the last run.
-    #[must_use]
-    pub fn with_unknown_rules(mut self, are_unknown: bool) -> Self {
-        self.has_unknown_rules = are_unknown;
-        self
-    }
-
     /// The inputs that rules need in addition to the state, as the loop last resolved them.
     #[must_use]
     pub fn inputs(&self) -> watch::Receiver<NodeInputs> {
         self.inputs.subscribe()
-    }
-
-    /// Adds observers. The loop calls them at each step.
-    #[must_use]
-    pub fn with_observers(mut self, observers: Vec<Box<dyn Observer>>) -> Self {
-        self.observers = observers;
-        self
     }
 
     /// Runs until [`AgentState::stop`]. The rules stay in the kernel.
@@ -316,7 +285,7 @@ impl Reconciler {
             }
         }
         let attempt = shared.take(|work| begin(dataplane.as_mut(), observers, work, unfinished, quarantine, started));
-        let Some(Attempt { now: reached, kind }) = attempt else { return };
+        let Some((reached, kind)) = attempt else { return };
         let result = match kind {
             SyncKind::Nothing => Ok(Report::default()),
             SyncKind::Partial => self.dataplane.apply(),
@@ -690,7 +659,7 @@ fn begin(
     unfinished: &mut Unfinished,
     quarantine: &mut Quarantine,
     at: Instant,
-) -> Attempt {
+) -> (Reached, SyncKind) {
     let Work { state, facts, dirty: changed, target, generation, .. } = work;
     let (now, Unfinished { dirty, steps, to_retry, needs_full, .. }) = (Reached { target, generation, at }, unfinished);
     to_retry.extend(quarantine.among(&changed.services));
@@ -700,17 +669,17 @@ fn begin(
         quarantine.weigh(state, state.entries().map(|(key, _)| key).chain(&dirty.services).chain(&changed.services));
         (*dirty, *steps) = (Dirty::default(), Steps::default());
         observers.iter_mut().for_each(|observer| observer.plan(state, facts, Scope::All));
-        return Attempt { now, kind: SyncKind::Full };
+        return (now, SyncKind::Full);
     }
     quarantine.weigh(state, &changed.services);
     dirty.merge(changed);
     steps.choose(dirty, state, dataplane.objects_at_once(), now);
     observers.iter_mut().for_each(|observer| observer.plan(state, facts, Scope::Services(&steps.part.services)));
     if dirty.is_empty() && !steps.has_rest() {
-        return Attempt { now, kind: SyncKind::Nothing };
+        return (now, SyncKind::Nothing);
     }
     dataplane.plan(state, facts, &steps.part);
-    Attempt { now, kind: SyncKind::Partial }
+    (now, SyncKind::Partial)
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@ use super::{
     outbox::Outbox,
     renewal::Renewal,
     replicas::{Replica, Replicas},
-    stream::{Stream, blocking, status},
+    stream::{Stream, status},
     stream_end::{StreamEnd, WELCOME_TIMEOUT},
 };
 use crate::state::AgentState;
@@ -52,10 +52,8 @@ impl Session {
             let end = self.follow(&replica, &replicas, failover).await;
             self.metrics.connected.set(0);
             self.metrics.stream_error(end.reason());
-            if self.welcomed_at.is_none()
-                && let Err(error) = blocking(&self.state, AgentState::free_reserved).await
-            {
-                warn!(%error, "the reserved addresses were not checked");
+            if self.welcomed_at.is_none() {
+                self.state.blocking(AgentState::free_reserved).await;
             }
             self.distrusts_version |= matches!(end, StreamEnd::Violation(Violation::Reference(_)));
             if self.welcomed_at.is_some_and(|at| at.elapsed() >= HEALTHY_AFTER) {
@@ -119,7 +117,7 @@ impl Session {
         connection: &Connected,
         failover: Failover,
     ) -> Result<Stream<Streaming<v1::ServerMessage>>, StreamEnd> {
-        let (mut resume, position, number) = blocking(&self.state, AgentState::begin_stream).await?;
+        let (mut resume, position, number) = self.state.blocking(AgentState::begin_stream).await;
         let distrusts_version = self.distrusts_version || self.machine.has_forgotten_rejections();
         if let Some(resume) = resume.as_mut().filter(|_| distrusts_version) {
             resume.epoch = 0;

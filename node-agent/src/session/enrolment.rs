@@ -26,14 +26,10 @@ use tokio_rustls::TlsConnector;
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use tracing::{info, warn};
 
-use super::{
-    metrics::SessionMetrics,
-    replicas::lookup,
-    tls::{AgentTls, blocking},
-};
+use super::{metrics::SessionMetrics, replicas::lookup, tls::AgentTls};
 use crate::{
     backoff::{Backoff, Jitter, jitter},
-    state::AgentState,
+    state::{AgentState, blocking},
 };
 
 /// The longest time for one attempt.

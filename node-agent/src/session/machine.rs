@@ -27,15 +27,6 @@ use crate::state::{
 /// A message that breaks the contract.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
-    /// The first message is not `Welcome`.
-    #[error("a message arrived before Welcome")]
-    BeforeWelcome,
-    /// A second `Welcome` arrived.
-    #[error("a second Welcome arrived")]
-    SecondWelcome,
-    /// `Welcome.resume` or `Welcome.epoch` does not match the agent's `Hello`.
-    #[error("Welcome does not match Hello: {0}")]
-    Welcome(String),
     /// At least one batch was lost.
     #[error("a batch follows version {previous}, but the agent is at version {held}")]
     VersionGap {
@@ -44,47 +35,26 @@ pub enum Violation {
         /// The version that the agent holds.
         held: u64,
     },
-    /// A version is lower than an earlier version of the same epoch.
-    #[error("version {sent} was sent after version {held} of the same epoch")]
-    Backwards {
-        /// The version that was sent.
-        sent: u64,
-        /// The version that the agent holds.
-        held: u64,
-    },
     /// A batch refers to something that the agent does not hold. The next stream has to resume by
     /// digests.
     #[error("{0}; resuming by digests, which needs no references")]
     Reference(#[from] UnknownReference),
-    /// A batch arrived before the first snapshot of the stream was complete, or in the middle of a
-    /// later snapshot.
-    #[error("a batch arrived before the end of a snapshot")]
-    BatchInSnapshot,
-    /// A snapshot arrived in the middle of a split batch.
-    #[error("a snapshot arrived in the middle of a split batch")]
-    SnapshotInBatch,
-    /// A snapshot contains a removal. Snapshots must contain complete resources only.
-    #[error("a snapshot contains removals")]
-    RemovalInSnapshot,
-    /// A part of the snapshot was lost.
-    #[error("SnapshotEnd counts {counted} resources, but {staged} arrived")]
-    ResourceCount {
-        /// `SnapshotEnd.resource_count`.
-        counted: u64,
-        /// Number of resources in the chunks.
-        staged: u64,
-    },
-    /// The list of buckets is not ascending, or names a bucket that does not exist.
-    #[error("SnapshotEnd names bucket {0}, which is out of order or out of range")]
-    Bucket(u32),
-    /// A chunk contained a resource of a bucket that `SnapshotEnd` does not name.
-    #[error("the snapshot contains {resource} of bucket {bucket}, which SnapshotEnd does not name")]
-    ForeignBucket {
-        /// The resource.
-        resource: String,
-        /// The bucket of the resource.
-        bucket: u16,
-    },
+    /// What else breaks the contract, as a sentence.
+    #[error("{0}")]
+    Other(String),
+}
+
+const BEFORE_WELCOME: &str = "a message arrived before Welcome";
+const BATCH_IN_SNAPSHOT: &str = "a batch arrived before the end of a snapshot";
+const SNAPSHOT_IN_BATCH: &str = "a snapshot arrived in the middle of a split batch";
+
+fn breach<T>(sentence: impl Into<String>) -> Result<T, Violation> {
+    Err(Violation::Other(sentence.into()))
+}
+
+/// A version is lower than an earlier version of the same epoch.
+fn backwards<T>(sent: u64, held: u64) -> Result<T, Violation> {
+    breach(format!("version {sent} was sent after version {held} of the same epoch"))
 }
 
 /// An action that the caller has to take after a message.
@@ -221,7 +191,7 @@ impl Machine {
     pub fn on_message(&mut self, message: v1::ServerMessage) -> Result<Vec<Effect>, Violation> {
         let Some(body) = message.body else { return Ok(Vec::new()) };
         if self.phase == Phase::AwaitingWelcome && !matches!(body, Body::Welcome(_)) {
-            return Err(Violation::BeforeWelcome);
+            return breach(BEFORE_WELCOME);
         }
         match body {
             Body::Welcome(welcome) => self.on_welcome(welcome),
@@ -240,9 +210,9 @@ impl Machine {
 
     fn on_welcome(&mut self, welcome: v1::Welcome) -> Result<Vec<Effect>, Violation> {
         if self.phase != Phase::AwaitingWelcome {
-            return Err(Violation::SecondWelcome);
+            return breach("a second Welcome arrived");
         }
-        let fail = |problem: &str| Err(Violation::Welcome(problem.to_owned()));
+        let fail = |problem: &str| breach(format!("Welcome does not match Hello: {problem}"));
         let epoch = welcome.epoch;
         if epoch == 0 {
             return fail("epoch 0 is not valid");
@@ -272,17 +242,17 @@ impl Machine {
 
     fn on_batch(&mut self, batch: v1::Batch) -> Result<Vec<Effect>, Violation> {
         let (Phase::Following { epoch }, Some((_, held))) = (self.phase, self.position) else {
-            return Err(Violation::BatchInSnapshot);
+            return breach(BATCH_IN_SNAPSHOT);
         };
         if self.staged.what == Staging::Snapshot {
-            return Err(Violation::BatchInSnapshot);
+            return breach(BATCH_IN_SNAPSHOT);
         }
         let previous = batch.follows().unwrap_or_default();
         if previous != held {
             return Err(Violation::VersionGap { previous, held });
         }
         if batch.version < held {
-            return Err(Violation::Backwards { sent: batch.version, held });
+            return backwards(batch.version, held);
         }
         self.staged.positions.extend(batch.moved_positions());
         self.stage(Staging::Batch, batch.changes.unwrap_or_default())?;
@@ -296,14 +266,14 @@ impl Machine {
 
     fn on_chunk(&mut self, chunk: v1::SnapshotChunk) -> Result<Vec<Effect>, Violation> {
         if self.staged.what == Staging::Batch {
-            return Err(Violation::SnapshotInBatch);
+            return breach(SNAPSHOT_IN_BATCH);
         }
         let changes = chunk.changes.unwrap_or_default();
         let removes = !changes.removed_services.is_empty()
             || !changes.removed_service_cidrs.is_empty()
             || changes.endpoints.iter().any(|group| !group.removed.is_empty());
         if removes {
-            return Err(Violation::RemovalInSnapshot);
+            return breach("a snapshot contains removals");
         }
         self.stage(Staging::Snapshot, changes)?;
         Ok(Vec::new())
@@ -311,21 +281,22 @@ impl Machine {
 
     fn on_end(&mut self, end: v1::SnapshotEnd) -> Result<Vec<Effect>, Violation> {
         if self.staged.what == Staging::Batch {
-            return Err(Violation::SnapshotInBatch);
+            return breach(SNAPSHOT_IN_BATCH);
         }
         let (epoch, by_digests) = match self.phase {
             Phase::Resuming { epoch, mode } => (epoch, mode == ResumeMode::Digests),
             Phase::Following { epoch } => (epoch, false),
-            Phase::AwaitingWelcome => return Err(Violation::BeforeWelcome),
+            Phase::AwaitingWelcome => return breach(BEFORE_WELCOME),
         };
         if end.resource_count != self.staged.resources {
-            return Err(Violation::ResourceCount { counted: end.resource_count, staged: self.staged.resources });
+            let (counted, staged) = (end.resource_count, self.staged.resources);
+            return breach(format!("SnapshotEnd counts {counted} resources, but {staged} arrived"));
         }
         if let Some((held_epoch, held)) = self.position
             && held_epoch == epoch
             && end.version < held
         {
-            return Err(Violation::Backwards { sent: end.version, held });
+            return backwards(end.version, held);
         }
         // An empty list normally means all buckets. After a comparison of digests that found no
         // difference, an empty list means no bucket (discovery.proto, section 4). In this case, the
@@ -411,7 +382,7 @@ fn checked_buckets(wire: &[u32]) -> Result<HashSet<u16>, Violation> {
     let in_range =
         wire.iter().copied().find(|bucket| usize::try_from(*bucket).map_or(true, |bucket| bucket >= BUCKETS));
     match ascends.or(in_range) {
-        Some(bucket) => Err(Violation::Bucket(bucket)),
+        Some(bucket) => breach(format!("SnapshotEnd names bucket {bucket}, which is out of order or out of range")),
         None => Ok(wire.iter().filter_map(|bucket| u16::try_from(*bucket).ok()).collect()),
     }
 }
@@ -433,7 +404,9 @@ fn check_membership(buckets: &HashSet<u16>, changes: &[Change]) -> Result<(), Vi
             Change::RemoveService(_) | Change::RemoveEndpoint(..) | Change::RemoveServiceCidr(_) => continue,
         };
         if !buckets.contains(&bucket) {
-            return Err(Violation::ForeignBucket { resource, bucket });
+            return breach(format!(
+                "the snapshot contains {resource} of bucket {bucket}, which SnapshotEnd does not name"
+            ));
         }
     }
     Ok(())

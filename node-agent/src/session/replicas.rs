@@ -13,7 +13,6 @@ use std::{
 };
 
 use headgate_core::Protocol;
-use tokio::task::spawn_blocking;
 use tracing::warn;
 
 use crate::{control_planes::ControlPlane, state::AgentState};
@@ -102,18 +101,13 @@ fn ordered(mut targets: Vec<Replica>, last: Option<&Replica>) -> VecDeque<Replic
 /// The name cannot be resolved. Its last addresses stay reserved.
 pub(super) async fn lookup(host: &str, port: u16, state: &Arc<AgentState>) -> io::Result<Vec<SocketAddr>> {
     if host.parse::<IpAddr>().is_err() {
-        depend_on(state, "name servers".to_owned(), name_servers()).await?;
+        state.blocking(|state| state.depends_on("name servers", name_servers())).await;
     }
     let addresses: Vec<SocketAddr> = tokio::net::lookup_host((host, port)).await?.collect();
-    let targets = addresses.iter().map(|address| (Protocol::Tcp, *address)).collect();
-    depend_on(state, format!("{host}:{port}"), targets).await?;
+    let (name, targets) = (format!("{host}:{port}"), addresses.iter().map(|address| (Protocol::Tcp, *address)));
+    let targets = targets.collect();
+    state.blocking(move |state| state.depends_on(&name, targets)).await;
     Ok(addresses)
-}
-
-/// Calls [`AgentState::depends_on`], which may block.
-async fn depend_on(state: &Arc<AgentState>, name: String, on: BTreeSet<(Protocol, SocketAddr)>) -> io::Result<()> {
-    let state = Arc::clone(state);
-    spawn_blocking(move || state.depends_on(&name, on)).await.map_err(io::Error::other)
 }
 
 /// The name servers in the files that the machine has.

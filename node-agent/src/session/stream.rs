@@ -5,12 +5,11 @@
 
 use std::{pin::pin, sync::Arc, time::Duration};
 
-use futures::{FutureExt as _, StreamExt as _, TryFutureExt as _, future::BoxFuture};
+use futures::{FutureExt as _, StreamExt as _, future::BoxFuture};
 use headgate_core::reference::Referable;
 use headgate_proto::v1::{self, server_message::Body as ServerBody};
 use tokio::{
     sync::{mpsc, watch},
-    task::spawn_blocking,
     time::{Instant, sleep},
 };
 use tonic::Status;
@@ -83,7 +82,7 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
                 }
                 (trouble, answered) = answered(&mut asking), if asking.is_some() => {
                     asking = None;
-                    let (held, answers) = answered?;
+                    let (held, answers) = answered;
                     if let Some(to) = self.better(trouble, held.as_ref(), answers) {
                         return Ok(StreamEnd::Moved { to: Box::new(to), trouble });
                     }
@@ -101,10 +100,10 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
                     let Some(message) = message.transpose()? else { return Ok(StreamEnd::Closed) };
                     let now = Instant::now();
                     for effect in self.on_message(session, replica, message, now)? {
-                        change_state(&session.state, &session.metrics, effect).await?;
+                        change_state(&session.state, &session.metrics, effect).await;
                     }
                     if session.machine.needs_referable() {
-                        let referable = blocking(&session.state, |state| state.with_state(Referable::of)).await?;
+                        let referable = session.state.blocking(|state| state.with_state(Referable::of)).await;
                         session.machine.refer_to(referable);
                         session.distrusts_version = false;
                     }
@@ -218,10 +217,10 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
         let SessionConfig { node_name, tls, .. } = &session.config;
         let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.outbox.epoch);
         let others = replicas.others();
-        let point = blocking(&session.state, AgentState::point);
+        let state = Arc::clone(&session.state);
         let ask = async move {
-            let held = point.await?.as_ref().map(HeldState::of);
-            Ok((held, standings::ask(node, tls, others.await, epoch).await))
+            let held = state.blocking(AgentState::point).await.as_ref().map(HeldState::of);
+            (held, standings::ask(node, tls, others.await, epoch).await)
         };
         ask.boxed()
     }
@@ -258,7 +257,7 @@ fn brings_state(body: &ServerBody) -> bool {
 }
 
 /// The state that the agent held when it asked the other replicas, and their answers.
-type Answered = Result<(Option<HeldState>, Standings), StreamEnd>;
+type Answered = (Option<HeldState>, Standings);
 
 /// A pending request to the other replicas: its reason, and the future with the answers.
 type Asking = (Trouble, BoxFuture<'static, Answered>);
@@ -281,29 +280,18 @@ pub(super) fn status(progress: &Progress, tls_problem: &watch::Receiver<Option<S
 
 /// Applies an effect on the state. Applies an update at once if the state's lock is free, otherwise
 /// on a thread that may block.
-async fn change_state(state: &Arc<AgentState>, metrics: &SessionMetrics, effect: Effect) -> Result<(), StreamEnd> {
+async fn change_state(state: &Arc<AgentState>, metrics: &SessionMetrics, effect: Effect) {
     match effect {
         Effect::Apply(step) => {
             let version = step.version;
             debug!(version, changes = step.changes.len(), snapshot = step.snapshot.is_some(), "step");
             if let Some(step) = state.try_apply(step) {
-                blocking(state, move |state| state.apply(step)).await?;
+                state.blocking(move |state| state.apply(step)).await;
             }
             metrics.version_received.set(version);
         }
-        Effect::Node(node) => blocking(state, move |state| state.set_node(&node)).await?,
-        Effect::Resumed => blocking(state, AgentState::confirm).await?,
+        Effect::Node(node) => state.blocking(move |state| state.set_node(&node)).await,
+        Effect::Resumed => state.blocking(AgentState::confirm).await,
         _ => {}
     }
-    Ok(())
-}
-
-/// Calls `work` on a thread that may block, because `work` waits for the state's lock. The planning
-/// of a full sync may hold this lock for a while.
-pub(super) fn blocking<T: Send + 'static>(
-    state: &Arc<AgentState>,
-    work: impl FnOnce(&AgentState) -> T + Send + 'static,
-) -> BoxFuture<'static, Result<T, StreamEnd>> {
-    let state = Arc::clone(state);
-    spawn_blocking(move || work(&state)).map_err(StreamEnd::from).boxed()
 }

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use tokio::task::JoinError;
 use tonic::Status;
 
 use super::{connect::ConnectError, failover::Trouble, machine::Violation, replicas::Replica};
@@ -32,8 +31,6 @@ pub(super) enum StreamEnd {
     Moved { to: Box<Replica>, trouble: Trouble },
     #[error("the certificate was renewed, and the old certificate expires soon")]
     Renewed,
-    #[error("a background task of the agent was stopped")]
-    Worker(#[from] JoinError),
 }
 
 impl StreamEnd {
@@ -53,7 +50,6 @@ impl StreamEnd {
             Self::Drained(_) => "drained",
             Self::Moved { trouble, .. } => trouble.label(),
             Self::Renewed => "renewed",
-            Self::Worker(_) => "worker",
         }
     }
 }

@@ -27,6 +27,7 @@ use tokio_rustls::{TlsConnector, client::TlsStream};
 use tracing::{error, info};
 
 use super::metrics::TlsMetrics;
+use crate::state::blocking;
 
 /// Time between two reads of the files. The files are also read while the agent opens no
 /// connection, so that errors are logged before the files are needed.
@@ -168,13 +169,6 @@ impl AgentTls {
         self.metrics.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
         Ok(Explained { stream, explain: explained })
     }
-}
-
-/// Runs `work`, which reads or writes files, on a thread for blocking work.
-pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    // Such a task can only be cancelled together with the runtime.
-    let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic()))
 }
 
 fn client_config(material: &Material) -> Result<ClientConfig, rustls::Error> {

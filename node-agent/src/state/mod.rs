@@ -263,7 +263,24 @@ pub(crate) struct SavePoint {
     pub(crate) node: v1::OwnNode,
 }
 
+/// Runs `work`, which may block, on a thread for such work.
+pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    // Such a task can only be cancelled together with the runtime.
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic()))
+}
+
 impl AgentState {
+    /// Runs `work` on a thread that may block, because `work` waits for the lock of the state. The
+    /// planning of a full sync may hold this lock for a while.
+    pub(crate) async fn blocking<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> T + Send + 'static,
+    ) -> T {
+        let state = Arc::clone(self);
+        blocking(move || work(&state)).await
+    }
+
     /// An empty state for the agent of a node.
     #[must_use]
     pub fn new(node_name: &str) -> Self {

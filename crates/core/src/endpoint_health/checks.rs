@@ -18,9 +18,12 @@ use crate::model::ServiceKey;
 
 /// Number of equal outcomes in a row that change the state of an endpoint.
 const OUTCOMES_IN_A_ROW: u8 = 2;
+/// How many checks of a service begin in a second, besides those that confirm a change. The
+/// interval of a service with more endpoints is longer.
+pub(super) const MAX_CHECKS_OF_SERVICE_PER_SECOND: u32 = 20;
 
 /// The checks that a service requests on this node.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ServiceTargets {
     /// Time between two checks of an endpoint in milliseconds; `None` for the agent's default.
     pub interval_ms: Option<u32>,
@@ -128,14 +131,14 @@ impl Checks {
         self.services.get(key).into_iter().flatten().filter(is_failing).copied().collect()
     }
 
-    /// Replaces the checks that a service requests; `None` removes them. The first check of a new
-    /// target is due at a random time within one interval, so that not all nodes connect to a new
-    /// endpoint at the same time.
+    /// Replaces the checks that a service requests; `None` removes them. A service with many
+    /// targets gets a longer interval. The first check of a new target is due at a random time
+    /// within one interval, so that not all nodes connect to a new endpoint at the same time.
     pub(super) fn set_service(&mut self, key: &Arc<ServiceKey>, wanted: Option<ServiceTargets>, now_ms: u64) {
-        let (interval_ms, wanted) = match wanted {
-            Some(wanted) => (wanted.interval_ms.unwrap_or(self.timing.interval_ms).max(1), wanted.addresses),
-            None => (0, BTreeSet::new()),
-        };
+        let ServiceTargets { interval_ms, addresses: wanted } = wanted.unwrap_or_default();
+        let targets = u32::try_from(wanted.len()).unwrap_or(u32::MAX);
+        let shortest_ms = targets.saturating_mul(1000 / MAX_CHECKS_OF_SERVICE_PER_SECOND).max(1);
+        let interval_ms = interval_ms.unwrap_or(self.timing.interval_ms).max(shortest_ms);
         let before = self.services.remove(key).unwrap_or_default();
         for address in before.difference(&wanted) {
             self.remove_user(*address, key);
@@ -153,22 +156,16 @@ impl Checks {
         self.due.first().map(|(at, _)| *at)
     }
 
-    /// Returns the checks that are due, earliest first, at most `limit` of them. The caller makes
-    /// each check and then calls [`Self::finish`].
-    pub(super) fn start(&mut self, now_ms: u64, limit: usize) -> Vec<Check> {
-        let mut started = Vec::new();
-        while started.len() < limit
-            && let Some((at, address)) = self.due.first().copied()
-            && at <= now_ms
-        {
-            self.due.remove(&(at, address));
-            let Some(target) = self.targets.get_mut(&address) else { continue };
-            self.tickets += 1;
-            target.next = Next::Running(self.tickets);
-            let timeout_ms = self.timing.timeout_ms.min(target.interval_ms() / 4).max(1);
-            started.push(Check { address, timeout_ms, ticket: self.tickets });
-        }
-        started
+    /// Returns the earliest check that is due. The caller makes it and then calls [`Self::finish`].
+    pub(super) fn start(&mut self, now_ms: u64) -> Option<Check> {
+        let next = self.due.first().copied().filter(|(at, _)| *at <= now_ms)?;
+        self.due.remove(&next);
+        let (_, address) = next;
+        let target = self.targets.get_mut(&address)?;
+        self.tickets += 1;
+        target.next = Next::Running(self.tickets);
+        let timeout_ms = self.timing.timeout_ms.min(target.interval_ms() / 4).max(1);
+        Some(Check { address, timeout_ms, ticket: self.tickets })
     }
 
     /// Records the outcome of a check. Ignores a check whose target has been removed since the

@@ -16,11 +16,6 @@ use compact_str::CompactString;
 use super::checks::{Check, CheckTiming, Checks, ServiceTargets};
 use crate::model::ServiceKey;
 
-/// The maximum number of endpoints of a Service that a node checks. The others count as passing.
-pub const MAX_TARGETS: usize = 1_000;
-/// How many checks of a Service a node begins in a second, besides those that confirm a change. The
-/// interval of a Service with more endpoints is longer.
-const MAX_CHECKS_OF_SERVICE_PER_SECOND: u32 = 20;
 /// How many checks of a namespace a node begins in a second, also if all are for one address.
 const MAX_CHECKS_OF_NAMESPACE_PER_SECOND: u32 = 200;
 
@@ -76,14 +71,8 @@ impl FairChecks {
         self.namespaces.get(&key.namespace).map(|namespace| namespace.checks.failing(key)).unwrap_or_default()
     }
 
-    /// Replaces the checks that a Service requests; `None` removes them. A Service with many
-    /// targets gets a longer interval, so that no more than 20 begin in a second.
-    pub fn set_service(&mut self, key: &Arc<ServiceKey>, mut wanted: Option<ServiceTargets>, now_ms: u64) {
-        if let Some(ServiceTargets { interval_ms, addresses }) = &mut wanted {
-            let targets = u32::try_from(addresses.len()).unwrap_or(u32::MAX);
-            let shortest = targets.saturating_mul(1000 / MAX_CHECKS_OF_SERVICE_PER_SECOND);
-            *interval_ms = Some(interval_ms.unwrap_or(self.timing.interval_ms).max(shortest));
-        }
+    /// Replaces the checks that a Service requests; `None` removes them.
+    pub fn set_service(&mut self, key: &Arc<ServiceKey>, wanted: Option<ServiceTargets>, now_ms: u64) {
         self.seed = self.seed.wrapping_add(1);
         let checks = Checks::new(self.timing, self.seed);
         let new = || CheckedNamespace { checks, running: 0, begun: (0, 0) };
@@ -110,14 +99,13 @@ impl FairChecks {
                 Some(((namespace.running, at_ms), name, namespace))
             });
             let Some((_, name, namespace)) = due.min_by_key(|(order, ..)| *order) else { return started };
-            for check in namespace.checks.start(now_ms, 1) {
-                let second = now_ms / 1000;
-                let before = if namespace.begun.0 == second { namespace.begun.1 } else { 0 };
-                namespace.begun = (second, before + 1);
-                namespace.running += 1;
-                self.free -= 1;
-                started.push((name.clone(), check));
-            }
+            let Some(check) = namespace.checks.start(now_ms) else { return started };
+            let second = now_ms / 1000;
+            let before = if namespace.begun.0 == second { namespace.begun.1 } else { 0 };
+            namespace.begun = (second, before + 1);
+            namespace.running += 1;
+            self.free -= 1;
+            started.push((name.clone(), check));
         }
     }
 
@@ -141,6 +129,7 @@ impl FairChecks {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::endpoint_health::checks::MAX_CHECKS_OF_SERVICE_PER_SECOND;
 
     const PLACES: usize = 8;
 

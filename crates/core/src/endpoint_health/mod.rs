@@ -15,5 +15,5 @@ mod fair;
 pub use self::{
     checks::{Check, CheckTiming, ServiceTargets},
     failing::FailingEndpoints,
-    fair::{FairCheck, FairChecks, MAX_TARGETS},
+    fair::{FairCheck, FairChecks},
 };

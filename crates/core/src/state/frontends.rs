@@ -420,20 +420,21 @@ impl FrontendOwners {
         }
     }
 
+    pub(super) fn owning(&self, frontend: &Frontend) -> Option<&Arc<ServiceKey>> {
+        self.first(frontend).filter(|first| first.claim != Claim::Reserved).map(|first| &first.key)
+    }
+
     /// Returns the Service that owns a frontend, or `None` if no Service gets the frontend. The
     /// owner of a ClusterIP also owns frontends there that only other Services specify.
     #[must_use]
     pub fn owner(&self, frontend: &Frontend) -> Option<&ServiceKey> {
-        self.first(frontend).filter(|first| first.claim != Claim::Reserved).map(|first| &*first.key)
+        self.owning(frontend).map(|owner| &**owner)
     }
 
     /// True if the Service owns the frontend, or would own it if it specified the frontend.
     #[must_use]
     pub fn owns(&self, key: &ServiceKey, frontend: &Frontend) -> bool {
-        let lost = self.lost.get(key);
-        let is_lost = |address| lost.is_some_and(|lost| lost.contains_key(&Place::Address(address)));
-        let has_lost = Place::Frontend(*frontend).address().is_some_and(is_lost);
-        !has_lost && self.first(frontend).is_none_or(|first| *first.key == *key)
+        !self.is_part(key, Place::Frontend(*frontend)) && self.first(frontend).is_none_or(|first| *first.key == *key)
     }
 
     /// Returns why a Service that specifies a frontend does not own it.

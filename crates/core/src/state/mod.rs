@@ -8,7 +8,7 @@ pub mod frontends;
 pub mod reference;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
     sync::Arc,
 };
@@ -78,7 +78,7 @@ pub struct Dirty {
     pub services: BTreeSet<Arc<ServiceKey>>,
     /// The set of ServiceCIDRs changed.
     pub service_cidrs: bool,
-    /// Frontends that these services may have lost. A plan with another service that specifies one
+    /// Frontends that these services have lost. A plan with another service that specifies one
     /// of them must have the former owner as well, because a frontend leads to one service.
     pub lost: HashMap<Frontend, Arc<ServiceKey>>,
 }
@@ -230,18 +230,16 @@ impl State {
                 self.demand.add(new);
                 self.services += 1;
             }
-            let affected = self.frontends.replace(&key, old.as_deref(), new);
-            if old.is_some() || !affected.is_empty() {
-                let own: HashSet<Frontend> = new.into_iter().flat_map(frontends_of).collect();
-                let others = affected.iter().filter_map(|other| Some((other, self.entries.get(other)?.service()?)));
-                let lost = others.flat_map(|(other, service)| frontends_of(service).map(move |lost| (lost, other)));
-                let lost = lost.filter(|(frontend, _)| own.contains(frontend));
-                let gone = old.iter().flat_map(|old| frontends_of(old)).filter(|frontend| !own.contains(frontend));
-                for (frontend, service) in lost.chain(gone.map(|frontend| (frontend, &key))) {
-                    dirty.lost.entry(frontend).or_insert_with(|| Arc::clone(service));
+            let frontends = old.as_deref().into_iter().chain(new).flat_map(frontends_of);
+            let owned =
+                frontends.filter_map(|frontend| Some((frontend, Arc::clone(self.frontends.owning(&frontend)?))));
+            let owned: Vec<(Frontend, Arc<ServiceKey>)> = owned.collect();
+            dirty.services.extend(self.frontends.replace(&key, old.as_deref(), new));
+            for (frontend, owner) in owned {
+                if self.frontends.owning(&frontend) != Some(&owner) {
+                    dirty.lost.entry(frontend).or_insert(owner);
                 }
             }
-            dirty.services.extend(affected);
             dirty.services.insert(Arc::clone(&key));
         }
         self.drop_empty(&key);

@@ -10,11 +10,12 @@ mod targets;
 #[cfg(test)]
 mod tests;
 
-use std::{collections::HashMap, io, sync::Arc, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
 use headgate_core::{
     NodeFacts, ServiceKey,
     endpoint_health::{Check, CheckTiming, FailingEndpoints, FairCheck, FairChecks, ServiceTargets},
+    turns::Turns,
 };
 use tokio::{net::TcpStream, task::JoinSet, time::Instant};
 use tokio_util::sync::CancellationToken;
@@ -28,8 +29,10 @@ use crate::{
 
 /// Maximum number of checks that run at a time. Further checks wait.
 pub const MAX_RUNNING: usize = 256;
-/// How many lines about the endpoints of a namespace the log gets in a minute.
-const MAX_LINES_PER_MINUTE: u32 = 10;
+/// How many lines about the endpoints of a namespace the log gets at once, and the time after which
+/// it gets one more.
+const LINES_AT_ONCE: u32 = 10;
+const LINE_INTERVAL: Duration = Duration::from_secs(6);
 
 /// Returns the observer that collects the endpoints to check, and the checker. The caller runs the
 /// checker on the async runtime. `namespaces` are those in which Services may ask for checks:
@@ -49,7 +52,8 @@ pub fn new(
     });
     let checks = FairChecks::new(timing, fastrand::u64(..), MAX_RUNNING);
     let (reported, started) = (FailingEndpoints::default(), Instant::now());
-    (follower, Checker { mailbox, shared, metrics, checks, reported, started, lines: Default::default() })
+    let lines = Turns::new(LINE_INTERVAL, LINES_AT_ONCE);
+    (follower, Checker { mailbox, shared, metrics, checks, reported, started, lines })
 }
 
 /// Checks endpoints in the network namespace of the runtime's threads, at most [`MAX_RUNNING`] at a
@@ -64,22 +68,11 @@ pub struct Checker {
     /// failing endpoints change.
     reported: FailingEndpoints,
     started: Instant,
-    /// The present minute, and the lines about each namespace in it.
-    lines: (u64, HashMap<String, u32>),
+    /// The lines of the log about each namespace.
+    lines: Turns<String>,
 }
 
 impl Checker {
-    /// Counts a line about a namespace. Returns whether the log gets it.
-    fn may_log(&mut self, namespace: &str) -> bool {
-        let minute = self.now_ms() / 60_000;
-        if self.lines.0 != minute {
-            self.lines = (minute, HashMap::new());
-        }
-        let lines = self.lines.1.entry(namespace.to_owned()).or_default();
-        *lines += 1;
-        *lines <= MAX_LINES_PER_MINUTE
-    }
-
     /// Checks the endpoints until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut running = JoinSet::new();
@@ -123,7 +116,7 @@ impl Checker {
         };
         let changed = self.checks.finish(check, outcome, self.now_ms());
         let (namespace, Check { address, .. }) = check;
-        if !changed.is_empty() && self.may_log(namespace) {
+        if !changed.is_empty() && self.lines.take(namespace.to_string(), Instant::now().into()).is_ok() {
             match result {
                 Ok(()) => info!(%namespace, endpoint = %address, "an endpoint passes its health checks again"),
                 Err(error) => {
@@ -147,13 +140,11 @@ impl Checker {
             }
         }
         if !news.is_empty() {
-            let shared = Arc::clone(&self.shared);
             let change = |facts: &mut NodeFacts| {
                 let changed = news.into_iter().filter(|(key, failing)| facts.failing.set(key, failing.clone()));
                 changed.map(|(key, _)| key).collect()
             };
-            // Locking the state may block for a while. The task fails only when the runtime ends.
-            let _ = tokio::task::spawn_blocking(move || shared.change_facts(change)).await;
+            self.shared.blocking(|shared| shared.change_facts(change)).await;
         }
     }
 }

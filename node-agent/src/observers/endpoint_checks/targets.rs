@@ -3,51 +3,42 @@
 use std::{collections::BTreeSet, net::SocketAddr, sync::Arc};
 
 use headgate_core::{
-    Family, NodeFacts, Protocol, ServiceKey, State,
-    endpoint_health::{MAX_TARGETS, ServiceTargets},
-    view::views_of_all_endpoints,
+    Family, NodeFacts, Protocol, ServiceKey, State, endpoint_health::ServiceTargets, view::views_of_all_endpoints,
 };
 
 /// Why a Service has fewer checks than it asks for, with the remedy.
 const NOT_ALLOWED: &str = "no endpoint is checked of Services with the annotation headgate.io/health-check in namespaces that --health-check-namespaces does not name: add the namespaces to the flag, or remove the annotation";
 const NOT_DIALLED: &str = "the node does not check some endpoints of Services with the annotation headgate.io/health-check, because their addresses are in no range of pods, or are addresses of the node or of metadata servers: if they are pods, add their range to --pod-ranges";
 const TOO_MANY: &str = "the node checks only 1,000 endpoints of a Service with the annotation headgate.io/health-check, and the others count as passing: divide the Service, or remove the annotation";
-const _: () = assert!(MAX_TARGETS == 1_000, "TOO_MANY names the number");
+/// The maximum number of endpoints of a Service that a node checks. [`TOO_MANY`] names it.
+const MAX_TARGETS: usize = 1_000;
 
-/// The endpoints of a service that this node has to check: those that the service asks for, and
-/// that the node may connect to. `namespaces` are those in which Services may ask: names, or `*`
-/// for all. Also returns why endpoints are left out.
+/// The endpoints of a service that this node has to check: the TCP endpoints that it may use, and
+/// that its programs may connect to. `None` if the service has no checks or no such endpoints.
+/// `namespaces` are those in which services may ask for checks: names, or `*` for all. Also returns
+/// why endpoints are left out. The cost depends only on the size of this service.
 pub(super) fn targets(
     state: &State,
     key: &Arc<ServiceKey>,
     node: &NodeFacts,
     namespaces: &[String],
 ) -> (Option<ServiceTargets>, Option<&'static str>) {
-    let (mut found, mut shortage) = (wanted(state, key, node), None);
-    if let Some(ServiceTargets { addresses, .. }) = &mut found {
-        let asked = addresses.len();
-        let is_allowed = namespaces.iter().any(|name| name == "*" || *name == *key.namespace);
-        addresses.retain(|address| is_allowed && node.dialled.permits(address.ip()));
-        let refused = if is_allowed { NOT_DIALLED } else { NOT_ALLOWED };
-        shortage = (addresses.len() < asked).then_some(refused);
-        if let Some(first_left_out) = addresses.iter().nth(MAX_TARGETS).copied() {
-            addresses.split_off(&first_left_out);
-            shortage = Some(TOO_MANY);
-        }
-    }
-    (found, shortage)
-}
-
-/// The endpoints of a service that this node should check: the TCP endpoints that the node may use.
-/// `None` if the service has no checks or no such endpoints. The cost depends only on the size of
-/// this service.
-fn wanted(state: &State, key: &Arc<ServiceKey>, node: &NodeFacts) -> Option<ServiceTargets> {
-    let service = state.entry(key)?.service().filter(|service| service.is_checked_by_tcp())?;
+    let service = state.entry(key).and_then(|entry| entry.service());
+    let Some(service) = service.filter(|service| service.is_checked_by_tcp()) else { return (None, None) };
     let views = Family::BOTH.into_iter().flat_map(|family| views_of_all_endpoints(state, key, family, node));
     let endpoints = views.filter(|view| view.protocol == Protocol::Tcp).flat_map(|view| view.reachable_endpoints());
-    let addresses: BTreeSet<SocketAddr> = endpoints.map(|endpoint| endpoint.socket_address()).collect();
+    let mut addresses: BTreeSet<SocketAddr> = endpoints.map(|endpoint| endpoint.socket_address()).collect();
+    let asked = addresses.len();
+    let is_allowed = namespaces.iter().any(|name| name == "*" || *name == *key.namespace);
+    addresses.retain(|address| is_allowed && node.dialled.permits(address.ip()));
+    let refused = if is_allowed { NOT_DIALLED } else { NOT_ALLOWED };
+    let mut shortage = (addresses.len() < asked).then_some(refused);
+    if let Some(first_left_out) = addresses.iter().nth(MAX_TARGETS).copied() {
+        addresses.split_off(&first_left_out);
+        shortage = Some(TOO_MANY);
+    }
     let interval_ms = Some(service.health_check_interval_ms).filter(|interval| *interval != 0);
-    (!addresses.is_empty()).then_some(ServiceTargets { interval_ms, addresses })
+    ((asked > 0).then_some(ServiceTargets { interval_ms, addresses }), shortage)
 }
 
 #[cfg(test)]

@@ -166,9 +166,9 @@ async fn failing_endpoints_are_kept_when_a_service_is_recreated_at_once_and_drop
 async fn the_log_gets_a_few_lines_about_each_namespace_in_a_minute() {
     let (shared, metrics) = (Arc::new(AgentState::new("node-1")), EndpointCheckMetrics::default());
     let (_follower, mut checker) = new(Vec::new(), CheckTiming::default(), shared, metrics);
-    let mut count = |namespace: &str| (0..50).filter(|_| checker.may_log(namespace)).count();
-    // A minute may end meanwhile.
-    assert!((10..=20).contains(&count("hostile")) && (10..=20).contains(&count("honest")));
+    let now = Instant::now().into();
+    let mut count = |namespace: &str| (0..50).filter(|_| checker.lines.take(namespace.to_owned(), now).is_ok()).count();
+    assert_eq!((count("hostile"), count("honest")), (10, 10));
 }
 
 #[tokio::test]

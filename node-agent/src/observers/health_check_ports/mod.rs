@@ -10,14 +10,13 @@ mod server;
 
 pub use server::PortServer;
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use headgate_core::health_check_port::{HealthCheckPort, health_check_port};
 use headgate_listener::HttpConnections;
 use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
 use tokio::sync::watch;
 
-use self::page::ProxyHealth;
 use crate::{
     metric_registry::{AGENT, MetricRegistry},
     node_inputs::NodeInputs,
@@ -62,7 +61,8 @@ pub fn new(
     connections: Arc<HttpConnections>,
 ) -> (HealthCheckPorts, PortServer) {
     let (ports, mailbox) = Follower::new(|state, key, node| health_check_port(state, key, node));
-    (ports, PortServer::new(mailbox, metrics, inputs, ProxyHealth { backlog, patience }, connections))
+    let (wanted, open, failed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    (ports, PortServer { mailbox, metrics, inputs, backlog, patience, connections, wanted, open, failed })
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::{
 };
 
 use axum::{
-    Json, Router,
+    Json,
     http::{StatusCode, header},
     response::{IntoResponse as _, Response},
 };
@@ -17,42 +17,26 @@ use headgate_core::ServiceKey;
 
 use crate::state::backlog::Backlog;
 
-/// Whether the proxy as a whole works: no change in the backlog has waited for too long. `/livez`
-/// uses the same test.
-#[derive(Debug, Clone)]
-pub(super) struct ProxyHealth {
+/// The header with the number of local endpoints. Load balancers may use this number as the node's
+/// weight.
+const WEIGHT_HEADER: &str = "x-load-balancing-endpoint-weight";
+
+/// The page at one socket. It shows the number of local endpoints of one service in one family.
+#[derive(Debug)]
+pub(super) struct PortPage {
+    pub(super) key: Arc<ServiceKey>,
+    pub(super) local_endpoints: AtomicU32,
+    /// The proxy as a whole works if no change in the backlog has waited for longer than
+    /// `patience`. `/livez` uses the same test.
     pub(super) backlog: Arc<Backlog>,
     pub(super) patience: Duration,
 }
 
-/// The header with the number of local endpoints. Load balancers may use this number as the node's
-/// weight.
-const WEIGHT_HEADER: &str = "x-load-balancing-endpoint-weight";
-/// The page at one socket. It shows the number of local endpoints of one service in one family.
-#[derive(Debug)]
-pub(super) struct PortPage {
-    key: Arc<ServiceKey>,
-    local_endpoints: AtomicU32,
-    health: ProxyHealth,
-}
-
 impl PortPage {
-    pub(super) fn new(key: Arc<ServiceKey>, local_endpoints: u32, health: ProxyHealth) -> Self {
-        Self { key, local_endpoints: AtomicU32::new(local_endpoints), health }
-    }
-
-    pub(super) fn set_local_endpoints(&self, count: u32) {
-        self.local_endpoints.store(count, Ordering::Relaxed);
-    }
-
     /// Answers every request. As in kube-proxy, method and path do not matter.
-    pub(super) fn router(self: Arc<Self>) -> Router {
-        Router::new().fallback(move || async move { self.answer() })
-    }
-
-    fn answer(&self) -> Response {
+    pub(super) fn answer(&self) -> Response {
         let local_endpoints = self.local_endpoints.load(Ordering::Relaxed);
-        let is_proxy_healthy = self.health.backlog.health(self.health.patience).is_alive();
+        let is_proxy_healthy = self.backlog.health(self.patience).is_alive();
         let body = serde_json::json!({
             "service": { "namespace": self.key.namespace.as_str(), "name": self.key.name.as_str() },
             "localEndpoints": local_endpoints,
@@ -75,7 +59,7 @@ mod tests {
         let backlog = Arc::new(Backlog::default());
         backlog.queue_other();
         let patience = if is_healthy { Duration::from_secs(3_600) } else { Duration::ZERO };
-        let response = PortPage::new(key, local_endpoints, ProxyHealth { backlog, patience }).answer();
+        let response = PortPage { key, local_endpoints: local_endpoints.into(), backlog, patience }.answer();
         let header = |name: &str| response.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
         assert_eq!(header("content-type").as_deref(), Some("application/json"));
         assert_eq!(header("x-content-type-options").as_deref(), Some("nosniff"));

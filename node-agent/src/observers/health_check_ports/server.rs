@@ -4,23 +4,22 @@ use std::{
     collections::BTreeMap,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
+use axum::Router;
 use headgate_core::{Family, ServiceKey, health_check_port::HealthCheckPort, iptables::NodePortAddresses};
 use headgate_listener::{Families, HttpConnections, listen, open_files};
 use tokio::{sync::watch, task::JoinHandle, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::{
-    HealthCheckMetrics,
-    page::{PortPage, ProxyHealth},
-};
+use super::{HealthCheckMetrics, page::PortPage};
 use crate::{
     node_inputs::NodeInputs,
     observers::{Changes, Mailbox},
+    state::backlog::Backlog,
 };
 
 /// Time between two attempts to open a socket. Also the time between two checks for changed
@@ -36,19 +35,20 @@ type Socket = (Arc<ServiceKey>, SocketAddr);
 /// Serves all health-check node ports of this node.
 #[derive(Debug)]
 pub struct PortServer {
-    mailbox: Mailbox<HealthCheckPort>,
-    metrics: HealthCheckMetrics,
-    inputs: watch::Receiver<NodeInputs>,
-    health: ProxyHealth,
-    connections: Arc<HttpConnections>,
-    wanted: BTreeMap<Arc<ServiceKey>, HealthCheckPort>,
-    open: BTreeMap<Socket, PortListener>,
+    pub(super) mailbox: Mailbox<HealthCheckPort>,
+    pub(super) metrics: HealthCheckMetrics,
+    pub(super) inputs: watch::Receiver<NodeInputs>,
+    pub(super) backlog: Arc<Backlog>,
+    pub(super) patience: Duration,
+    pub(super) connections: Arc<HttpConnections>,
+    pub(super) wanted: BTreeMap<Arc<ServiceKey>, HealthCheckPort>,
+    pub(super) open: BTreeMap<Socket, PortListener>,
     /// The last error for each wanted socket that is not open.
-    failed: BTreeMap<Socket, String>,
+    pub(super) failed: BTreeMap<Socket, String>,
 }
 
 #[derive(Debug)]
-struct PortListener {
+pub(super) struct PortListener {
     page: Arc<PortPage>,
     task: JoinHandle<()>,
 }
@@ -60,17 +60,6 @@ impl Drop for PortListener {
 }
 
 impl PortServer {
-    pub(super) fn new(
-        mailbox: Mailbox<HealthCheckPort>,
-        metrics: HealthCheckMetrics,
-        inputs: watch::Receiver<NodeInputs>,
-        health: ProxyHealth,
-        connections: Arc<HttpConnections>,
-    ) -> Self {
-        let (wanted, open, failed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { mailbox, metrics, inputs, health, connections, wanted, open, failed }
-    }
-
     /// Serves until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut retry = interval(RETRY_PERIOD);
@@ -111,7 +100,7 @@ impl PortServer {
         self.failed.retain(|socket, _| wanted.contains_key(socket));
         for (socket, local_endpoints) in wanted {
             match self.open.get(&socket) {
-                Some(listener) => listener.page.set_local_endpoints(local_endpoints),
+                Some(listener) => listener.page.local_endpoints.store(local_endpoints, Ordering::Relaxed),
                 None => self.open(socket, local_endpoints),
             }
         }
@@ -131,10 +120,13 @@ impl PortServer {
         match listening {
             Ok(listening) => {
                 info!(service = %key, %address, "opened a health-check node port");
-                let page = Arc::new(PortPage::new(Arc::clone(key), local_endpoints, self.health.clone()));
+                let (backlog, patience) = (Arc::clone(&self.backlog), self.patience);
+                let local_endpoints = local_endpoints.into();
+                let page = Arc::new(PortPage { key: Arc::clone(key), local_endpoints, backlog, patience });
+                let answering = Arc::clone(&page);
+                let pages = Router::new().fallback(move || async move { answering.answer() });
                 let connections = Arc::clone(&self.connections);
-                let serve = connections.serve("health_check_node_port", listening, Arc::clone(&page).router());
-                let task = tokio::spawn(serve);
+                let task = tokio::spawn(connections.serve("health_check_node_port", listening, pages));
                 self.failed.remove(&socket);
                 self.open.insert(socket, PortListener { page, task });
             }

@@ -13,9 +13,9 @@ fn new_addresses_of_interfaces_are_used_at_once() {
     let (addresses, interfaces) = watch::channel(None);
     let shared = Arc::new(AgentState::new("node-1"));
     let dataplane = Box::new(in_memory::dataplane().0);
-    let (reconciler, _progress) = Reconciler::new(dataplane, Arc::clone(&shared), SyncMetrics::default(), timing());
+    let (mut reconciler, _progress) = Reconciler::new(dataplane, Arc::clone(&shared), SyncMetrics::default(), timing());
     let settings = NodeSettings { node_ports, ..NodeSettings::default() };
-    let reconciler = reconciler.with_node_settings(settings).with_interfaces(interfaces);
+    (reconciler.node_settings, reconciler.interfaces) = (settings, interfaces);
     let mut inputs = reconciler.inputs();
     let thread = std::thread::spawn(|| reconciler.run());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();

@@ -157,12 +157,16 @@ fn a_split_batch_takes_effect_with_its_last_part() {
     assert_eq!(agent.held.state().entry(&key("new")).unwrap().endpoints().len(), 2);
 }
 
+fn other(sentence: &str) -> Violation {
+    Violation::Other(sentence.to_owned())
+}
+
 #[test]
 fn a_lost_batch_is_a_violation() {
     let mut agent = Agent::following(&replica(7));
     assert_eq!(agent.receive(batch(3, 4, &[])), Err(Violation::VersionGap { previous: 3, held: 2 }));
     assert_eq!(agent.receive(batch(1, 2, &[])), Err(Violation::VersionGap { previous: 1, held: 2 }));
-    assert_eq!(agent.receive(batch(2, 1, &[])), Err(Violation::Backwards { sent: 1, held: 2 }));
+    assert_eq!(agent.receive(batch(2, 1, &[])), Err(other("version 1 was sent after version 2 of the same epoch")));
     assert_eq!(agent.held.position(), Some((7, 2)));
 }
 
@@ -182,22 +186,23 @@ fn incomplete_or_malformed_snapshots_are_violations() {
         violation
     };
     let bucket = service_bucket(&key("a"));
-    let other = u32::from(bucket ^ 1);
-    assert_eq!(violation_of(end(1, vec![], 3)), Violation::ResourceCount { counted: 3, staged: 2 });
-    assert_eq!(violation_of(end(1, vec![1024], 2)), Violation::Bucket(1024));
-    assert_eq!(violation_of(end(1, vec![5, 5], 2)), Violation::Bucket(5));
-    assert_eq!(violation_of(end(1, vec![6, 5], 2)), Violation::Bucket(5));
-    assert!(matches!(violation_of(end(1, vec![other], 2)), Violation::ForeignBucket { bucket: b, .. } if b == bucket));
-    assert_eq!(violation_of(chunk(&[no_endpoint("a", 1)])), Violation::RemovalInSnapshot);
-    assert_eq!(violation_of(chunk(&[Change::RemoveService(key("a"))])), Violation::RemovalInSnapshot);
-    assert_eq!(violation_of(chunk(&[Change::RemoveServiceCidr("c".into())])), Violation::RemovalInSnapshot);
-    assert_eq!(violation_of(batch(0, 1, &[])), Violation::BatchInSnapshot);
+    let wrong = |bucket| other(&format!("SnapshotEnd names bucket {bucket}, which is out of order or out of range"));
+    assert_eq!(violation_of(end(1, vec![], 3)), other("SnapshotEnd counts 3 resources, but 2 arrived"));
+    assert_eq!(violation_of(end(1, vec![1024], 2)), wrong(1024));
+    assert_eq!(violation_of(end(1, vec![5, 5], 2)), wrong(5));
+    assert_eq!(violation_of(end(1, vec![6, 5], 2)), wrong(5));
+    let foreign = violation_of(end(1, vec![u32::from(bucket ^ 1)], 2)).to_string();
+    assert!(foreign.ends_with(&format!(" of bucket {bucket}, which SnapshotEnd does not name")), "{foreign}");
+    assert_eq!(violation_of(chunk(&[no_endpoint("a", 1)])), other("a snapshot contains removals"));
+    assert_eq!(violation_of(chunk(&[Change::RemoveService(key("a"))])), other("a snapshot contains removals"));
+    assert_eq!(violation_of(chunk(&[Change::RemoveServiceCidr("c".into())])), other("a snapshot contains removals"));
+    assert_eq!(violation_of(batch(0, 1, &[])), other(BATCH_IN_SNAPSHOT));
 }
 
 #[test]
 fn versions_never_decrease_within_an_epoch() {
     let mut agent = Agent::following(&replica(7));
-    assert_eq!(agent.receive(end(1, vec![3], 0)), Err(Violation::Backwards { sent: 1, held: 2 }));
+    assert_eq!(agent.receive(end(1, vec![3], 0)), Err(other("version 1 was sent after version 2 of the same epoch")));
     // In another epoch, versions start again from 1.
     let mut young = Replica::new(8, 4);
     young.commit(vec![service("web", 80)]);
@@ -209,11 +214,11 @@ fn versions_never_decrease_within_an_epoch() {
 fn batches_and_snapshots_may_not_interleave() {
     let mut agent = Agent::following(&replica(7));
     agent.receive(chunk(&[service("a", 1)])).unwrap();
-    assert_eq!(agent.receive(batch(2, 3, &[])), Err(Violation::BatchInSnapshot));
+    assert_eq!(agent.receive(batch(2, 3, &[])), Err(other(BATCH_IN_SNAPSHOT)));
     let mut agent = Agent::following(&replica(7));
     agent.receive(batch(2, 2, &[service("a", 1)])).unwrap();
-    assert_eq!(agent.receive(chunk(&[])), Err(Violation::SnapshotInBatch));
-    assert_eq!(agent.receive(end(3, vec![], 0)), Err(Violation::SnapshotInBatch));
+    assert_eq!(agent.receive(chunk(&[])), Err(other(SNAPSHOT_IN_BATCH)));
+    assert_eq!(agent.receive(end(3, vec![], 0)), Err(other(SNAPSHOT_IN_BATCH)));
 }
 
 #[test]
@@ -224,9 +229,10 @@ fn welcome_must_arrive_first_and_only_once_and_must_match_hello() {
         let _ = agent.hello();
         agent.receive(welcome).err()
     };
-    assert_eq!(violation_of(true, batch(2, 3, &[])), Some(Violation::BeforeWelcome));
-    assert_eq!(violation_of(true, message(Body::Heartbeat(v1::Heartbeat::default()))), Some(Violation::BeforeWelcome));
-    let does_not_fit = |held, welcome| matches!(violation_of(held, welcome), Some(Violation::Welcome(_)));
+    assert_eq!(violation_of(true, batch(2, 3, &[])), Some(other(BEFORE_WELCOME)));
+    assert_eq!(violation_of(true, message(Body::Heartbeat(v1::Heartbeat::default()))), Some(other(BEFORE_WELCOME)));
+    let does_not_fit =
+        |held, welcome| violation_of(held, welcome).unwrap().to_string().starts_with("Welcome does not match Hello: ");
     assert!(does_not_fit(false, replica.welcome(ResumeMode::Log)));
     assert!(does_not_fit(false, replica.welcome(ResumeMode::Digests)));
     assert!(does_not_fit(true, Replica::new(8, 1).welcome(ResumeMode::Log)));
@@ -236,7 +242,7 @@ fn welcome_must_arrive_first_and_only_once_and_must_match_hello() {
     assert_eq!(violation_of(true, replica.welcome(ResumeMode::Digests)), None);
     assert_eq!(violation_of(true, replica.welcome(ResumeMode::Full)), None);
     let mut agent = Agent::following(&replica);
-    assert_eq!(agent.receive(replica.welcome(ResumeMode::Log)), Err(Violation::SecondWelcome));
+    assert_eq!(agent.receive(replica.welcome(ResumeMode::Log)), Err(other("a second Welcome arrived")));
 }
 
 #[test]

@@ -40,10 +40,9 @@ fn assert_consistent(checks: &Checks) {
 /// Returns that time and the services whose failing endpoints changed.
 fn next_outcome(checks: &mut Checks, has_passed: bool) -> (u64, Vec<Arc<ServiceKey>>) {
     let now = checks.next_due_ms().unwrap();
-    let started = checks.start(now, 8);
-    assert_eq!(started.len(), 1);
-    assert!(checks.start(now, 8).is_empty() && checks.next_due_ms().is_none(), "no other check starts meanwhile");
-    (now, checks.finish(&started[0], Some(has_passed), now))
+    let started = checks.start(now).unwrap();
+    assert!(checks.start(now).is_none() && checks.next_due_ms().is_none(), "no other check starts meanwhile");
+    (now, checks.finish(&started, Some(has_passed), now))
 }
 
 #[test]
@@ -80,26 +79,21 @@ fn a_check_takes_at_most_a_quarter_of_its_interval() {
     checks.set_service(&key("slow"), Some(ServiceTargets { interval_ms: None, addresses: [address(1)].into() }), 0);
     checks.set_service(&key("quick"), Some(wanted(500, [2])), 0);
     let timeouts: BTreeSet<_> =
-        checks.start(60_000, 8).into_iter().map(|check| (check.address, check.timeout_ms)).collect();
+        std::iter::from_fn(|| checks.start(60_000)).map(|check| (check.address, check.timeout_ms)).collect();
     assert_eq!(timeouts, [(address(1), 1_000), (address(2), 125)].into());
 }
 
 #[test]
-fn at_most_as_many_checks_start_as_the_limit_allows_and_the_earliest_start_first() {
+fn the_earliest_check_starts_first_and_first_checks_are_spread() {
     let mut checks = Checks::new(CheckTiming::default(), 1);
     checks.set_service(&key("web"), Some(wanted(1000, 0..50)), 0);
     let order: Vec<_> = checks.due.iter().map(|(_, address)| *address).collect();
-    let mut started = Vec::new();
-    for _ in 0..5 {
-        let some = checks.start(1000, 10);
-        assert_eq!(some.len(), 10);
-        started.extend(some.iter().map(|check| check.address));
-    }
-    assert_eq!(started, order);
+    let started: Vec<_> = std::iter::from_fn(|| checks.start(3000)).map(|check| check.address).collect();
+    assert_eq!((started.len(), started), (50, order));
     // First checks are spread over the interval.
     let mut checks = Checks::new(CheckTiming::default(), 1);
     checks.set_service(&key("web"), Some(wanted(1000, 0..250)), 0);
-    let early = checks.start(500, usize::MAX).len();
+    let early = std::iter::from_fn(|| checks.start(6_250)).count();
     assert!((75..175).contains(&early), "{early}");
 }
 
@@ -111,12 +105,12 @@ fn outcomes_of_checks_of_a_removed_target_are_ignored() {
     for _ in 0..2 {
         next_outcome(&mut checks, false);
     }
-    let running = checks.start(10_000, 1);
+    let running = checks.start(10_000).unwrap();
     checks.set_service(&web, None, 10_000);
     assert!(checks.is_empty() && checks.failing_count() == 0);
     // The endpoint is added again while the old check still runs. The endpoint counts as new.
     checks.set_service(&web, Some(wanted(1000, [1])), 10_000);
-    assert_eq!(checks.finish(&running[0], Some(false), 10_100), []);
+    assert_eq!(checks.finish(&running, Some(false), 10_100), []);
     assert!(checks.failing(&web).is_empty());
     assert_consistent(&checks);
 }
@@ -124,7 +118,7 @@ fn outcomes_of_checks_of_a_removed_target_are_ignored() {
 #[derive(Debug, Clone)]
 enum Step {
     Set(u8, Option<(u32, Vec<u8>)>),
-    Start(usize),
+    Start,
     Finish(usize, bool),
     Advance(u64),
 }
@@ -133,7 +127,7 @@ fn step() -> impl Strategy<Value = Step> {
     let set = (1..4000_u32, prop::collection::vec(0..6_u8, 0..4));
     prop_oneof![
         (0..3_u8, prop::option::of(set)).prop_map(|(service, set)| Step::Set(service, set)),
-        (0..4_usize).prop_map(Step::Start),
+        Just(Step::Start),
         (0..8_usize, any::<bool>()).prop_map(|(which, passed)| Step::Finish(which, passed)),
         (0..5000_u64).prop_map(Step::Advance),
     ]
@@ -150,11 +144,7 @@ proptest! {
                     let set = set.map(|(interval, last)| wanted(interval, last));
                     checks.set_service(&key(&service.to_string()), set, now);
                 }
-                Step::Start(room) => {
-                    let started = checks.start(now, room);
-                    prop_assert!(started.len() <= room);
-                    running.extend(started);
-                }
+                Step::Start => running.extend(checks.start(now)),
                 Step::Finish(which, passed) if which < running.len() => {
                     let check = running.remove(which);
                     let changed = checks.finish(&check, Some(passed), now);
@@ -190,7 +180,7 @@ proptest! {
         let mut by_ticket = HashMap::new();
         let mut now = 0;
         while now < end {
-            for check in checks.start(now, 8) {
+            while let Some(check) = checks.start(now) {
                 let passes = check.address == address(2) || !(down..up).contains(&now);
                 let took = if !passes && times_out { u64::from(check.timeout_ms) } else { 0 };
                 running.insert((now + took, check.ticket, passes));
