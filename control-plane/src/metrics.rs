@@ -162,18 +162,6 @@ impl Metrics {
         text
     }
 
-    pub(crate) fn count_source_error(&self, kind: SourceKind, reason: &'static str) {
-        self.source_errors.of([kind_name(kind), reason]).inc();
-    }
-
-    pub(crate) fn set_conflicts(&self, count: usize) {
-        self.conflicts.set(level(count));
-    }
-
-    pub(crate) fn set_problems(&self, count: usize) {
-        self.problems.set(level(count));
-    }
-
     pub(crate) fn set_source_state(&self, state: SourceState) {
         self.synced.set((state != SourceState::Unlisted).into());
         for other in SourceState::ALL {
@@ -186,19 +174,6 @@ impl Metrics {
         for (kind, count) in counts {
             self.resources.of([kind]).set(level(count));
         }
-    }
-
-    pub(crate) fn set_store(&self, version: u64, tombstones: usize) {
-        self.version.set(level(version));
-        self.tombstones.set(level(tombstones));
-    }
-
-    pub(crate) fn count_changes(&self, count: usize) {
-        self.changes.inc_by(count as u64);
-    }
-
-    pub(crate) fn set_gates_waiting(&self, pods: usize) {
-        self.gates_waiting.set(level(pods));
     }
 
     pub(crate) fn count_barrier(&self, result: v1::barrier_answer::Result) {

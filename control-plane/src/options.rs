@@ -11,7 +11,7 @@ use headgate_core::{ServiceKey, dns_name::check_subdomain, plaintext};
 use headgate_tls::{FileError, Files, Side};
 
 use crate::{
-    model::{ExternalIps, NodeSelector, ServiceBudget},
+    model::{ExternalIps, ModelSettings, NodeSelector},
     serve::{EnrolmentSettings, Listen, PeerSettings, PeerTls, ReadinessSettings, Security, Settings, tls::ServerTls},
     source::{SourceSettings, SourceSpec},
 };
@@ -167,7 +167,7 @@ pub struct Options {
     /// (each address with each port), and a fifth of this number as the most frontends (each
     /// address with each port, for load balancers with each source range, and each NodePort).
     /// Slices and external addresses beyond it are left out
-    #[arg(long, value_name = "ENTRIES", default_value_t = ServiceBudget::DEFAULT, value_parser = clap::value_parser!(u32).range(1_000..=i64::from(ServiceBudget::MAX)))]
+    #[arg(long, value_name = "ENTRIES", default_value_t = ModelSettings::SERVICE_BUDGET, value_parser = clap::value_parser!(u32).range(1_000..=i64::from(ModelSettings::MAX_SERVICE_BUDGET)))]
     pub service_budget: u32,
 
     /// Set the condition of the readiness gate headgate.io/programmed of pods once all nodes send
@@ -336,14 +336,13 @@ impl Options {
     #[must_use]
     pub fn source_settings(&self) -> SourceSettings {
         let watch_silence = Duration::from_secs(self.watch_silence_seconds.into());
-        SourceSettings {
-            kubeconfig: self.kubeconfig.clone(),
-            watch_silence,
+        let model = ModelSettings {
             reads_pods: self.ready_everywhere,
             agent_nodes: self.agent_nodes.clone(),
-            service_budget: ServiceBudget::new(self.service_budget),
+            service_budget: self.service_budget,
             external_ips: self.external_ips.clone(),
-        }
+        };
+        SourceSettings { kubeconfig: self.kubeconfig.clone(), watch_silence, model }
     }
 
     /// The other replicas; `None` if `--peers` is not given.
@@ -483,7 +482,7 @@ mod tests {
         let error = files.check_source().unwrap_err().to_string();
         assert!(error.contains("remove it, or use --source kubernetes"), "{error}");
         let on = Options::try_parse_from(start.iter().chain(&["--source", "kubernetes", "--peers", "none"])).unwrap();
-        assert!(on.check_source().is_ok() && on.source_settings().reads_pods);
+        assert!(on.check_source().is_ok() && on.source_settings().model.reads_pods);
         assert_eq!(on.settings().readiness.unwrap().bound, Duration::from_secs(30));
         assert_eq!(options(&[]).settings().readiness, None);
     }

@@ -88,11 +88,12 @@ pub fn run(args: &CaArgs) -> Result<Written, CertsError> {
     match &args.action {
         CaAction::Init(folder) => init(&folder.out, now),
         CaAction::Rotate { step, nodes, folder } => {
-            let (files, folder) = (if *nodes { OF_NODES } else { OPERATORS }, Folder::open(&folder.out, true)?);
+            let files = if *nodes { OF_NODES } else { OPERATORS };
+            let rotation = Rotation { files, folder: Folder::open(&folder.out, true)?, now };
             match step {
-                Step::Trust => trust(files, folder, now),
-                Step::Sign => sign(files, folder, now),
-                Step::Retire => retire(files, folder, now),
+                Step::Trust => rotation.trust(),
+                Step::Sign => rotation.sign(),
+                Step::Retire => rotation.retire(),
             }
         }
     }
@@ -113,85 +114,149 @@ fn init(out: &Path, now: SystemTime) -> Result<Written, CertsError> {
     written(folder, "Create certificates with `headgatectl certs`.")
 }
 
-fn trust(files: AuthorityFiles, mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
-    let authorities = authorities(files, &folder)?;
-    if folder.read(&files.file("next.key"))?.is_some() {
-        return Err(bad_file(&folder.path(&files.file("next.key")), "exists already: continue with step sign"));
-    }
-    if authorities.len() > 1 {
-        let problem = "contains several authorities: finish the last rotation with step retire";
-        return Err(bad_file(&folder.path(&files.file("ca.crt")), problem));
-    }
-    check_signer(files, &folder, &authorities, now)?;
-    let new = fresh_authority(files, now)?;
-    folder.add(&files.file("next.key"), Kind::Key, &new.issuer.key().serialize_pem())?;
-    add_bundle(files, &mut folder, &[authorities, vec![new.certificate_pem]].concat())?;
-    written(
-        folder,
-        "Pass the certificates on to the control plane (ca.crt also to all nodes and all readers). Run step sign when all of them have the file.",
-    )
+/// A rotation of one authority, with its files in the folder.
+struct Rotation {
+    files: AuthorityFiles,
+    folder: Folder,
+    now: SystemTime,
 }
 
-fn sign(files: AuthorityFiles, mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
-    let mut authorities = authorities(files, &folder)?;
-    let path = folder.path(&files.file("next.key"));
-    let Some(key) = folder.read(&files.file("next.key"))? else {
-        return Err(bad_file(&path, "missing: first run step trust"));
-    };
-    let pair =
-        KeyPair::from_pem(&key).map_err(|error| bad_file(&path, format!("is not a PEM private key ({error})")))?;
-    let own = rcgen::PublicKeyData::der_bytes(&pair);
-    let mut is_signer = Vec::new();
-    for pem in &authorities {
-        is_signer.push(parsed(&folder.path(&files.file("ca.crt")), pem, |certificate| {
-            certificate.public_key().subject_public_key.data.as_ref() == own
-        })?);
-    }
-    let Some(place) = is_signer.into_iter().position(|is_signer| is_signer) else {
-        let problem = "is not the key of a trusted authority: delete this file and run step trust again";
-        return Err(bad_file(&path, problem));
-    };
-    authorities[..=place].rotate_right(1);
-    kept_authority(files, &folder, authorities[0].clone(), &key, now)?;
-    folder.add(&files.file("ca.key"), Kind::Key, &key)?;
-    add_bundle(files, &mut folder, &authorities)?;
-    let written = written(
-        folder,
-        "Renew all certificates with `headgatectl certs --force`, and pass them on. Run step retire when every program uses its new certificate.",
-    )?;
-    fs::remove_file(&path).map_err(|error| bad_file(&path, format!("cannot be deleted: {error}")))?;
-    Ok(written)
-}
-
-fn retire(files: AuthorityFiles, mut folder: Folder, now: SystemTime) -> Result<Written, CertsError> {
-    let authorities = authorities(files, &folder)?;
-    if folder.read(&files.file("next.key"))?.is_some() {
-        return Err(bad_file(
-            &folder.path(&files.file("next.key")),
-            "exists, so the old authority still signs: first run step sign",
-        ));
-    }
-    if authorities.len() == 1 {
-        return Err(bad_file(
-            &folder.path(&files.file("ca.crt")),
-            "contains only one authority: no authority can be removed",
-        ));
-    }
-    check_signer(files, &folder, &authorities, now)?;
-    let signer = parsed(&folder.path(&files.file("ca.crt")), &authorities[0], own_key_id)?;
-    for path in certificates(files, &folder)? {
-        let pem = fs::read_to_string(&path).map_err(|error| bad_file(&path, format!("cannot be read: {error}")))?;
-        if parsed(&path, &pem, signing_key_id)? != signer {
-            let problem =
-                "is not a certificate of the new authority: renew it with `headgatectl certs --force`, or delete it";
-            return Err(bad_file(&path, problem));
+impl Rotation {
+    fn trust(mut self) -> Result<Written, CertsError> {
+        let authorities = self.authorities()?;
+        if self.read("next.key")?.is_some() {
+            return self.fault("next.key", "exists already: continue with step sign");
         }
+        if authorities.len() > 1 {
+            return self.fault("ca.crt", "contains several authorities: finish the last rotation with step retire");
+        }
+        self.check_signer(&authorities)?;
+        let new = fresh_authority(self.files, self.now)?;
+        self.folder.add(&self.files.file("next.key"), Kind::Key, &new.issuer.key().serialize_pem())?;
+        self.add_bundle(&[authorities, vec![new.certificate_pem]].concat())?;
+        written(
+            self.folder,
+            "Pass the certificates on to the control plane (ca.crt also to all nodes and all readers). Run step sign when all of them have the file.",
+        )
     }
-    add_bundle(files, &mut folder, &authorities[..1])?;
-    written(
-        folder,
-        "Pass the certificates on. Connections with a certificate of the old authority are declined from then on.",
-    )
+
+    fn sign(mut self) -> Result<Written, CertsError> {
+        let mut authorities = self.authorities()?;
+        let Some(key) = self.read("next.key")? else {
+            return self.fault("next.key", "missing: first run step trust");
+        };
+        let path = self.path("next.key");
+        let pair =
+            KeyPair::from_pem(&key).map_err(|error| bad_file(&path, format!("is not a PEM private key ({error})")))?;
+        let own = rcgen::PublicKeyData::der_bytes(&pair);
+        let mut is_signer = Vec::new();
+        for pem in &authorities {
+            is_signer.push(parsed(&self.path("ca.crt"), pem, |certificate| {
+                certificate.public_key().subject_public_key.data.as_ref() == own
+            })?);
+        }
+        let Some(place) = is_signer.into_iter().position(|is_signer| is_signer) else {
+            let problem = "is not the key of a trusted authority: delete this file and run step trust again";
+            return self.fault("next.key", problem);
+        };
+        authorities[..=place].rotate_right(1);
+        kept_authority(self.files, &self.folder, authorities[0].clone(), &key, self.now)?;
+        self.folder.add(&self.files.file("ca.key"), Kind::Key, &key)?;
+        self.add_bundle(&authorities)?;
+        let written = written(
+            self.folder,
+            "Renew all certificates with `headgatectl certs --force`, and pass them on. Run step retire when every program uses its new certificate.",
+        )?;
+        fs::remove_file(&path).map_err(|error| bad_file(&path, format!("cannot be deleted: {error}")))?;
+        Ok(written)
+    }
+
+    fn retire(mut self) -> Result<Written, CertsError> {
+        let authorities = self.authorities()?;
+        if self.read("next.key")?.is_some() {
+            return self.fault("next.key", "exists, so the old authority still signs: first run step sign");
+        }
+        if authorities.len() == 1 {
+            return self.fault("ca.crt", "contains only one authority: no authority can be removed");
+        }
+        self.check_signer(&authorities)?;
+        let signer = parsed(&self.path("ca.crt"), &authorities[0], own_key_id)?;
+        for path in self.certificates()? {
+            let pem = fs::read_to_string(&path).map_err(|error| bad_file(&path, format!("cannot be read: {error}")))?;
+            if parsed(&path, &pem, signing_key_id)? != signer {
+                let problem = "is not a certificate of the new authority: renew it with `headgatectl certs --force`, or delete it";
+                return Err(bad_file(&path, problem));
+            }
+        }
+        self.add_bundle(&authorities[..1])?;
+        written(
+            self.folder,
+            "Pass the certificates on. Connections with a certificate of the old authority are declined from then on.",
+        )
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path(&self.files.file(name))
+    }
+
+    fn read(&self, name: &str) -> Result<Option<String>, CertsError> {
+        self.folder.read(&self.files.file(name))
+    }
+
+    fn fault<T>(&self, name: &str, problem: &str) -> Result<T, CertsError> {
+        Err(bad_file(&self.path(name), problem))
+    }
+
+    /// Returns the trusted authorities, each as PEM. There is at least one.
+    fn authorities(&self) -> Result<Vec<String>, CertsError> {
+        let text = self.read("ca.crt")?;
+        let parts = text.as_deref().unwrap_or_default().split_inclusive(END).map(str::trim);
+        let authorities: Vec<_> = parts.filter(|part| !part.is_empty()).map(|part| format!("{part}\n")).collect();
+        if authorities.is_empty() {
+            return self.fault("ca.crt", "contains no authority: create an authority with `headgatectl ca init`");
+        }
+        Ok(authorities)
+    }
+
+    /// Fails if the first authority cannot sign with its key.
+    fn check_signer(&self, authorities: &[String]) -> Result<(), CertsError> {
+        let Some(key) = self.read("ca.key")? else {
+            return self.fault("ca.key", "missing, but its certificate exists: restore the authority's key");
+        };
+        kept_authority(self.files, &self.folder, authorities[0].clone(), &key, self.now).map(drop)
+    }
+
+    /// Adds the trusted certificates and their existing copies.
+    fn add_bundle(&mut self, authorities: &[String]) -> Result<(), CertsError> {
+        let (bundle, name) = (authorities.concat(), self.files.file("ca.crt"));
+        self.folder.add(&name, Kind::Authority, &bundle)?;
+        for copy in FOLDERS.map(|folder| format!("{folder}/{name}")) {
+            if self.folder.read(&copy)?.is_some() {
+                self.folder.add(&copy, Kind::Authority, &bundle)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the paths of all certificates that the authority signs, in order.
+    fn certificates(&self) -> Result<Vec<PathBuf>, CertsError> {
+        let mut found = Vec::new();
+        for path in self.files.signs.iter().map(|name| self.folder.path(name)) {
+            let unreadable = |error: io::Error| bad_file(&path, format!("cannot be listed: {error}"));
+            let entries = match fs::read_dir(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                entries => entries.map_err(unreadable)?,
+            };
+            for entry in entries {
+                let file = entry.map_err(unreadable)?.path();
+                if file.extension().is_some_and(|extension| extension == "crt") && !file.ends_with("ca.crt") {
+                    found.push(file);
+                }
+            }
+        }
+        found.sort();
+        Ok(found)
+    }
 }
 
 /// Writes the files, and describes them and the next step.
@@ -199,67 +264,6 @@ fn written(folder: Folder, next: &str) -> Result<Written, CertsError> {
     let files = folder.write()?;
     let list: String = files.iter().map(|file| format!("  {file}\n")).collect();
     Ok(Written { text: format!("Written:\n{list}{next}\n"), json: json!({ "files": files, "next": next }) })
-}
-
-/// Returns the trusted authorities, each as PEM. There is at least one.
-fn authorities(files: AuthorityFiles, folder: &Folder) -> Result<Vec<String>, CertsError> {
-    let text = folder.read(&files.file("ca.crt"))?;
-    let parts = text.as_deref().unwrap_or_default().split_inclusive(END);
-    let authorities: Vec<_> =
-        parts.map(str::trim).filter(|part| !part.is_empty()).map(|part| format!("{part}\n")).collect();
-    if authorities.is_empty() {
-        let problem = "contains no authority: create an authority with `headgatectl ca init`";
-        return Err(bad_file(&folder.path(&files.file("ca.crt")), problem));
-    }
-    Ok(authorities)
-}
-
-/// Fails if the first authority cannot sign with its key.
-fn check_signer(
-    files: AuthorityFiles,
-    folder: &Folder,
-    authorities: &[String],
-    now: SystemTime,
-) -> Result<(), CertsError> {
-    let Some(key) = folder.read(&files.file("ca.key"))? else {
-        return Err(bad_file(
-            &folder.path(&files.file("ca.key")),
-            "missing, but its certificate exists: restore the authority's key",
-        ));
-    };
-    kept_authority(files, folder, authorities[0].clone(), &key, now).map(drop)
-}
-
-/// Adds the trusted certificates and their existing copies.
-fn add_bundle(files: AuthorityFiles, folder: &mut Folder, authorities: &[String]) -> Result<(), CertsError> {
-    let bundle = authorities.concat();
-    folder.add(&files.file("ca.crt"), Kind::Authority, &bundle)?;
-    for copy in FOLDERS.map(|name| format!("{name}/{}", files.file("ca.crt"))) {
-        if folder.read(&copy)?.is_some() {
-            folder.add(&copy, Kind::Authority, &bundle)?;
-        }
-    }
-    Ok(())
-}
-
-/// Returns the paths of all certificates that the authority signs, in order.
-fn certificates(files: AuthorityFiles, folder: &Folder) -> Result<Vec<PathBuf>, CertsError> {
-    let mut found = Vec::new();
-    for path in files.signs.iter().map(|name| folder.path(name)) {
-        let unreadable = |error: io::Error| bad_file(&path, format!("cannot be listed: {error}"));
-        let entries = match fs::read_dir(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            entries => entries.map_err(unreadable)?,
-        };
-        for entry in entries {
-            let file = entry.map_err(unreadable)?.path();
-            if file.extension().is_some_and(|extension| extension == "crt") && !file.ends_with("ca.crt") {
-                found.push(file);
-            }
-        }
-    }
-    found.sort();
-    Ok(found)
 }
 
 /// Parses a certificate of the file `path`, and returns what `read` finds in it.

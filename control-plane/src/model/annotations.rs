@@ -118,18 +118,6 @@ pub(super) fn weights(annotations: &Annotations, findings: &mut Findings) -> BTr
     weights
 }
 
-/// Reports the weights of addresses that the slice does not contain.
-pub(super) fn check_weights(
-    weights: &BTreeMap<IpAddr, Weight>,
-    is_in_slice: impl Fn(IpAddr) -> bool,
-    findings: &mut Findings,
-) {
-    for address in weights.keys().filter(|address| !is_in_slice(**address)) {
-        let message = format!("{address} is no address of this slice: write the weight in the slice of the endpoint");
-        findings.annotation(WEIGHTS, message, "the rest of the annotation is used");
-    }
-}
-
 /// Parses a whole number with a unit: `500ms`, `5s`, `1m`, `1h`.
 fn milliseconds(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit())?;

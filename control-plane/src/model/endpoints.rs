@@ -23,15 +23,16 @@ use std::{
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Protocol, ServiceKey};
 
 use super::{
+    ModelSettings,
     gates::{EndpointPlace, Gates, is_unready},
     intern::Interner,
     object_set::{Outcome, Reading},
-    size::{self, ServiceBudget},
+    size,
     slices::{Facts, Slice, replaces},
 };
 use crate::{
     objects::{ObjectKey, PodId},
-    transaction::{PodChange, TriggeredChange},
+    transaction::{PodChange, Problem, TriggeredChange},
 };
 
 /// The endpoint of an address before the pending changes.
@@ -72,12 +73,12 @@ impl Sizes {
         }
     }
 
-    /// The slices for which a budget has no room.
-    fn over(&self, budget: ServiceBudget) -> BTreeSet<Arc<ObjectKey>> {
-        if self.total <= budget.endpoint_ports {
+    /// The slices for which the budget has no room.
+    fn over(&self, settings: &ModelSettings) -> BTreeSet<Arc<ObjectKey>> {
+        let mut room = settings.service_budget as usize;
+        if self.total <= room {
             return BTreeSet::new();
         }
-        let mut room = budget.endpoint_ports;
         let is_over = |(_, size): &&(Arc<ObjectKey>, usize)| {
             let rest = room.checked_sub(*size);
             room = rest.unwrap_or(room);
@@ -85,16 +86,6 @@ impl Sizes {
         };
         self.slices.iter().filter(is_over).map(|(key, _)| Arc::clone(key)).collect()
     }
-}
-
-/// How a service is over its budget.
-#[derive(Debug)]
-pub(super) struct Excess {
-    /// The endpoint ports of all its slices.
-    pub(super) endpoint_ports: usize,
-    /// The number of slices that are left out, and the first of them.
-    pub(super) left_out: usize,
-    pub(super) first: Arc<ObjectKey>,
 }
 
 /// The slices of a service with addresses of one IP family. Nearly all services have only one slice
@@ -112,14 +103,16 @@ struct Carriers {
 /// are needed and are not stored.
 #[derive(Debug, Default)]
 pub(super) struct Endpoints {
-    /// The version in use of each slice.
-    slices: HashMap<Arc<ObjectKey>, HeldSlice>,
-    /// The slices that are left out because their services are over the budget.
-    left_out: HashMap<Arc<ObjectKey>, HeldSlice>,
+    /// The good version of each slice, or another one.
+    held: HashMap<Arc<ObjectKey>, HeldSlice>,
+    /// The slices in use: those held, without the ones for which their services' budget has no
+    /// room.
+    slices: HashMap<Arc<ObjectKey>, Arc<Slice>>,
     sizes: HashMap<ServiceKey, Sizes>,
-    pub(super) budget: ServiceBudget,
-    /// The services that were or are over the budget, and whose slices have changed.
-    excesses: Vec<(ServiceKey, Option<Excess>)>,
+    pub(super) settings: Arc<ModelSettings>,
+    /// The services that were or are over the budget, and whose slices have changed; `None` if they
+    /// now fit.
+    pub(super) excesses: Vec<(ServiceKey, Option<Problem>)>,
     /// The slices of each service, for IPv4 and for IPv6.
     services: [HashMap<ServiceKey, Carriers>; 2],
     /// The endpoints before the pending changes.
@@ -128,7 +121,7 @@ pub(super) struct Endpoints {
     touched_pods: BTreeSet<(ServiceKey, IpAddr)>,
     /// The results of checks whether slices disagree about a port of an address; `None` if they
     /// now agree.
-    conflicts: Vec<(ServiceKey, IpAddr, Option<Conflict>)>,
+    pub(super) conflicts: Vec<(ServiceKey, IpAddr, Option<Conflict>)>,
     pub(super) gates: Gates,
     visits: Cell<u64>,
 }
@@ -144,13 +137,8 @@ impl Endpoints {
         trigger_is_new: bool,
         interner: &mut Interner,
     ) -> Outcome {
-        let has_good = self.held(key).is_some_and(|(_, (_, is_good))| *is_good);
+        let has_good = self.held.get(key).is_some_and(|(_, is_good)| *is_good);
         reading.take_in(has_good, |slice, is_good| self.admit(key, slice, is_good, trigger_is_new, interner))
-    }
-
-    /// A slice, used or left out.
-    fn held(&self, key: &ObjectKey) -> Option<(&Arc<ObjectKey>, &HeldSlice)> {
-        self.slices.get_key_value(key).or_else(|| self.left_out.get_key_value(key))
     }
 
     /// Adds, changes or removes a slice, and uses the slices for which there is room.
@@ -162,64 +150,61 @@ impl Endpoints {
         trigger_is_new: bool,
         interner: &mut Interner,
     ) {
-        let held = self.held(key).map(|(key, (slice, _))| (Arc::clone(key), slice.service.clone()));
-        let (key, old) = held.map_or_else(|| (Arc::new(key.clone()), None), |(key, old)| (key, Some(old)));
-        let mut new = slice.map(Arc::new);
-        if let Some(old) = old.as_ref().and_then(|old| self.sizes.get_mut(old)) {
-            old.set(&key, None);
+        let (key, old) = match self.held.remove_entry(key) {
+            Some((key, (old, _))) => (key, Some(old)),
+            None => (Arc::new(key.clone()), None),
+        };
+        let new = slice.map(Arc::new);
+        let services: BTreeSet<_> = old.iter().chain(&new).map(|slice| slice.service.clone()).collect();
+        for service in &services {
+            let own = new.as_ref().filter(|new| new.service == *service).map(|new| new.endpoint_ports());
+            self.sizes.entry(service.clone()).or_default().set(&key, own);
         }
-        if let Some(slice) = &new {
-            self.sizes.entry(slice.service.clone()).or_default().set(&key, Some(slice.endpoint_ports()));
-        }
-        let services: BTreeSet<ServiceKey> =
-            old.into_iter().chain(new.as_ref().map(|new| new.service.clone())).collect();
-        let is_over = |slice: &mut Arc<Slice>| self.sizes[&slice.service].over(self.budget).contains(&key);
-        match new.take_if(is_over) {
-            Some(slice) => drop(self.left_out.insert(Arc::clone(&key), (slice, is_good))),
-            None => drop(self.left_out.remove(&key)),
-        }
-        self.set(&key, new.as_ref(), is_good, trigger_is_new, interner);
+        let fits = |slice: &&Arc<Slice>| !self.sizes[&slice.service].over(&self.settings).contains(&key);
+        self.set(&key, new.as_ref().filter(fits), trigger_is_new, interner);
+        self.held.extend(new.map(|new| (key, (new, is_good))));
         services.iter().for_each(|service| self.settle(service, interner));
     }
 
     /// Leaves out or uses slices of a service after the size of one of them has changed.
     fn settle(&mut self, service: &ServiceKey, interner: &mut Interner) {
         let Some(sizes) = self.sizes.get_mut(service) else { return };
-        let over = sizes.over(self.budget);
+        let over = sizes.over(&self.settings);
         if std::mem::replace(&mut sizes.is_over, !over.is_empty()) || sizes.is_over {
-            let (endpoint_ports, left_out) = (sizes.total, over.len());
+            let problem = over.first().map(|first| Problem {
+                object: format!("Service {service}"),
+                field: "endpoints".to_owned(),
+                message: format!(
+                    "its EndpointSlices have {} endpoint ports (each address with each port), and a Service may have {}: give \
+                     fewer endpoints or ports, divide the Service, or raise --service-budget of the control plane; {} of the slices, \
+                     such as {first}, are left out",
+                    sizes.total,
+                    self.settings.service_budget,
+                    over.len()
+                ),
+                ..Problem::default()
+            });
+            self.excesses.push((service.clone(), problem));
             let is_wrong = |key: &&Arc<ObjectKey>| over.contains(*key) == self.slices.contains_key(*key);
             let wrong: Vec<_> = sizes.slices.iter().map(|(key, _)| key).filter(is_wrong).cloned().collect();
             for key in wrong {
-                if let Some((slice, is_good)) = self.left_out.remove(&key) {
-                    self.set(&key, Some(&slice), is_good, false, interner);
-                } else if let Some(held) = self.slices.get(&key).cloned() {
-                    self.set(&key, None, held.1, false, interner);
-                    self.left_out.insert(key, held);
-                }
+                let slice = Arc::clone(&self.held[&key].0);
+                self.set(&key, Some(&slice).filter(|_| !over.contains(&key)), false, interner);
             }
-            let excess = over.into_iter().next().map(|first| Excess { endpoint_ports, left_out, first });
-            self.excesses.push((service.clone(), excess));
         }
         if self.sizes.get(service).is_some_and(|sizes| sizes.slices.is_empty()) {
             self.sizes.remove(service);
         }
     }
 
-    /// The services that were or are over the budget, and whose slices have changed since the last
-    /// call.
-    pub(super) fn take_excesses(&mut self) -> Vec<(ServiceKey, Option<Excess>)> {
-        std::mem::take(&mut self.excesses)
-    }
-
     /// The keys of all slices, used or left out.
     pub(super) fn slice_keys(&self) -> impl Iterator<Item = &ObjectKey> {
-        self.slices.keys().chain(self.left_out.keys()).map(|key| &**key)
+        self.held.keys().map(|key| &**key)
     }
 
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
-        let are_empty = self.slices.is_empty() && self.left_out.is_empty() && self.sizes.is_empty();
+        let are_empty = self.slices.is_empty() && self.held.is_empty() && self.sizes.is_empty();
         are_empty && self.services.iter().all(HashMap::is_empty) && self.before.is_empty()
     }
 
@@ -231,15 +216,8 @@ impl Endpoints {
     }
 
     /// Adds, changes or removes a slice in use.
-    fn set(
-        &mut self,
-        key: &Arc<ObjectKey>,
-        new: Option<&Arc<Slice>>,
-        is_good: bool,
-        trigger_is_new: bool,
-        interner: &mut Interner,
-    ) {
-        let old = self.slices.get(key).map(|(old, _)| Arc::clone(old));
+    fn set(&mut self, key: &Arc<ObjectKey>, new: Option<&Arc<Slice>>, trigger_is_new: bool, interner: &mut Interner) {
+        let old = self.slices.get(key).cloned();
         let [before, now] = [old.as_ref(), new].map(|slice| slice.map_or(0, |slice| slice.trigger_unix_ms));
         let trigger_unix_ms = if trigger_is_new && before != now { now } else { 0 };
         let (old, latest) = (old.as_deref(), new.map(|new| &**new));
@@ -255,7 +233,7 @@ impl Endpoints {
             .map(|(service, (address, ..))| merge(&self.entries(service, *address), *address, interner).0)
             .collect();
         match new {
-            Some(new) => drop(self.slices.insert(Arc::clone(key), (Arc::clone(new), is_good))),
+            Some(new) => drop(self.slices.insert(Arc::clone(key), Arc::clone(new))),
             None => drop(self.slices.remove(key)),
         }
         for (service, (address, was, is)) in &changed {
@@ -266,7 +244,7 @@ impl Endpoints {
             }
         }
         // An endpoint stays held if its slice moves to another service.
-        if self.gates.is_on() {
+        if self.settings.reads_pods {
             for (address, was, is) in touched(old, latest) {
                 self.move_unready(key, address, was, is);
             }
@@ -302,14 +280,14 @@ impl Endpoints {
             let first = slice.endpoints.first();
             slice.service == *service && first.is_some_and(|(other, _)| family(*other) == family(address))
         };
-        if self.slices.get(key).is_some_and(|(slice, _)| stays(slice)) {
+        if self.slices.get(key).is_some_and(|slice| stays(slice)) {
             return;
         }
         let Some((_, Some(next))) = others.first().cloned() else {
             of_family.remove(service);
             return;
         };
-        for (address, _) in self.slices.get(&next).into_iter().flat_map(|(slice, _)| &slice.endpoints) {
+        for (address, _) in self.slices.get(&next).into_iter().flat_map(|slice| &slice.endpoints) {
             others.remove(&(*address, Some(Arc::clone(&next))));
             self.visits.update(|visits| visits + 1);
         }
@@ -341,7 +319,7 @@ impl Endpoints {
         interner: &mut Interner,
     ) {
         let before = |(slice, address): &EndpointPlace| {
-            let service = &self.slices.get(slice)?.0.service;
+            let service = &self.slices.get(slice)?.service;
             Some((service.clone(), *address, merge(&self.entries(service, *address), *address, interner).0))
         };
         let places = pods.into_iter().flat_map(|pod| self.gates.places(pod));
@@ -381,11 +359,6 @@ impl Endpoints {
         }
     }
 
-    /// The results of all checks for disagreeing slices since the last call.
-    pub(super) fn take_conflicts(&mut self) -> Vec<(ServiceKey, IpAddr, Option<Conflict>)> {
-        std::mem::take(&mut self.conflicts)
-    }
-
     /// The pods that may have changed since the last call.
     pub(super) fn take_pods(&mut self) -> Vec<PodChange> {
         let touched = std::mem::take(&mut self.touched_pods);
@@ -404,7 +377,7 @@ impl Endpoints {
         let keys = iter::once(main).chain(others.filter_map(|(_, key)| key.as_ref()));
         let entry = |key: &'a Arc<ObjectKey>| {
             self.visits.update(|visits| visits + 1);
-            let (slice, _) = self.slices.get(key)?;
+            let slice = self.slices.get(key)?;
             let facts = slice.facts(address)?;
             let is_held = is_unready(facts.conditions) && self.gates.holds(facts.pod, key, address);
             let held = Conditions { ready: true, serving: true, terminating: false };

@@ -32,8 +32,6 @@ struct HeldPod {
 /// The held pods, and the endpoints that are not ready.
 #[derive(Debug, Default)]
 pub(super) struct Gates {
-    /// False if pods are not read. The other fields are then empty.
-    is_on: bool,
     held: HashMap<ObjectKey, HeldPod>,
     keys: HashMap<PodId, ObjectKey>,
     /// The endpoints of each pod that are neither ready, serving nor terminating.
@@ -48,14 +46,6 @@ pub(super) fn is_unready(conditions: Conditions) -> bool {
 }
 
 impl Gates {
-    pub(super) fn turn_on(&mut self) {
-        self.is_on = true;
-    }
-
-    pub(super) fn is_on(&self) -> bool {
-        self.is_on
-    }
-
     /// The keys of the held pods.
     pub(super) fn keys(&self) -> impl Iterator<Item = &ObjectKey> {
         self.held.keys()

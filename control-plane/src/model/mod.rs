@@ -39,7 +39,7 @@ use self::{
     object_set::{ObjectSet, Outcome, Reading},
     problems::{Findings, MAX_SHOWN, Problems, Subject, and_more},
 };
-pub use self::{external_ips::ExternalIps, node_selector::NodeSelector, size::ServiceBudget};
+pub use self::{external_ips::ExternalIps, node_selector::NodeSelector};
 use crate::{
     objects::{GateState, Object, ObjectKey, ObjectKind, Pod, PodId},
     transaction::{NodeChange, Problem, Transaction, TriggeredChange},
@@ -74,14 +74,45 @@ impl Event {
     }
 }
 
+/// What a model reads, and how much objects may ask.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelSettings {
+    /// Whether to read pods with the readiness gate of Headgate.
+    pub reads_pods: bool,
+    /// Which Nodes should have an agent.
+    pub agent_nodes: NodeSelector,
+    /// How much one Service may ask of every node: the most endpoint ports of its EndpointSlices
+    /// (each address with each port of its slice), and, as a fifth of this number, the most
+    /// [frontends](Service::frontend_count). A node needs about five rules or elements of maps for
+    /// a frontend, and one or two for an endpoint port.
+    pub service_budget: u32,
+    /// Which externalIPs Services may have.
+    pub external_ips: ExternalIps,
+}
+
+impl ModelSettings {
+    /// The default of `service_budget`.
+    pub const SERVICE_BUDGET: u32 = 50_000;
+
+    /// The largest `service_budget`. A fifth of it is below [`Service::MAX_FRONTENDS`], so agents
+    /// accept what the control plane sends.
+    pub const MAX_SERVICE_BUDGET: u32 = 65_536;
+}
+
+impl Default for ModelSettings {
+    fn default() -> Self {
+        let (agent_nodes, external_ips) = (NodeSelector::default(), ExternalIps::default());
+        Self { reads_pods: false, agent_nodes, service_budget: Self::SERVICE_BUDGET, external_ips }
+    }
+}
+
 /// The objects in use, and the changes that have not been taken yet.
 #[derive(Debug, Default)]
 pub struct Model {
+    settings: Arc<ModelSettings>,
     services: ObjectSet<ServiceKey, Service>,
     endpoints: Endpoints,
     nodes: ObjectSet<Arc<str>, SelectedNode>,
-    agent_nodes: NodeSelector,
-    external_ips: ExternalIps,
     service_cidrs: ObjectSet<Box<str>, ServiceCidr>,
     problems: Problems,
     /// The addresses about which the slices of a service contradict each other.
@@ -92,31 +123,13 @@ pub struct Model {
 }
 
 impl Model {
-    /// Creates an empty model that also reads pods with the readiness gate of Headgate.
+    /// Creates an empty model.
     #[must_use]
-    pub fn with_gates() -> Self {
-        let mut model = Self::default();
-        model.endpoints.gates.turn_on();
+    pub fn new(settings: ModelSettings) -> Self {
+        let settings = Arc::new(settings);
+        let mut model = Self { settings: Arc::clone(&settings), ..Self::default() };
+        model.endpoints.settings = settings;
         model
-    }
-
-    /// Sets which Nodes should have an agent. Call this method before the first event.
-    #[must_use]
-    pub fn with_agent_nodes(self, agent_nodes: NodeSelector) -> Self {
-        Self { agent_nodes, ..self }
-    }
-
-    /// Sets how much one Service may ask of every node. Call this method before the first event.
-    #[must_use]
-    pub fn with_service_budget(mut self, service_budget: ServiceBudget) -> Self {
-        self.endpoints.budget = service_budget;
-        self
-    }
-
-    /// Sets which externalIPs Services may have. Call this method before the first event.
-    #[must_use]
-    pub fn with_external_ips(self, external_ips: ExternalIps) -> Self {
-        Self { external_ips, ..self }
     }
 
     /// Applies one event. `origin` is the place of the object, such as `web.yaml, document 2`;
@@ -260,16 +273,13 @@ impl Model {
 
     fn put_object(&mut self, key: &ObjectKey, object: &Object, origin: &str, trigger_is_new: bool) -> usize {
         let outcome = match object {
-            Object::Service(object) => {
-                let reading = services::read(object, &self.external_ips, self.endpoints.budget);
-                self.services.put(service_key(key), reading)
-            }
+            Object::Service(object) => self.services.put(service_key(key), services::read(object, &self.settings)),
             Object::EndpointSlice(object) => {
                 let reading = slices::read(object, &mut self.interner);
                 self.endpoints.put(key, reading, trigger_is_new, &mut self.interner)
             }
             Object::Node(object) => {
-                let reading = nodes::read(object, &self.agent_nodes, &mut self.interner);
+                let reading = nodes::read(object, &self.settings.agent_nodes, &mut self.interner);
                 self.nodes.put(self.interner.name(&key.name), reading)
             }
             Object::ServiceCidr(object) => self.service_cidrs.put(key.name.clone(), cidrs::read(object)),
@@ -311,8 +321,7 @@ impl Model {
                 gates.set(key, id, uid, state);
             }
         };
-        let is_on = self.endpoints.gates.is_on();
-        if is_on {
+        if self.settings.reads_pods {
             let pods: BTreeSet<PodId> = old.into_iter().chain(new).collect();
             self.endpoints.change_gates(pods, change, &mut self.interner);
         }
@@ -331,7 +340,7 @@ impl Model {
 
     fn report_conflicts(&mut self) -> usize {
         let mut services = BTreeSet::new();
-        for (service, address, conflict) in self.endpoints.take_conflicts() {
+        for (service, address, conflict) in std::mem::take(&mut self.endpoints.conflicts) {
             let of_service = self.conflicts.entry(service.clone()).or_default();
             match conflict {
                 Some(conflict) => drop(of_service.insert(address, conflict)),
@@ -365,18 +374,7 @@ impl Model {
 
     fn report_budgets(&mut self) -> usize {
         let mut new_problems = 0;
-        for (service, excess) in self.endpoints.take_excesses() {
-            let problem = excess.map(|endpoints::Excess { endpoint_ports, left_out, first }| Problem {
-                object: format!("Service {service}"),
-                field: "endpoints".to_owned(),
-                message: format!(
-                    "its EndpointSlices have {endpoint_ports} endpoint ports (each address with each port), and a Service may have {}: give \
-                     fewer endpoints or ports, divide the Service, or raise --service-budget of the control plane; {left_out} of the slices, \
-                     such as {first}, are left out",
-                    self.endpoints.budget.endpoint_ports
-                ),
-                ..Problem::default()
-            });
+        for (service, problem) in std::mem::take(&mut self.endpoints.excesses) {
             new_problems += self.problems.set(Subject::Budget(service), problem.into_iter().collect());
         }
         new_problems

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use headgate_core::Node;
+use headgate_core::{Node, reach::AddressUse};
 
 use super::{intern::Interner, node_selector::NodeSelector, object_set::Reading, parse, problems::Findings, size};
 use crate::objects;
@@ -47,7 +47,7 @@ pub(super) fn read(object: &objects::Node, selector: &NodeSelector, interner: &m
     for wanted in ["InternalIP", "ExternalIP"] {
         for (index, written) in object.status.addresses.iter().enumerate().filter(|(_, a)| a.address_type == wanted) {
             let field = format_args!("status.addresses[{index}].address");
-            let address = findings.checked_entry(field, parse::node_address(&written.address));
+            let address = findings.checked_entry(field, parse::reachable(&written.address, AddressUse::Node));
             addresses.extend(address.filter(|address| !addresses.contains(address)));
         }
     }

@@ -22,32 +22,11 @@ pub(super) fn address(text: &str) -> Result<IpAddr, String> {
         .ok_or_else(|| format!("{} is not an IP address: write an address such as 10.96.0.10 or fd00::10", shown(text)))
 }
 
-/// Parses a ClusterIP.
+/// Parses an address to which another machine can send packets, if it is used like this.
 ///
 /// # Errors
-/// The errors of [`routable_address`], except for addresses in 169.254.0.0/16.
-pub(super) fn cluster_ip(text: &str) -> Result<IpAddr, String> {
-    reachable(text, AddressUse::ClusterIp)
-}
-
-/// Parses an address of a Node.
-///
-/// # Errors
-/// The errors of [`routable_address`], except for link-local and loopback addresses.
-pub(super) fn node_address(text: &str) -> Result<IpAddr, String> {
-    reachable(text, AddressUse::Node)
-}
-
-/// Parses an address to which another machine can send packets.
-///
-/// # Errors
-/// The errors of [`address`], and an error for unspecified, loopback, multicast, link-local and
-/// broadcast addresses.
-pub(super) fn routable_address(text: &str) -> Result<IpAddr, String> {
-    reachable(text, AddressUse::Other)
-}
-
-fn reachable(text: &str, used: AddressUse) -> Result<IpAddr, String> {
+/// The errors of [`address`] and [`unreachable`].
+pub(super) fn reachable(text: &str, used: AddressUse) -> Result<IpAddr, String> {
     let address = address(text)?;
     unreachable(address, used).map_or(Ok(address), Err)
 }
@@ -210,15 +189,15 @@ mod tests {
     #[test]
     fn addresses_that_other_machines_cannot_reach_are_refused() {
         for text in ["127.0.0.1", "127.200.1.1", "0.0.0.0", "224.0.0.1", "169.254.1.1", "255.255.255.255"] {
-            assert!(routable_address(text).is_err(), "{text}");
+            assert!(reachable(text, AddressUse::Other).is_err(), "{text}");
         }
         for text in ["::", "::1", "fe80::1", "ff02::1"] {
-            assert!(routable_address(text).is_err(), "{text}");
+            assert!(reachable(text, AddressUse::Other).is_err(), "{text}");
         }
-        assert!(routable_address("10.0.0.1").is_ok());
-        assert!(cluster_ip("169.254.1.1").is_ok() && cluster_ip("10.0.0.1").is_ok());
+        assert!(reachable("10.0.0.1", AddressUse::Other).is_ok());
+        assert!(["169.254.1.1", "10.0.0.1"].iter().all(|text| reachable(text, AddressUse::ClusterIp).is_ok()));
         for text in ["fe80::1", "127.0.0.1", "0.0.0.0", "224.0.0.1", "255.255.255.255"] {
-            assert!(cluster_ip(text).is_err(), "{text}");
+            assert!(reachable(text, AddressUse::ClusterIp).is_err(), "{text}");
         }
     }
 

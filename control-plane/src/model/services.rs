@@ -2,10 +2,13 @@
 
 use std::{collections::HashSet, net::IpAddr};
 
-use headgate_core::{ClientIpAffinity, Family, Service, ServiceKey, ServicePort, TrafficPolicy};
+use headgate_core::{
+    ClientIpAffinity, Family, Service, ServiceKey, ServicePort, TrafficPolicy,
+    reach::AddressUse::{ClusterIp, Other},
+};
 use ipnet::IpNet;
 
-use super::{ExternalIps, annotations, object_set::Reading, parse, problems::Findings, size};
+use super::{ModelSettings, annotations, object_set::Reading, parse, problems::Findings, size};
 use crate::objects::{self, keys};
 
 /// The API's default of `timeoutSeconds`.
@@ -17,7 +20,7 @@ const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 /// Reads a Service. The result has no value for ExternalName Services and headless Services. The
 /// result also has no value if the label `service.kubernetes.io/service-proxy-name` assigns the
 /// Service to another proxy. Leaves out externalIPs that are not allowed.
-pub(super) fn read(object: &objects::Service, allowed: &ExternalIps, budget: size::ServiceBudget) -> Reading<Service> {
+pub(super) fn read(object: &objects::Service, settings: &ModelSettings) -> Reading<Service> {
     let spec = &object.spec;
     let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
     if object.metadata.labels.get(keys::SERVICE_PROXY_NAME).is_some()
@@ -40,13 +43,13 @@ pub(super) fn read(object: &objects::Service, allowed: &ExternalIps, budget: siz
     }
     let mut service = Service::new(key, cluster_ips, ports);
     read_external_addresses(&object.status, spec, &mut service, &mut findings);
-    let is_allowed = |address: &IpAddr| findings.checked_entry("spec.externalIPs", allowed.check(*address)).is_some();
-    service.external_ips.retain(is_allowed);
+    let allowed = |address: &IpAddr| settings.external_ips.check(*address);
+    service.external_ips.retain(|address| findings.checked_entry("spec.externalIPs", allowed(address)).is_some());
     read_policies(spec, &mut service, &mut findings);
     service.session_affinity = session_affinity(spec, &mut findings);
     service.created_unix_seconds = parse::unix_seconds(&object.metadata.creation_timestamp);
     annotations::read(&object.metadata.annotations, &mut service, &mut findings);
-    let fits = size::fit_frontends(&mut service, budget, &mut findings);
+    let fits = size::fit_frontends(&mut service, settings.service_budget as usize / 5, &mut findings);
     let fits =
         findings.checked("spec.ports", fits).and_then(|()| findings.checked("spec", size::check_service(&service)));
     let value = fits.map(|()| service);
@@ -72,7 +75,7 @@ fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAd
     let mut addresses: Vec<IpAddr> = Vec::new();
     for (index, text) in texts.iter().enumerate() {
         let field = if field == "spec.clusterIP" { field.to_owned() } else { format!("{field}[{index}]") };
-        match parse::cluster_ip(text) {
+        match parse::reachable(text, ClusterIp) {
             Err(message) => findings.object(field, message),
             Ok(address) if addresses.iter().any(|other| Family::of(*other) == Family::of(address)) => {
                 findings.object(
@@ -142,7 +145,7 @@ fn read_external_addresses(
         let (mut addresses, mut seen) = (Vec::new(), HashSet::new());
         for (index, text) in texts {
             let field = format_args!("{field}[{index}]{rest}");
-            let address = findings.checked_entry(field, parse::routable_address(text));
+            let address = findings.checked_entry(field, parse::reachable(text, Other));
             addresses.extend(address.filter(|address| has_family(*address) && seen.insert(*address)));
         }
         addresses

@@ -7,37 +7,6 @@ use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};
 
 use super::problems::Findings;
 
-/// How much one Service may ask of every node: the most endpoint ports of its EndpointSlices (each
-/// address with each port of its slice), and, as a fifth of this number, the most
-/// [frontends](Service::frontend_count). A node needs about five rules or elements of maps for a
-/// frontend, and one or two for an endpoint port.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ServiceBudget {
-    pub(super) endpoint_ports: usize,
-    pub(super) frontends: usize,
-}
-
-impl ServiceBudget {
-    /// The default: 50,000 endpoint ports and 10,000 frontends.
-    pub const DEFAULT: u32 = 50_000;
-
-    /// The largest budget. A fifth of it is below [`Service::MAX_FRONTENDS`], so agents accept what
-    /// the control plane sends.
-    pub const MAX: u32 = 65_536;
-
-    /// Creates a budget from the number of endpoint ports.
-    #[must_use]
-    pub fn new(endpoint_ports: u32) -> Self {
-        Self { endpoint_ports: endpoint_ports as usize, frontends: endpoint_ports as usize / 5 }
-    }
-}
-
-impl Default for ServiceBudget {
-    fn default() -> Self {
-        Self::new(Self::DEFAULT)
-    }
-}
-
 /// Upper bound of one resource on the wire, in bytes. When a message has reached a quarter of the
 /// message limit, no further resource is added to the message. So a resource of half the limit
 /// always fits.
@@ -54,26 +23,21 @@ pub(super) const MAX_LISTED: usize = 256;
 /// Bytes of a port on the wire, without its name.
 const PORT_BYTES: usize = 12;
 
-/// Brings a Service into its budget of frontends. The ClusterIPs and NodePorts come first, then as
+/// Gives a Service at most `most` frontends. The ClusterIPs and NodePorts come first, then as
 /// many addresses of load balancers and externalIPs as there is room for, in their order.
 ///
 /// # Errors
 /// A sentence that ends in the remedy, if there is no room for the ClusterIPs and NodePorts.
-pub(super) fn fit_frontends(
-    service: &mut Service,
-    budget: ServiceBudget,
-    findings: &mut Findings,
-) -> Result<(), String> {
+pub(super) fn fit_frontends(service: &mut Service, most: usize, findings: &mut Findings) -> Result<(), String> {
     let total = service.frontend_count();
     let ports = service.ports.len();
     let load_balancer = std::mem::take(&mut service.load_balancer_ips);
     let external = std::mem::take(&mut service.external_ips);
-    let Some(mut room) = budget.frontends.checked_sub(service.frontend_count()) else {
+    let Some(mut room) = most.checked_sub(service.frontend_count()) else {
         return Err(format!(
-            "{ports} ports make {} frontends of the ClusterIPs and NodePorts, and a Service may have {}: give fewer ports, divide the \
+            "{ports} ports make {} frontends of the ClusterIPs and NodePorts, and a Service may have {most}: give fewer ports, divide the \
              Service, or raise --service-budget of the control plane",
-            service.frontend_count(),
-            budget.frontends
+            service.frontend_count()
         ));
     };
     let of_load_balancer = ports * service.load_balancer_source_ranges.len().max(1);
@@ -85,9 +49,8 @@ pub(super) fn fit_frontends(
         if fitting < addresses.len() {
             let message = format!(
                 "the Service has {total} frontends (each address with each port, and for load balancers with each source range), and may \
-                 have {}: give fewer addresses, ports or ranges, or raise --service-budget of the control plane; the first {fitting} of \
+                 have {most}: give fewer addresses, ports or ranges, or raise --service-budget of the control plane; the first {fitting} of \
                  {} addresses here are used",
-                budget.frontends,
                 addresses.len()
             );
             findings.part(field, message, "the others are left out");

@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey, Weight};
+use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey, Weight, reach::AddressUse};
 
 use super::{annotations, intern::Interner, object_set::Reading, parse, problems::Findings, size};
 use crate::objects::{self, PodId, keys};
@@ -166,17 +166,19 @@ fn endpoints(
         }
         is_same
     });
-    annotations::check_weights(
-        &weights,
-        |address| endpoints.binary_search_by_key(&address, |(address, ..)| *address).is_ok(),
-        findings,
-    );
+    for address in weights.keys() {
+        if endpoints.binary_search_by_key(address, |(address, ..)| *address).is_err() {
+            let message =
+                format!("{address} is no address of this slice: write the weight in the slice of the endpoint");
+            findings.annotation(keys::WEIGHTS, message, "the rest of the annotation is used");
+        }
+    }
     endpoints.into_iter().map(|(address, _, facts)| (address, facts)).collect()
 }
 
 fn address(written: &objects::SliceEndpoint, family: Family) -> Result<IpAddr, String> {
     let text = written.address.as_deref().ok_or("the endpoint has no address: give one")?;
-    let address = parse::routable_address(text)?;
+    let address = parse::reachable(text, AddressUse::Other)?;
     if Family::of(address) == family {
         Ok(address)
     } else {

@@ -60,8 +60,12 @@ impl Bench {
     }
 
     /// An empty bench whose Services have this budget.
-    fn within(budget: ServiceBudget) -> Self {
-        Self { model: Model::default().with_service_budget(budget), ..Self::default() }
+    fn within(service_budget: u32) -> Self {
+        Self::new(ModelSettings { service_budget, ..ModelSettings::default() })
+    }
+
+    fn new(settings: ModelSettings) -> Self {
+        Self { model: Model::new(settings), ..Self::default() }
     }
 
     fn with(values: &[Value]) -> Self {
@@ -658,8 +662,8 @@ fn external_ips_that_are_not_allowed_are_left_out_and_are_problems() {
         ("192.0.2.0/24", 1, TrafficPolicy::Local),
         ("none", 0, TrafficPolicy::Cluster),
     ] {
-        let model = Model::default().with_external_ips(option.parse().unwrap());
-        let mut bench = Bench { model, ..Bench::default() };
+        let external_ips = option.parse().unwrap();
+        let mut bench = Bench::new(ModelSettings { external_ips, ..ModelSettings::default() });
         bench.apply(&written);
         bench.flush();
         let read = bench.service("s").unwrap();

@@ -14,14 +14,11 @@ use super::{
 };
 use crate::{
     objects::PodId,
-    store::{Last, NoPod, PodEndpoints, PodName, Topic},
+    store::{Last, NoPod, PACE, PodEndpoints, PodName, Topic},
 };
 
 /// The longest wait for an answer.
 const MAX_TIMEOUT: Duration = Duration::from_secs(3_600);
-
-/// The shortest time between two looks at the store for one request.
-const PACE: Duration = Duration::from_millis(50);
 
 /// The maximum number of names in each list of an answer.
 const MAX_NAMED: usize = 1_000;

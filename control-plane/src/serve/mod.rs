@@ -173,9 +173,7 @@ pub async fn start(
             ([agents, inspect].map(Listener::Tcp), [local_addr, inspect_addr])
         }
     };
-    settings.ports = Ports { agents: local_addr.port(), inspect: inspect_addr.port() };
-    let enrolment = settings.enrolment.as_ref().map(|enrolment| enrolment.listen);
-    settings.listen = [local_addr, inspect_addr].into_iter().chain(enrolment).collect();
+    settings.ports = Ports { agents: local_addr, inspect: inspect_addr };
     let metrics_listener = listen.metrics.map(|address| bind("--metrics-listen", address)).transpose()?;
     let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
     let streams = Streams::new(store, Arc::clone(&metrics), settings);

@@ -29,7 +29,7 @@ use super::{
 use crate::{
     objects::{GATE, PodId},
     source::{BackOff, SourceError, kubernetes_client},
-    store::{Store, Topic, WaitingPod},
+    store::{PACE, Store, Topic, WaitingPod},
     transaction::GatedPod,
 };
 
@@ -45,9 +45,6 @@ const MAX_ASKED: usize = 1_024;
 
 /// The maximum number of requests to the API server at the same time.
 const MAX_WRITES: usize = 16;
-
-/// The shortest time between two looks at the waiting pods.
-const PACE: Duration = Duration::from_millis(50);
 
 /// The longest time between two looks at a pod without endpoints.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);

@@ -8,7 +8,7 @@ use std::{fmt, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    model::{ExternalIps, Model, NodeSelector, ServiceBudget},
+    model::{Model, ModelSettings},
     transaction::{Problem, Sink},
 };
 
@@ -38,41 +38,19 @@ pub struct SourceSettings {
     /// The time after which the server has to show that a kind without a change is current: the
     /// time limit of a watch. Only `kubernetes` uses it.
     pub watch_silence: Duration,
-    /// Whether to read pods with the readiness gate of Headgate. Only `kubernetes` uses it.
-    pub reads_pods: bool,
-    /// Which Nodes should have an agent.
-    pub agent_nodes: NodeSelector,
-    /// How much one Service may ask of every node.
-    pub service_budget: ServiceBudget,
-    /// Which externalIPs Services may have.
-    pub external_ips: ExternalIps,
+    /// The settings of the model. A folder contains no pods.
+    pub model: ModelSettings,
 }
 
 impl SourceSettings {
     /// The default of `watch_silence`. A quiet kind costs one small list and one watch in this
     /// time, and a change that does not arrive is noticed within this time and 30 s.
     pub const DEFAULT_WATCH_SILENCE: Duration = Duration::from_secs(60);
-
-    /// An empty model with these settings.
-    fn model(&self) -> Model {
-        let model = if self.reads_pods { Model::with_gates() } else { Model::default() };
-        model
-            .with_agent_nodes(self.agent_nodes.clone())
-            .with_service_budget(self.service_budget)
-            .with_external_ips(self.external_ips.clone())
-    }
 }
 
 impl Default for SourceSettings {
     fn default() -> Self {
-        Self {
-            kubeconfig: None,
-            watch_silence: Self::DEFAULT_WATCH_SILENCE,
-            reads_pods: false,
-            agent_nodes: NodeSelector::default(),
-            service_budget: ServiceBudget::default(),
-            external_ips: ExternalIps::default(),
-        }
+        Self { kubeconfig: None, watch_silence: Self::DEFAULT_WATCH_SILENCE, model: ModelSettings::default() }
     }
 }
 
@@ -141,7 +119,7 @@ pub async fn run(
     match (spec, settings.kubeconfig.clone()) {
         (SourceSpec::Kubernetes, _) => kubernetes::run(settings, sink, shutdown).await,
         (spec @ SourceSpec::Files(_), Some(path)) => Err(SourceError::UselessKubeconfig(path, spec)),
-        (SourceSpec::Files(folder), None) => files::run(folder, settings.model(), sink, shutdown).await,
+        (SourceSpec::Files(folder), None) => files::run(folder, Model::new(settings.model), sink, shutdown).await,
     }
 }
 

@@ -64,11 +64,6 @@ impl Store {
         }
     }
 
-    /// Number of Nodes.
-    pub(crate) fn node_count(&self) -> usize {
-        self.read().nodes.len()
-    }
-
     /// Number of ready endpoints of the IP family that has more ready endpoints. In a dual-stack
     /// cluster each pod has an endpoint of each family, but counts only once.
     pub(crate) fn ready_endpoints(&self, key: &ServiceKey) -> usize {

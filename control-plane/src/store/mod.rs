@@ -46,7 +46,7 @@ use tokio::{
 };
 
 use crate::{
-    metrics::Metrics,
+    metrics::{Metrics, kind_name, level},
     objects::PodId,
     transaction::{NodeChange, Problem, Sink, SourceKind, Transaction, TriggeredChange},
 };
@@ -498,17 +498,18 @@ impl Sink for Store {
                 inner.state.service_cidrs().count(),
                 inner.nodes.len(),
             );
-            self.metrics.set_conflicts(inner.state.frontends().losers().len());
-            self.metrics.set_store(inner.version, inner.log.tombstones());
+            self.metrics.conflicts.set(level(inner.state.frontends().losers().len()));
+            self.metrics.version.set(level(inner.version));
+            self.metrics.tombstones.set(level(inner.log.tombstones()));
             (effective, inner.version, changed_nodes, observers, touched)
         };
-        self.metrics.count_changes(effective);
+        self.metrics.changes.inc_by(effective as u64);
         if effective > 0 {
             self.head.send_replace(version);
         }
         self.interests.wake(&touched);
         if has_gates {
-            self.metrics.set_gates_waiting(self.read().gates.len());
+            self.metrics.gates_waiting.set(level(self.read().gates.len()));
             self.gates_changed.send_replace(());
         }
         if has_moved {
@@ -537,7 +538,7 @@ impl Sink for Store {
     }
 
     fn problems(&self, problems: Vec<Problem>) {
-        self.metrics.set_problems(problems.len());
+        self.metrics.problems.set(level(problems.len()));
         *self.problems.lock().unwrap_or_else(PoisonError::into_inner) = problems.into();
     }
 
@@ -546,7 +547,7 @@ impl Sink for Store {
     }
 
     fn count_error(&self, kind: SourceKind, reason: &'static str) {
-        self.metrics.count_source_error(kind, reason);
+        self.metrics.source_errors.of([kind_name(kind), reason]).inc();
     }
 }
 
@@ -652,8 +653,8 @@ impl Store {
 // Who waits for a change of a Service, of an endpoint or of a pod. A commit wakes only those whose
 // keys it changes, so its work is proportional to its changes.
 
-/// The shortest time between two looks at the store.
-const PACE: Duration = Duration::from_millis(50);
+/// The shortest time between two looks at the store, or at all replicas, for one question.
+pub(crate) const PACE: Duration = Duration::from_millis(50);
 
 /// What can be waited for.
 #[derive(Debug, Hash)]

@@ -7,6 +7,7 @@ use headgate_core::{Dirty, Family, Protocol, frontends::Frontend};
 use headgate_proto::{reserved_to_wire, v1};
 
 use super::Store;
+use crate::metrics::level;
 
 impl Store {
     /// Reserves TCP ports, instead of those of the last call. If the address is among the first
@@ -25,7 +26,7 @@ impl Store {
             let mut inner = self.write();
             inner.state.reserve(&reserved, false, &mut Dirty::default());
             inner.reserved = reserved;
-            self.metrics.set_conflicts(inner.state.frontends().losers().len());
+            self.metrics.conflicts.set(level(inner.state.frontends().losers().len()));
             let observers = inner.nodes.observers();
             drop(inner);
             observers.iter().for_each(|observer| observer.reserved_changed());

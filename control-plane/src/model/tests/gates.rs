@@ -12,7 +12,7 @@ const READY: &[(&str, &str, &str)] = &[("ContainersReady", "True", ""), (GATE, "
 const FAILED: &[(&str, &str, &str)] = &[("ContainersReady", "False", ""), ("Ready", "False", "ContainersNotReady")];
 
 fn bench() -> Bench {
-    Bench { model: Model::with_gates(), ..Bench::default() }
+    Bench::new(ModelSettings { reads_pods: true, ..ModelSettings::default() })
 }
 
 fn put(bench: &mut Bench, uid: &str, conditions: &[(&str, &str, &str)]) {

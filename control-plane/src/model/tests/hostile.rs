@@ -53,7 +53,7 @@ fn a_service_that_is_too_large_for_a_message_is_refused() {
     let addresses = |count: u32| (0..count).map(|n| format!("10.{}.{}.{}", n >> 16, n >> 8 & 255, n & 255)).collect();
     let large =
         |count: u32| -> Value { Value::Array(Vec::<String>::into_iter(addresses(count)).map(Value::from).collect()) };
-    let mut bench = Bench::within(ServiceBudget::new(ServiceBudget::MAX));
+    let mut bench = Bench::within(ModelSettings::MAX_SERVICE_BUDGET);
     bench.apply(&service("s", json!({"externalIPs": large(120_000)})));
     assert!(bench.problems()[0].contains("the Service has 120001 frontends"));
     let changes = bench.flush();
@@ -145,7 +145,7 @@ fn external_addresses_over_the_budget_are_left_out() {
     );
     value["status"] = json!({"loadBalancer": {"ingress": ingress}});
     // 20 frontends of the ClusterIP and the NodePorts, 3 × 20 of the load balancer, 2 × 10 others.
-    let mut bench = Bench::within(ServiceBudget::new(500));
+    let mut bench = Bench::within(500);
     bench.apply(&value);
     bench.flush();
     let served = bench.service("s").unwrap();
@@ -177,7 +177,7 @@ fn external_addresses_over_the_budget_are_left_out() {
 fn slices_over_the_budget_of_a_service_are_left_out() {
     let ports = |count: u32| (0..count).map(|n| json!({"name": format!("p{n}"), "port": 8000 + n})).collect::<Value>();
     let endpoints = |third: u32| (1..=10).map(|n| ready(&format!("10.1.{third}.{n}"))).collect::<Value>();
-    let mut bench = Bench::within(ServiceBudget::new(100));
+    let mut bench = Bench::within(100);
     bench.apply(&slice("c", "s", endpoints(3), ports(5)));
     bench.apply(&slice("a", "s", endpoints(1), ports(5)));
     bench.flush();
@@ -240,7 +240,7 @@ fn many_endpoints_of_one_pod_that_waits_cost_no_more_than_others() {
             "targetRef": {"kind": "Pod", "name": "web-1", "namespace": "x", "uid": uid}})
     });
     let value = slice("a", "s", endpoints.collect(), http(1));
-    let mut bench = Bench { model: Model::with_gates(), ..Bench::default() };
+    let mut bench = Bench::new(ModelSettings { reads_pods: true, ..ModelSettings::default() });
     bench.apply(&value);
     let places = |bench: &Bench| bench.model.endpoints.gates.places(PodId::new(uid, "web-1").in_namespace("x")).count();
     assert_eq!(places(&bench), 20_000);

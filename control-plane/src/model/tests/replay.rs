@@ -156,10 +156,12 @@ proptest! {
     #[test]
     fn only_the_present_objects_decide_the_state(
         events in prop::collection::vec((any_event(), any::<bool>(), any::<bool>()), 1..40),
-        shuffle in any::<prop::sample::Index>(), endpoint_ports in prop_oneof![Just(50_000), 1_usize..12],
+        shuffle in any::<prop::sample::Index>(), endpoint_ports in prop_oneof![Just(50_000), 1_u32..12],
     ) {
-        let budget = ServiceBudget { endpoint_ports, ..ServiceBudget::default() };
-        let mut by_event = Bench::within(budget);
+        // Services keep their frontends.
+        let settings = Arc::new(ModelSettings { service_budget: endpoint_ports, ..ModelSettings::default() });
+        let mut by_event = Bench::default();
+        by_event.model.endpoints.settings = Arc::clone(&settings);
         let mut last: BTreeMap<ObjectKey, Value> = BTreeMap::new();
         for (value, deletes, flushes) in &events {
             let key = object(value).key();
@@ -180,7 +182,8 @@ proptest! {
             let middle = shuffle.index(values.len());
             values.rotate_left(middle);
         }
-        let mut squashed = Bench::within(budget);
+        let mut squashed = Bench::default();
+        squashed.model.endpoints.settings = settings;
         values.iter().for_each(|value| squashed.apply(value));
         squashed.flush();
         prop_assert_eq!(by_event.state.digests(), squashed.state.digests());

@@ -150,7 +150,7 @@ impl Inspector {
     ///
     /// `NOT_FOUND` if no replica has one.
     pub(super) fn elsewhere(&self, node: &str) -> Result<Option<InspectClient<Channel>>, Status> {
-        if self.fleet.has(node) {
+        if self.fleet.find(node).is_some() {
             return Ok(None);
         }
         let has = |link: &Arc<Link>| {

@@ -83,7 +83,7 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
     let peers = PeersServer::new(peers).max_decoding_message_size(MAX_REQUEST_BYTES);
     let reflection_v1 = reflection().build_v1()?.max_decoding_message_size(MAX_REQUEST_BYTES);
     let reflection_v1alpha = reflection().build_v1alpha()?.max_decoding_message_size(MAX_REQUEST_BYTES);
-    let port = context.settings.ports.agents;
+    let port = context.settings.ports.agents.port();
     let elsewhere = move |uri: Uri| {
         let text = format!("{} is not a method on this port; agents connect to port {port}, --listen", uri.path());
         ready(Status::unimplemented(text).into_http::<Body>())

@@ -18,10 +18,6 @@ use crate::identity::{Identity, Peer};
 const LINES_AT_ONCE: u32 = 200;
 const LINE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The lines that each client may cause, so that nobody fills the log or hides the requests of
-/// others. The number of lines that are left out is logged.
-pub(crate) struct AuditLines(Mutex<Turns<String>>);
-
 /// A request whose line follows with the answer.
 pub(crate) struct AuditedRequest {
     peer: Peer,
@@ -43,10 +39,10 @@ pub(crate) fn audit_object<T>(request: &Request<T>, parts: &[&str]) {
     }
 }
 
-impl Default for AuditLines {
-    fn default() -> Self {
-        Self(Mutex::new(Turns::new(LINE_INTERVAL, LINES_AT_ONCE)))
-    }
+/// The lines that each client may cause, so that nobody fills the log or hides the requests of
+/// others. The number of lines that are left out is logged.
+pub(super) fn lines() -> Mutex<Turns<String>> {
+    Mutex::new(Turns::new(LINE_INTERVAL, LINES_AT_ONCE))
 }
 
 impl AuditedRequest {
@@ -74,7 +70,7 @@ impl AuditedRequest {
             Identity::Unusable(_) => "a certificate without a usable name".to_owned(),
         };
         let now = Instant::now();
-        let has_turn = context.audit_lines.0.lock().unwrap_or_else(PoisonError::into_inner).take(who.clone(), now);
+        let has_turn = context.audit_lines.lock().unwrap_or_else(PoisonError::into_inner).take(who.clone(), now);
         if has_turn.is_err() && !context.warnings.admit(Warning::Audited, now.into()) {
             return;
         }

@@ -8,15 +8,19 @@ mod tally;
 mod visits;
 mod warnings;
 
-use std::{net::IpAddr, sync::Arc, time::Duration};
+use std::{
+    net::IpAddr,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
-use headgate_core::node_state::SourceState;
+use headgate_core::{node_state::SourceState, turns::Turns};
 pub(crate) use headgate_listener::Network;
 use tokio::sync::watch;
 
 pub use self::settings::{EnrolmentSettings, PeerSettings, PeerTls, Ports, ReadinessSettings, Settings};
 pub(crate) use self::{
-    audit::{AuditLines, AuditedRequest, audit_object},
+    audit::{AuditedRequest, audit_object},
     failures::Failures,
     signal::Signal,
     tally::{Counted, Tally},
@@ -41,7 +45,8 @@ pub(crate) struct Context {
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) settings: Settings,
     pub(crate) warnings: Warnings,
-    pub(crate) audit_lines: AuditLines,
+    /// The lines of the audit log that each client may cause.
+    audit_lines: Mutex<Turns<String>>,
     pub(crate) lifecycle: watch::Sender<Lifecycle>,
     pub(crate) visits: Arc<Visits>,
     pub(crate) failures: Arc<Failures>,
@@ -57,7 +62,7 @@ impl Context {
             metrics,
             settings,
             warnings: Warnings::default(),
-            audit_lines: AuditLines::default(),
+            audit_lines: audit::lines(),
             lifecycle: watch::Sender::new(Lifecycle::Serving),
             visits: Arc::new(visits),
             failures: Arc::default(),

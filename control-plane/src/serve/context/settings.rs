@@ -43,20 +43,17 @@ pub struct Settings {
     pub readiness: Option<ReadinessSettings>,
     /// The name and port of the API server; `None` if the replica uses none.
     pub api_server: Option<(String, u16)>,
-    /// The bound addresses of the ports for agents and other replicas. The start of the servers
-    /// sets this field.
-    pub listen: Vec<SocketAddr>,
-    /// The bound ports. The start of the servers sets this field.
+    /// The bound addresses. The start of the servers sets this field.
     pub ports: Ports,
 }
 
-/// The gRPC ports of a replica, for the errors that clients of the wrong port receive.
-#[derive(Debug, Clone, Copy, Default)]
+/// The bound addresses of the gRPC ports of a replica.
+#[derive(Debug, Clone, Copy)]
 pub struct Ports {
-    /// The port of `--listen`.
-    pub agents: u16,
-    /// The port of `--inspect-listen`.
-    pub inspect: u16,
+    /// The address of `--listen`.
+    pub agents: SocketAddr,
+    /// The address of `--inspect-listen`.
+    pub inspect: SocketAddr,
 }
 
 /// How conditions of readiness gates are set.
@@ -111,6 +108,7 @@ pub struct PeerTls {
 
 impl Default for Settings {
     fn default() -> Self {
+        let unbound = SocketAddr::from(([0; 4], 0));
         Self {
             replica_name: "headgate".into(),
             source_name: String::new(),
@@ -128,8 +126,7 @@ impl Default for Settings {
             enrolment: None,
             readiness: None,
             api_server: None,
-            listen: Vec::new(),
-            ports: Ports::default(),
+            ports: Ports { agents: unbound, inspect: unbound },
         }
     }
 }

@@ -110,16 +110,6 @@ struct EnrolmentClient<'a> {
     has_failed: AtomicBool,
 }
 
-/// What a certificate will say.
-struct Grant {
-    node: String,
-    /// The pod of the token, for the log.
-    pod: Option<String>,
-    validity: Validity,
-    /// The label `result` of the metric.
-    result: &'static str,
-}
-
 /// Why a client gets no certificate.
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
@@ -190,8 +180,7 @@ impl Enrolment {
         let (audience, service_account) = (settings.audience.clone(), settings.service_account.clone());
         let tokens = Tokens::new(client, audience, service_account);
         let reviews = [(); 2].map(|()| Semaphore::new(REVIEWS));
-        let states = ["enrolling", "waiting_to_enrol"];
-        let handshakes = Handshakes::new(Arc::clone(&context.metrics), Arc::clone(&context.failures), states);
+        let handshakes = Handshakes::new(Arc::clone(&context), ["enrolling", "waiting_to_enrol"]);
         let enrolment = Self { context, settings, tls, tokens, reviews, handshakes };
         enrolment.authority().await?;
         Ok(Arc::new(enrolment))
@@ -300,9 +289,16 @@ impl Enrolment {
             let _permit = self.reviews[usize::from(is_node)].acquire().await;
             self.tokens.holder(&token).await
         };
-        let Grant { node, pod, validity, result } = match (reviewed, &client.certificate) {
-            (Ok(holder), _) => self.for_token(holder),
-            (Err(error @ TokenError::Unreachable(_)), Some(held)) => self.for_certificate(held, error)?,
+        let (now, lifetime) = (SystemTime::now(), self.settings.certificate_lifetime);
+        let (Holder { node, pod }, validity, result) = match (reviewed, &client.certificate) {
+            (Ok(holder), _) => {
+                let validity = Validity { not_before: now - CLOCK_TOLERANCE, not_after: now + lifetime };
+                (holder, validity, "success")
+            }
+            (Err(error @ TokenError::Unreachable(_)), Some(held)) => {
+                let (holder, held) = self.for_certificate(held, error)?;
+                (holder, renewed(held, lifetime, now)?, "success_by_certificate")
+            }
             (Err(error), _) => return Err(error.into()),
         };
         let address = client.address;
@@ -324,30 +320,21 @@ impl Enrolment {
         Ok(certificate.pem())
     }
 
-    fn for_token(&self, Holder { node, pod }: Holder) -> Grant {
-        let now = SystemTime::now();
-        let validity =
-            Validity { not_before: now - CLOCK_TOLERANCE, not_after: now + self.settings.certificate_lifetime };
-        Grant { node, pod: Some(pod), validity, result: "success" }
-    }
-
-    /// Renews the certificate of a node without a review, which failed with `error`. The handshake
-    /// has verified that an authority of nodes has issued the certificate, and that it is not
-    /// denied.
+    /// Returns the holder of the certificate of a node, and its validity. It counts instead of a
+    /// review, which failed with `error`. The handshake has verified that an authority of nodes has
+    /// issued the certificate, and that it is not denied.
     ///
     /// # Errors
     ///
-    /// `error` if the certificate is not one of a node. Another refusal if the
-    /// Node does not exist, or if the last review is too long ago.
-    fn for_certificate(&self, held: &CertificateDer<'_>, error: TokenError) -> Result<Grant, Refusal> {
+    /// `error` if the certificate is not one of a node. Another refusal if the Node does not exist.
+    fn for_certificate(&self, held: &CertificateDer<'_>, error: TokenError) -> Result<(Holder, Validity), Refusal> {
         let Ok((Identity::Node(node), held)) = identity::from_certificate(held) else {
             return Err(error.into());
         };
         if self.context.store.node(&node).node.is_none() {
             return Err(Refusal::UnknownNode(node.to_string()));
         }
-        let validity = renewed(held, self.settings.certificate_lifetime, SystemTime::now())?;
-        Ok(Grant { node: node.to_string(), pod: None, validity, result: "success_by_certificate" })
+        Ok((Holder { node: node.to_string(), pod: None }, held))
     }
 
     /// Counts and logs an attempt without a certificate.

@@ -30,11 +30,12 @@ const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 const POD_UID: &str = "authentication.kubernetes.io/pod-uid";
 const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
 
-/// The holder of a valid token.
+/// The holder of a valid token, or of a certificate that counts instead.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Holder {
     pub(super) node: String,
-    pub(super) pod: String,
+    /// The pod of the token, for the log.
+    pub(super) pod: Option<String>,
 }
 
 /// What the API server says about the pod of a token.
@@ -124,7 +125,7 @@ impl Tokens {
             None => self.node_of(&pod, &uid).await?,
         };
         match check_subdomain(&node) {
-            Ok(()) => Ok(Holder { node, pod }),
+            Ok(()) => Ok(Holder { node, pod: Some(pod) }),
             Err(problem) => Err(TokenError::NoNode(pod, problem)),
         }
     }

@@ -16,12 +16,9 @@ use tokio::time::{Instant, sleep_until};
 use crate::{
     metrics::kind_name,
     serve::fleet::{Agent, Fleet},
-    store::{Last, Topic},
+    store::{Last, PACE, Topic},
     transaction::{Problem, SourceKind},
 };
-
-/// The shortest time between two looks at the store for one question.
-const PACE: Duration = Duration::from_millis(50);
 
 /// For this time after a question, agents acknowledge new batches at once.
 pub(crate) const HURRY: Duration = Duration::from_secs(60);
@@ -193,7 +190,7 @@ fn spend_patience(fleet: &Fleet, version: u64, services: &BTreeSet<ServiceKey>) 
         let left = fleet.turns().spend_patience(&agent.node, std::time::Instant::now());
         let Err(until) = left else { continue };
         let is_news = !agent.record().is_stalled();
-        agent.update(|record| record.stall(until));
+        agent.update(|record| record.stalled_until = Some(until));
         if let Some(Problem { object, message, .. }) = agent.stall_problem().filter(|_| is_news) {
             tracing::warn!(object, "{message}");
         }

@@ -32,9 +32,7 @@ pub(crate) use self::{
     replicas::{Link, PeerCaller, Replicas},
 };
 use super::{context::milliseconds, fleet::Fleet};
-
-/// The shortest time between two rounds of answers.
-const PACE: Duration = Duration::from_millis(50);
+use crate::store::PACE;
 
 /// The longest time between two rounds of answers.
 const ASK_AGAIN: Duration = Duration::from_secs(10);
@@ -63,7 +61,8 @@ impl Everywhere {
     /// Joins the other replicas, and follows them until `stopped`. Returns once they know this
     /// replica, or cannot be reached.
     pub(crate) async fn start(&self, stopped: CancellationToken) {
-        tokio::spawn(stopped.clone().run_until_cancelled_owned(essentials::follow(Arc::clone(&self.fleet.context))));
+        let essentials = essentials::follow(Arc::clone(&self.fleet.context), self.replicas.clone());
+        tokio::spawn(stopped.clone().run_until_cancelled_owned(essentials));
         if let Some(replicas) = &self.replicas {
             let run = Arc::clone(replicas).run();
             tokio::spawn(stopped.run_until_cancelled_owned(run));

@@ -117,6 +117,11 @@ impl Replicas {
         self.changes.subscribe()
     }
 
+    /// The addresses to which the names lead.
+    pub(super) fn addresses(&self) -> Vec<SocketAddr> {
+        self.known().links.keys().copied().collect()
+    }
+
     /// The links to all addresses, except the own one.
     pub(crate) fn links(&self) -> Vec<Arc<Link>> {
         let links = self.known().links.values().map(|(link, _)| Arc::clone(link)).collect::<Vec<_>>();

@@ -90,7 +90,7 @@ const RECOVERY: u32 = 15;
 /// How often nodes, and pods through the agents of their nodes, may do something. The turns belong
 /// to the node and not to its stream.
 pub(crate) struct FleetTurns {
-    streams: Turns<Arc<str>>,
+    pub(crate) streams: Turns<Arc<str>>,
     /// Requests for the drain barrier.
     pub(crate) questions: Turns<Arc<str>>,
     /// Questions about a pod.
@@ -151,12 +151,6 @@ impl Fleet {
 
     fn registry(&self) -> MutexGuard<'_, Registry> {
         self.registry.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Returns true if a node may open a stream at `now`, and counts the stream. Returns false if
-    /// the node has opened too many streams lately.
-    pub(crate) fn may_open(&self, node: &str, now: Instant) -> bool {
-        self.turns().streams.take(node.into(), now).is_ok()
     }
 
     /// The turns of nodes and pods.
@@ -231,11 +225,6 @@ impl Fleet {
         self.roster.subscribe()
     }
 
-    /// Returns what has changed in the roster since `number`; everything if `number` is 0.
-    pub(crate) fn roster_since(&self, number: u64) -> v1::Roster {
-        self.registry().roster.since(number)
-    }
-
     /// Calls `look` with the roster, under a lock.
     pub(crate) fn with_roster<T>(&self, look: impl FnOnce(&Roster) -> T) -> T {
         look(&self.registry().roster)
@@ -245,11 +234,6 @@ impl Fleet {
     pub(crate) fn census(&self) -> (u64, Vec<Arc<Agent>>) {
         let registry = self.registry();
         (registry.roster.number(), registry.present.values().cloned().collect())
-    }
-
-    /// Returns true if a node has a stream.
-    pub(crate) fn has(&self, node: &str) -> bool {
-        self.registry().present.contains_key(node)
     }
 
     /// Returns the stream of a node.
@@ -323,11 +307,16 @@ mod tests {
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let fleet = Fleet::new(Context::new(store, metrics, Settings::default()));
         let start = Instant::now();
-        let opened = (0..1_000).filter(|_| fleet.may_open("n1", start)).count();
+        let opened = (0..1_000).filter(|_| fleet.turns().streams.take("n1".into(), start).is_ok()).count();
         assert_eq!(opened, STREAMS_AT_ONCE as usize);
-        assert!(fleet.may_open("n2", start), "each node has its own allowance");
+        assert!(fleet.turns().streams.take("n2".into(), start).is_ok(), "each node has its own allowance");
         let later = start + STREAM_INTERVAL * 3;
-        assert_eq!((0..10).filter(|_| fleet.may_open("n1", later)).count(), 3);
-        assert_eq!((0..1_000).filter(|_| fleet.may_open("n1", later + STREAM_INTERVAL * 1_000)).count(), opened);
+        assert_eq!((0..10).filter(|_| fleet.turns().streams.take("n1".into(), later).is_ok()).count(), 3);
+        assert_eq!(
+            (0..1_000)
+                .filter(|_| fleet.turns().streams.take("n1".into(), later + STREAM_INTERVAL * 1_000).is_ok())
+                .count(),
+            opened
+        );
     }
 }

@@ -41,7 +41,7 @@ pub(crate) struct Record {
     /// The current rejections. The counts of the fleet share this list.
     pub(crate) rejections: Arc<Rejections>,
     /// Nothing is left of the patience with the node until this time or a later one.
-    pub(super) stalled_until: Option<Instant>,
+    pub(crate) stalled_until: Option<Instant>,
 }
 
 /// The result of a verification (discovery.proto, section 19).
@@ -97,11 +97,6 @@ impl Record {
     /// a resource.
     pub(crate) fn is_failing(&self) -> bool {
         !self.last_error.is_empty() || !self.rejections.is_empty()
-    }
-
-    /// Notes that nothing is left of the patience with the node until a time.
-    pub(crate) fn stall(&mut self, until: Instant) {
-        self.stalled_until = Some(until);
     }
 
     /// Returns true if the node has held up questions for too long (discovery.proto, section 16).

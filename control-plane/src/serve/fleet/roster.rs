@@ -136,7 +136,7 @@ impl Roster {
 
     /// What has changed since `number`; everything if the forgotten nodes since then are not all
     /// listed.
-    pub(super) fn since(&self, number: u64) -> v1::Roster {
+    pub(crate) fn since(&self, number: u64) -> v1::Roster {
         let is_full = number < self.floor || number == 0;
         let mut roster = v1::Roster { number: self.number, is_full, ..v1::Roster::default() };
         let wire = |node: &Arc<str>, departed: Option<Departed>| v1::RosterNode {

@@ -59,7 +59,7 @@ pub(crate) fn closed_before_hello() -> End {
 ///
 /// The end of the stream.
 pub(super) fn admit_stream(streams: &Streams, peer: &Peer, node: &str, now: Instant) -> Result<(), End> {
-    if streams.fleet.may_open(node, now.into_std()) {
+    if streams.fleet.turns().streams.take(node.into(), now.into_std()).is_ok() {
         return Ok(());
     }
     streams.context.failures.count(streams.context.network(peer.address.ip()), now);

@@ -37,8 +37,8 @@ use tokio::{
 };
 
 use crate::{
-    metrics::{Metrics, level},
-    serve::context::{Counted, Failures, Network, Tally},
+    metrics::level,
+    serve::context::{Context, Counted, Network, Tally},
 };
 
 /// The maximum numbers of running handshakes, in all and for one network, and of connections that
@@ -84,8 +84,7 @@ pub(crate) struct Handshakes {
     queues: Mutex<HashMap<Network, Arc<NetworkQueue>>>,
     /// One permit for each step that may be computed at a time.
     steps: Semaphore,
-    failures: Arc<Failures>,
-    metrics: Arc<Metrics>,
+    context: Arc<Context>,
     /// The number of connections so far.
     entered: AtomicU64,
     /// The labels of running and of waiting handshakes.
@@ -131,27 +130,22 @@ pub(crate) struct Silent;
 
 impl Handshakes {
     /// Returns the handshakes of listeners. The metric counts them with the labels `states`: those
-    /// that run, and those that wait. `failures` decides which networks have to pause.
-    pub(crate) fn new(metrics: Arc<Metrics>, failures: Arc<Failures>, states: [&'static str; 2]) -> Arc<Self> {
+    /// that run, and those that wait.
+    pub(crate) fn new(context: Arc<Context>, states: [&'static str; 2]) -> Arc<Self> {
         // Waiting connections of nodes and strangers, at the gRPC ports and for enrolment, may use
         // half of the open files; the other half is for connections that are served. The limit of
         // waiting connections is high, because a client whose connection is refused has used up its
         // session ticket. The client then needs a full handshake.
         let files = usize::try_from(open_files::limit() / 8).unwrap_or(usize::MAX);
         let limits = HandshakeLimits { waiting: LIMITS.waiting.min(files), ..LIMITS };
-        Self::with_limits(limits, metrics, failures, states)
+        Self::with_limits(limits, context, states)
     }
 
-    fn with_limits(
-        limits: HandshakeLimits,
-        metrics: Arc<Metrics>,
-        failures: Arc<Failures>,
-        states: [&'static str; 2],
-    ) -> Arc<Self> {
+    fn with_limits(limits: HandshakeLimits, context: Arc<Context>, states: [&'static str; 2]) -> Arc<Self> {
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let shares = [(); 2].map(|()| Share { waiting: Arc::default(), places: Semaphore::new(limits.running) });
         let (queues, steps) = (Mutex::default(), Semaphore::new(cores));
-        Arc::new(Self { limits, shares, queues, steps, failures, metrics, entered: AtomicU64::new(0), states })
+        Arc::new(Self { limits, shares, queues, steps, context, entered: AtomicU64::new(0), states })
     }
 
     fn share(&self, network: Network) -> &Share {
@@ -193,7 +187,7 @@ impl Handshakes {
         let counts =
             [self.shares.iter().map(active).sum(), self.shares.iter().map(|share| share.waiting.all()).sum::<usize>()];
         for (state, count) in self.states.into_iter().zip(counts) {
-            self.metrics.handshakes_pending.of([state]).set(level(count));
+            self.context.metrics.handshakes_pending.of([state]).set(level(count));
         }
     }
 
@@ -243,7 +237,7 @@ impl Handshake {
         queue.silent().remove(&self.number);
         let _of_network = queue.places.acquire().await;
         let turn = queue.turn.acquire().await;
-        while let Some(end) = handshakes.failures.pause_end(self.network, Instant::now()) {
+        while let Some(end) = handshakes.context.failures.pause_end(self.network, Instant::now()) {
             sleep_until(end).await;
         }
         let _of_all = handshakes.share(self.network).places.acquire().await;
@@ -273,7 +267,7 @@ impl Handshake {
             }
         };
         if !matches!(ended, Ok(Ok(_))) {
-            handshakes.failures.count(self.network, Instant::now());
+            handshakes.context.failures.count(self.network, Instant::now());
         }
         ended
     }

@@ -4,6 +4,10 @@ use std::future::{pending, ready};
 use tokio::{sync::mpsc, task::JoinHandle};
 
 use super::*;
+use crate::{
+    serve::context::Settings,
+    store::{Limits, Store},
+};
 
 /// The time without a message is short, so that the tests are fast.
 const SMALL: HandshakeLimits = HandshakeLimits {
@@ -38,7 +42,9 @@ async fn begin<E: Send + 'static>(
 
 impl Rig {
     fn new() -> Self {
-        Self(Handshakes::with_limits(SMALL, Arc::default(), Arc::default(), ["active", "waiting"]))
+        let store = Arc::new(Store::new(Limits::default(), Arc::default()));
+        let context = Context::new(store, Arc::default(), Settings::default());
+        Self(Handshakes::with_limits(SMALL, context, ["active", "waiting"]))
     }
 
     fn enter(&self, host: u8) -> Option<Handshake> {
@@ -144,20 +150,20 @@ async fn a_network_whose_handshakes_fail_has_to_pause_and_other_networks_do_not(
     let rig = Rig::new();
     let network = Network::of([192, 0, 2, 1].into());
     let mut failures = 0;
-    while rig.0.failures.pause_end(network, Instant::now()).is_none() {
+    while rig.0.context.failures.pause_end(network, Instant::now()).is_none() {
         assert_eq!(rig.enter(1).unwrap().run(|| true, || ready(Err::<(), ()>(()))).await, Ok(Err(())));
         failures += 1;
     }
     assert!(failures > 10, "a few failures cost nothing");
     // With so many failures the pause lasts longer than the test.
-    (0..200).for_each(|_| rig.0.failures.count(network, Instant::now()));
+    (0..200).for_each(|_| rig.0.context.failures.count(network, Instant::now()));
     let tasks = [rig.silent(1, 1).await, rig.silent(2, 1).await];
     assert_eq!((rig.running(2), rig.counts()), (1, (1, 1)));
     rig.end(tasks.into_iter().flatten()).await;
 
     // After a short pause, the handshake begins without a further event.
     let rig = Rig::new();
-    (0..21).for_each(|_| rig.0.failures.count(network, Instant::now()));
+    (0..21).for_each(|_| rig.0.context.failures.count(network, Instant::now()));
     let pausing = rig.enter(1).unwrap().run(|| true, || ready(Ok::<(), ()>(())));
     assert_eq!(pausing.await, Ok(Ok(())));
     rig.end::<()>([]).await;

@@ -20,7 +20,7 @@ use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::{either::Either, sync::CancellationToken, task::TaskTracker};
 
 use super::{
-    ACCEPT_RETRY, accept,
+    ACCEPT_RETRY,
     connection_limits::{Connections, HeldConnection, hold},
     handshakes::{Handshakes, Silent},
     tls::{Security, ServerTls},
@@ -49,45 +49,31 @@ impl Entrance {
     /// Returns an entrance that is open until `shutdown` is cancelled. Connections that are not
     /// served by then are dropped.
     pub(crate) fn new(security: Security, context: Arc<Context>, shutdown: CancellationToken) -> Self {
-        let states = ["active", "waiting"];
-        let handshakes = Handshakes::new(Arc::clone(&context.metrics), Arc::clone(&context.failures), states);
+        let handshakes = Handshakes::new(Arc::clone(&context), ["active", "waiting"]);
         Self { security, context, handshakes, connections: Arc::default(), tasks: TaskTracker::new(), shutdown }
     }
 
     /// Accepts connections. `serve` serves each of them after its handshake, in a task of its own.
     pub(crate) async fn accept(self, listener: Listener, serve: Serve) {
-        let failed = |error: io::Error| {
-            if self.context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
-                tracing::warn!(%error, "a connection cannot be accepted");
-            }
-        };
-        let listener = match listener {
-            Listener::Tcp(listener) => listener,
-            Listener::Unix(listener) => {
-                let address = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-                while let Some(accepted) = self.shutdown.run_until_cancelled(listener.accept()).await {
-                    let Ok((stream, _)) = accepted.map_err(failed) else {
-                        sleep(ACCEPT_RETRY).await;
-                        continue;
-                    };
-                    let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
-                    let io = Either::Left(Either::Right(stream));
-                    self.admit(Connection { io, peer, denied_by: Vec::new() }, &serve);
+        while let Some(accepted) = self.shutdown.run_until_cancelled(listener.accept()).await {
+            let (stream, address) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    if self.context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+                        tracing::warn!(%error, "a connection cannot be accepted");
+                    }
+                    sleep(ACCEPT_RETRY).await;
+                    continue;
                 }
-                return;
-            }
-        };
-        while let Some((stream, address)) = self.shutdown.run_until_cancelled(accept(&listener, failed)).await {
-            if let Err(error) = stream.set_nodelay(true) {
-                tracing::debug!(%address, %error, "TCP_NODELAY cannot be set");
-            }
-            match &self.security {
-                Security::Plaintext => {
-                    let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
-                    let io = Either::Left(Either::Left(stream));
-                    self.admit(Connection { io, peer, denied_by: Vec::new() }, &serve);
+            };
+            match (stream, &self.security) {
+                (Either::Left(stream), Security::Tls(tls)) => {
+                    self.secure_in_turn(stream, address, Arc::clone(tls), Arc::clone(&serve));
                 }
-                Security::Tls(tls) => self.secure_in_turn(stream, address, Arc::clone(tls), Arc::clone(&serve)),
+                (stream, _) => {
+                    let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
+                    self.admit(Connection { io: Either::Left(stream), peer, denied_by: Vec::new() }, &serve);
+                }
             }
         }
     }
@@ -206,6 +192,25 @@ pub(crate) type Serve = Arc<dyn Fn(Connection, HeldConnection) -> BoxFuture<'sta
 pub(crate) enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener),
+}
+
+impl Listener {
+    /// Accepts a connection. Those of a Unix socket come from this machine.
+    async fn accept(&self) -> io::Result<(Plain, SocketAddr)> {
+        match self {
+            Self::Unix(listener) => {
+                let (stream, _) = listener.accept().await?;
+                Ok((Either::Right(stream), SocketAddr::from((Ipv4Addr::LOCALHOST, 0))))
+            }
+            Self::Tcp(listener) => {
+                let (stream, address) = listener.accept().await?;
+                if let Err(error) = stream.set_nodelay(true) {
+                    tracing::debug!(%address, %error, "TCP_NODELAY cannot be set");
+                }
+                Ok((Either::Left(stream), address))
+            }
+        }
+    }
 }
 
 /// The transport of a connection: without TLS, or with TLS after its handshake.

@@ -56,7 +56,7 @@ pub(super) async fn run(
     let mut watches = JoinSet::new();
     let contact = Contact::new(Arc::clone(&sink));
     let kinds: BTreeSet<ObjectKind> =
-        ObjectKind::ALL.into_iter().chain(settings.reads_pods.then_some(ObjectKind::Pod)).collect();
+        ObjectKind::ALL.into_iter().chain(settings.model.reads_pods.then_some(ObjectKind::Pod)).collect();
     for kind in kinds.iter().copied() {
         let (client, contact) = (client.clone(), Arc::clone(&contact));
         let watch = Watch::new(kind, client, settings.watch_silence, Arc::clone(&sink), contact, sender.clone());
@@ -65,7 +65,7 @@ pub(super) async fn run(
     let judging = contact.run(client);
     watches.spawn(shutdown.clone().run_until_cancelled_owned(judging).map(drop));
     drop(sender);
-    let mut state = Applier::new(sink, kinds, settings.model());
+    let mut state = Applier::new(sink, kinds, Model::new(settings.model));
     let mut gatherer = Gatherer::default();
     loop {
         tokio::select! {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use headgate_control_plane::{
     identity,
     metrics::Metrics,
-    model::{Event, Model},
+    model::{Event, Model, ModelSettings},
     objects::ObjectKind,
     serve, source,
     store::{Limits, Resume, Store},
@@ -54,7 +54,10 @@ pub(super) fn annotation(key: &str, value: &str) -> bool {
     let read = |kind, list: &serde_json::Value| source::list_events(kind, list.to_string().as_bytes());
     let mut events = read(ObjectKind::Service, &list("ServiceList", service));
     events.extend(read(ObjectKind::EndpointSlice, &list("EndpointSliceList", slice)));
-    let (mut model, store) = (Model::with_gates(), Store::new(Limits::default(), Arc::new(Metrics::default())));
+    let (mut model, store) = (
+        Model::new(ModelSettings { reads_pods: true, ..ModelSettings::default() }),
+        Store::new(Limits::default(), Arc::new(Metrics::default())),
+    );
     for event in events {
         model.event(event, "");
     }
@@ -95,7 +98,10 @@ fn serve_events(events: Vec<Event>) -> usize {
 
 /// A store with the state after these events, and the number of events.
 fn store_of(events: Vec<Event>) -> (Store, usize) {
-    let (mut model, store) = (Model::with_gates(), Store::new(Limits::default(), Arc::new(Metrics::default())));
+    let (mut model, store) = (
+        Model::new(ModelSettings { reads_pods: true, ..ModelSettings::default() }),
+        Store::new(Limits::default(), Arc::new(Metrics::default())),
+    );
     let count = events.len();
     for event in events {
         model.event(event, "");

@@ -110,7 +110,7 @@ impl Balance {
                 tracing::info!(%service, replicas, "agents are balanced between the ready replicas");
             }
         }
-        Band::new(store.node_count(), replicas)
+        Band::new(store.counts().nodes, replicas)
     }
 }
 

@@ -281,7 +281,7 @@ impl Http2 {
         let is_no_agent = status.code() == tonic::Code::InvalidArgument && end.reason != "invalid_hello";
         if matches!(self.phase, StreamPhase::Opening { .. }) && is_no_agent {
             // The client may have taken this port for the other one.
-            let (text, port) = (status.message(), self.streams.context.settings.ports.inspect);
+            let (text, port) = (status.message(), self.streams.context.settings.ports.inspect.port());
             status = Status::invalid_argument(format!(
                 "{text} ({AGENTS_ONLY}: Inspect, health and reflection are on port {port}, --inspect-listen)"
             ));
