@@ -75,7 +75,6 @@ const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(10);
 const SHARE: usize = 3;
 
 /// All connections of a listener, or of several, before and in their handshakes.
-#[derive(Debug)]
 pub(crate) struct Handshakes {
     limits: HandshakeLimits,
     /// The share of strangers, and the share of clients with the address of a Node.
@@ -113,7 +112,6 @@ struct NetworkQueue {
 }
 
 /// One connection before or in its handshake.
-#[derive(Debug)]
 pub(crate) struct Handshake {
     handshakes: Arc<Handshakes>,
     network: Network,
