@@ -19,7 +19,7 @@ use tokio::task::spawn_blocking;
 use crate::{
     dataplane::nftables::Counts,
     http::Pages,
-    session::answers::{NodeAnswer, NodeKnowledge, PART_BYTES},
+    session::outbox::{NodeAnswer, NodeKnowledge, PART_BYTES},
 };
 
 /// Maximum number of quarantined Services that a status lists.

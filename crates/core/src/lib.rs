@@ -23,20 +23,37 @@ mod model;
 mod node_facts;
 mod state;
 
-pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, size, source_ranges, topology, view};
-pub use conventions::{dialling, dns_name, errors, exposition, node_state, plaintext, printable, reach, turns};
+// Some modules have a name for each of their parts.
+pub use behaviours::{
+    conntrack, endpoint_choice, endpoint_choice as topology, view, view as health_check_port, view as masquerade,
+    view as size, view as source_ranges,
+};
+pub use conventions::{
+    addresses as dialling, addresses as plaintext, addresses as reach, dns_name, errors, exposition, node_state,
+    printable, turns,
+};
 pub use dataplane::{
     iptables, ipvs, nftables,
-    source::{FixedState, StateSource},
+    shared::{FixedState, StateSource},
     userspace,
 };
 pub use model::{
     Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, LoadBalancing, Node, Placement,
     PortState, Protocol, ProxyProtocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight,
-    address_from_bytes, pool,
+    address_from_bytes,
 };
 pub use node_facts::NodeFacts;
-pub use state::{Demand, Dirty, Endpoints, FamilyDemand, ServiceEntry, State, digest, frontends, reference};
+pub use state::{Demand, Dirty, Endpoints, FamilyDemand, ServiceEntry, State, digest, frontends};
+
+/// Shared copies of equal values.
+pub mod pool {
+    pub use crate::model::Pool;
+}
+
+/// References of batches to what an agent holds.
+pub mod reference {
+    pub use crate::state::{Referable, Reference, placement, service};
+}
 
 // The kernels in memory, which tests of other crates also use, know this crate by its name.
 #[cfg(test)]

@@ -1,10 +1,11 @@
-//! The traits that a dataplane implements. One instance programs one IP family.
+//! The traits that a dataplane implements, its errors, and the pauses between its retries. One
+//! instance programs one IP family.
 //!
 //! `docs/adding-a-dataplane.md` is the guide. [`super::DualStack`] calls the traits for both
 //! families.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fmt,
     sync::Arc,
     time::{Duration, Instant},
@@ -15,8 +16,11 @@ use headgate_core::{
 };
 use headgate_userspace::{ConnectionList, ServiceStats, TcpStats, UdpStats};
 
-use super::{DataplaneError, metrics::DataplaneMetrics};
-use crate::node_inputs::NodeInputs;
+use super::metrics::DataplaneMetrics;
+use crate::{
+    backoff::{Backoff, Jitter},
+    node_inputs::NodeInputs,
+};
 
 /// One IP family of a dataplane.
 ///
@@ -355,5 +359,202 @@ pub struct Degradation {
 impl From<String> for Degradation {
     fn from(sentence: String) -> Self {
         Self { sentence, services: BTreeSet::new() }
+    }
+}
+
+// Errors of dataplanes, and how the caller reacts to each.
+
+/// How the caller reacts to a [`DataplaneError`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// The same attempt may succeed later. For example, another process holds a lock.
+    Retry,
+    /// The kernel differs from the dataplane's records. Only a full sync helps.
+    NeedsFullSync,
+    /// The dataplane has written everything that the kernel accepts. Plan
+    /// [`DataplaneError::services`] as changed, because their new plan differs from the rejected
+    /// plan.
+    PlanAgain,
+    /// The kernel, or the program that writes the rules, rejects the rules of some service. The
+    /// same plan would fail again.
+    Rejected,
+    /// Another attempt helps only after somebody changes the machine. For example, a program is
+    /// missing.
+    Fatal,
+    /// This machine cannot run the dataplane at all, so the kernel cannot hold any objects of the
+    /// dataplane either.
+    Unavailable,
+}
+
+/// A failure of a dataplane.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct DataplaneError {
+    /// How to react to the error.
+    pub kind: ErrorKind,
+    /// What failed, and the remedy if one is known.
+    pub message: String,
+    /// The affected families; an empty list means both families.
+    pub families: Vec<Family>,
+    /// The services to plan as changed after [`ErrorKind::PlanAgain`].
+    pub services: BTreeSet<Arc<ServiceKey>>,
+}
+
+impl DataplaneError {
+    /// An error of this kind that affects both families.
+    pub fn new(kind: ErrorKind, message: impl fmt::Display) -> Self {
+        Self { kind, message: message.to_string(), families: Vec::new(), services: BTreeSet::new() }
+    }
+
+    /// An error that makes the caller plan these services as changed.
+    pub fn plan_again(message: impl fmt::Display, services: BTreeSet<Arc<ServiceKey>>) -> Self {
+        Self { services, ..Self::new(ErrorKind::PlanAgain, message) }
+    }
+
+    /// Limits the error to one family.
+    #[must_use]
+    pub fn of(self, family: Family) -> Self {
+        Self { families: vec![family], ..self }
+    }
+
+    /// Joins the errors of all results with [`Self::join`].
+    ///
+    /// # Errors
+    /// At least one result is an error.
+    pub(super) fn join_all(results: impl IntoIterator<Item = Result<(), Self>>) -> Result<(), Self> {
+        results.into_iter().reduce(Self::join).unwrap_or(Ok(()))
+    }
+
+    /// Joins the errors of two results. The joined error has the more serious kind: the least
+    /// serious is [`ErrorKind::PlanAgain`], and the next is [`ErrorKind::Retry`]. If both errors
+    /// are more serious than these two kinds, the joined error has the kind of `one`.
+    ///
+    /// # Errors
+    /// At least one of the two results is an error.
+    pub fn join(one: Result<(), Self>, other: Result<(), Self>) -> Result<(), Self> {
+        let (mut one, other) = match (one, other) {
+            (Err(one), Err(other)) => (one, other),
+            (one, other) => return one.and(other),
+        };
+        let is_lesser = one.kind == ErrorKind::Retry && other.kind != ErrorKind::PlanAgain;
+        if is_lesser || one.kind == ErrorKind::PlanAgain {
+            one.kind = other.kind;
+        }
+        if one.families.is_empty() || other.families.is_empty() {
+            one.families.clear();
+        } else {
+            one.families.extend(other.families);
+        }
+        if one.message != other.message {
+            one.message = format!("{}; {}", one.message, other.message);
+        }
+        one.services.extend(other.services);
+        Err(one)
+    }
+}
+
+// Schedules further attempts at objects that the kernel rejected.
+
+/// The first and the longest pause before another attempt. The first pause is short, because at
+/// boot the kernel rejects each IPVS destination for a moment: until an interface is up, the kernel
+/// considers every address a broadcast address.
+pub(in crate::dataplane) const PAUSES: Backoff =
+    Backoff::new(Duration::from_secs(5), Duration::from_secs(3600), Jitter::None);
+
+/// The first and the longest pause for features that need a kernel module. The longest pause is
+/// short, because an operator who loads the missing module waits for the result.
+pub(in crate::dataplane) const PAUSES_OF_MODULES: Backoff =
+    Backoff::new(Duration::from_secs(5), Duration::from_secs(30), Jitter::None);
+
+/// The rejected objects. Each has a reason and the time of the next attempt. Pauses double from the
+/// first to the longest. Objects that the kernel first rejected at the same time are due at the
+/// same time.
+#[derive(Debug)]
+pub(in crate::dataplane) struct Retries<K> {
+    pauses: Backoff,
+    entries: BTreeMap<K, RejectedObject>,
+    due: BTreeSet<(Instant, K)>,
+}
+
+#[derive(Debug)]
+struct RejectedObject {
+    reason: String,
+    backoff: Backoff,
+    retry_at: Instant,
+}
+
+impl<K: Ord + Copy> Retries<K> {
+    /// Creates an empty collection whose pauses follow `pauses`.
+    pub(in crate::dataplane) fn new(pauses: Backoff) -> Self {
+        Self { pauses, entries: BTreeMap::new(), due: BTreeSet::new() }
+    }
+
+    /// Records that the kernel rejected `what` at `now`.
+    pub(in crate::dataplane) fn note(&mut self, what: K, reason: String, now: Instant) {
+        let mut backoff = self.remove(what).map_or_else(|| self.pauses.clone(), |entry| entry.backoff);
+        let retry_at = now + backoff.next_pause();
+        self.entries.insert(what, RejectedObject { reason, backoff, retry_at });
+        self.due.insert((retry_at, what));
+    }
+
+    fn remove(&mut self, what: K) -> Option<RejectedObject> {
+        let entry = self.entries.remove(&what)?;
+        self.due.remove(&(entry.retry_at, what));
+        Some(entry)
+    }
+
+    /// Removes the objects for which `is_kept` returns false. The cost grows with the number of all
+    /// objects.
+    pub(in crate::dataplane) fn retain(&mut self, is_kept: impl Fn(&K) -> bool) {
+        self.entries.retain(|what, _| is_kept(what));
+        self.due.retain(|(_, what)| is_kept(what));
+    }
+
+    /// Why the kernel rejected `what`. `None` if `what` is not a rejected object.
+    pub(in crate::dataplane) fn reason(&self, what: &K) -> Option<&str> {
+        self.entries.get(what).map(|entry| entry.reason.as_str())
+    }
+
+    /// All rejected objects.
+    pub(in crate::dataplane) fn all(&self) -> impl Iterator<Item = K> {
+        self.entries.keys().copied()
+    }
+
+    /// The objects whose next attempt is due at `now`, the longest overdue first.
+    pub(in crate::dataplane) fn due(&self, now: Instant) -> Vec<K> {
+        self.due.iter().take_while(|(at, _)| *at <= now).map(|(_, what)| *what).collect()
+    }
+
+    /// When the next attempt is due. `None` if no object is rejected.
+    pub(in crate::dataplane) fn next_due(&self) -> Option<Instant> {
+        self.due.first().map(|(at, _)| *at)
+    }
+}
+
+#[cfg(test)]
+mod retries_tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_longest_and_start_again_after_a_success() {
+        let (minute, began) = (Duration::from_secs(60), Instant::now());
+        let mut entries = Retries::new(Backoff::new(minute, 60 * minute, Jitter::None));
+        entries.note("other", String::new(), began + 1000 * minute);
+        let (mut now, mut pauses) = (began, Vec::new());
+        for _ in 0..9 {
+            entries.note("web", format!("since {} s", now.duration_since(began).as_secs()), now);
+            let due = entries.next_due().unwrap_or(began);
+            assert_eq!(entries.due(due - Duration::from_millis(1)), [""; 0]);
+            assert_eq!(entries.due(due), ["web"]);
+            pauses.push(due.duration_since(now).as_secs() / 60);
+            now = due;
+        }
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 60]);
+        assert_eq!(entries.reason(&"web"), Some("since 10980 s"));
+        entries.retain(|what| *what == "other");
+        assert_eq!((entries.reason(&"web"), entries.all().collect::<Vec<_>>()), (None, vec!["other"]));
+        entries.note("web", String::new(), began);
+        assert_eq!(entries.next_due(), Some(began + minute));
+        assert_eq!(entries.due(began + 2000 * minute), ["web", "other"]);
     }
 }

@@ -12,7 +12,7 @@ use tracing::{info, warn};
 
 use super::{
     DataplaneError, ErrorKind,
-    retries::{PAUSES_OF_MODULES, Retries},
+    contract::{PAUSES_OF_MODULES, Retries},
 };
 
 /// The interval at which a leftover with open connections is looked at again.

@@ -7,7 +7,6 @@
 
 mod contract;
 mod dual_stack;
-mod error;
 pub(crate) mod firewalls;
 mod first_services;
 #[cfg(test)]
@@ -21,7 +20,6 @@ mod kernel_modules;
 mod leftovers;
 pub mod metrics;
 pub mod nftables;
-mod retries;
 pub mod userspace;
 pub(crate) mod xtables;
 
@@ -29,9 +27,9 @@ pub use contract::{
     ConnectionProxy, Dataplane, Degradation, FamilyStatistics, Fault, Finding, KernelHandle, ProxyCounts, Report,
     RulesDifferences, RulesVerification, Statistics, TableStatistics, TryWake, WakeLoop,
 };
+pub use contract::{DataplaneError, ErrorKind};
 pub(crate) use dual_stack::with_names;
 pub use dual_stack::{DualStack, NodeDataplane};
-pub use error::{DataplaneError, ErrorKind};
 pub use leftovers::Leftover;
 
 use headgate_core::explain::Mode;

@@ -16,8 +16,7 @@ use crate::{
     interfaces::InterfaceMetrics,
     metric_registry::{AGENT, MetricRegistry},
     observers::{
-        conntrack::ConntrackMetrics, endpoint_checks::metrics::EndpointCheckMetrics,
-        health_check_ports::HealthCheckMetrics,
+        conntrack::ConntrackMetrics, endpoint_checks::EndpointCheckMetrics, health_check_ports::HealthCheckMetrics,
     },
     persist::SaveMetrics,
     reconcile::SyncMetrics,

@@ -10,7 +10,7 @@ use headgate_proto::v1::{self, node_answer};
 use tokio::sync::watch;
 
 use crate::{
-    dataplane::mode_of, node_inputs::NodeInputs, progress::Progress, session::answers::NodeAnswer, state::AgentState,
+    dataplane::mode_of, node_inputs::NodeInputs, progress::Progress, session::outbox::NodeAnswer, state::AgentState,
 };
 
 /// Maximum number of endpoints in an answer, and in one part.
@@ -164,7 +164,7 @@ mod tests {
     use prost::Message as _;
 
     use super::*;
-    use crate::session::answers::PART_BYTES;
+    use crate::session::outbox::PART_BYTES;
 
     #[test]
     fn a_large_answer_has_small_parts_and_the_limit_keeps_the_chosen_endpoints() {

@@ -19,7 +19,7 @@ use tokio::{
 use super::explain::Explainer;
 use crate::{
     progress::{Progress, Verification},
-    session::{answers::NodeAnswer, verified::drift_to_wire},
+    session::outbox::{NodeAnswer, drift_to_wire},
     state::AgentState,
 };
 

@@ -7,14 +7,17 @@
 
 pub mod conntrack;
 pub mod endpoint_checks;
-mod follower;
 pub mod health_check_ports;
+#[cfg(test)]
+mod tests;
 
-pub use follower::{Changes, Follower, Mailbox};
-
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
 
 use headgate_core::{NodeFacts, ServiceKey, State, forwarding::Table};
+use tokio::sync::watch;
 
 /// The services that a step programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,5 +49,98 @@ pub trait Observer: Send {
     fn restored(&mut self, _state: &State, _node: &NodeFacts) {}
 }
 
-#[cfg(test)]
-mod tests;
+// An observer that computes one value per service and sends changed values to a task, once the
+// rules are in the kernel.
+
+/// Services whose value changed, with the new value. `None` means that the service no longer has a
+/// value.
+pub type Changes<T> = BTreeMap<Arc<ServiceKey>, Option<T>>;
+
+/// Changes that the task has not received yet. Each service appears once, with its newest value.
+#[derive(Debug)]
+pub struct Mailbox<T> {
+    waiting: watch::Sender<Changes<T>>,
+    arrived: watch::Receiver<Changes<T>>,
+}
+
+impl<T> Mailbox<T> {
+    /// Waits until changes have arrived, and takes them out.
+    pub(crate) async fn take(&mut self) -> Changes<T> {
+        // This cannot fail, because the mailbox also holds the sender.
+        let _ = self.arrived.changed().await;
+        let mut taken = Changes::new();
+        self.waiting.send_if_modified(|waiting| {
+            taken = std::mem::take(waiting);
+            false
+        });
+        taken
+    }
+}
+
+/// Computes the value of one service. The cost must depend on the size of that service only.
+type Find<T> = Box<dyn Fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T> + Send>;
+
+/// The observer that sends the changes.
+pub struct Follower<T> {
+    find: Find<T>,
+    /// The values that were sent.
+    pub(crate) sent: HashMap<Arc<ServiceKey>, T>,
+    planned: Changes<T>,
+    mailbox: watch::Sender<Changes<T>>,
+}
+
+impl<T> Follower<T> {
+    /// Returns a follower, and the mailbox from which the task takes the changes.
+    #[must_use]
+    pub fn new(
+        find: impl Fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T> + Send + 'static,
+    ) -> (Self, Mailbox<T>) {
+        let (waiting, arrived) = watch::channel(Changes::new());
+        let follower =
+            Self { find: Box::new(find), sent: HashMap::new(), planned: Changes::new(), mailbox: waiting.clone() };
+        (follower, Mailbox { waiting, arrived })
+    }
+}
+
+impl<T: PartialEq> Follower<T> {
+    fn plan_service(&mut self, state: &State, key: &Arc<ServiceKey>, node: &NodeFacts) {
+        let found = (self.find)(state, key, node);
+        if found.as_ref() != self.sent.get(key) {
+            self.planned.insert(Arc::clone(key), found);
+        }
+    }
+}
+
+impl<T: PartialEq + Clone + Send + Sync> Observer for Follower<T> {
+    fn plan(&mut self, state: &State, node: &NodeFacts, scope: Scope<'_>) {
+        self.planned.clear();
+        match scope {
+            Scope::Services(services) => services.iter().for_each(|key| self.plan_service(state, key, node)),
+            Scope::All => {
+                let gone: Vec<_> = self.sent.keys().filter(|key| state.entry(key).is_none()).cloned().collect();
+                state.entries().map(|(key, _)| key).chain(&gone).for_each(|key| self.plan_service(state, key, node));
+            }
+        }
+    }
+
+    fn applied(&mut self) {
+        if self.planned.is_empty() {
+            return;
+        }
+        let changes = std::mem::take(&mut self.planned);
+        for (key, value) in &changes {
+            match value {
+                Some(value) => drop(self.sent.insert(Arc::clone(key), value.clone())),
+                None => drop(self.sent.remove(key)),
+            }
+        }
+        self.mailbox.send_modify(|waiting| waiting.extend(changes));
+    }
+
+    /// Sends the values of the state from disk at once, so that the tasks also work on a node that
+    /// restarts while no control plane can be reached.
+    fn restored(&mut self, state: &State, node: &NodeFacts) {
+        self.plan(state, node, Scope::All);
+        self.applied();
+    }
+}

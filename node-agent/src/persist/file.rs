@@ -15,10 +15,10 @@ use sha2::{Digest as _, Sha256};
 use tracing::debug;
 
 use super::{
-    last_run::{self, remove_file},
     load::{self, LoadError, MAGIC, StatePart},
+    remove_file,
 };
-use crate::state::{AgentState, SavePoint, held::Restored};
+use crate::state::{AgentState, Restored, SavePoint};
 
 // The names of the files in the folder.
 pub(super) const FILE: &str = "state";
@@ -54,7 +54,7 @@ impl StateFile {
     pub(super) fn load(&mut self) -> Result<Option<Restored>, LoadError> {
         // If the lock cannot be taken, the next write reports the reason.
         let _ = self.take_lock();
-        let newer = last_run::newer_rules(&self.folder);
+        let newer = super::newer_rules(&self.folder);
         let mut restored = load::read(&self.path(), &self.node_name)?;
         if let (Some(restored), Some(positions)) = (&mut restored, newer) {
             restored.may_be_behind = true;
@@ -126,10 +126,10 @@ impl StateFile {
         lasts.map_err(|error| at(&path, &error))
     }
 
-    /// Records that the kernel has rules of this agent; see [`last_run::record`]. Returns false if
+    /// Records that the kernel has rules of this agent; see [`super::record`]. Returns false if
     /// this failed.
     pub(super) fn record_run(&mut self, positions: Option<&[v1::SourcePosition]>) -> bool {
-        let recorded = self.take_lock().and_then(|()| last_run::record(&self.folder, positions));
+        let recorded = self.take_lock().and_then(|()| super::record(&self.folder, positions));
         if let Err(error) = &recorded {
             debug!(folder = %self.folder.display(), %error, "cannot record the run");
         }

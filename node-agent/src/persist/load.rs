@@ -13,7 +13,7 @@ use headgate_proto::{Decoder, node_from_wire, reserved_from_wire, v1};
 use prost::Message as _;
 use sha2::{Digest as _, Sha256};
 
-use crate::state::held::{Held, Restored};
+use crate::state::{Held, Restored};
 
 /// The first bytes of the file. They change with each incompatible change of the format.
 pub const MAGIC: &[u8; 16] = b"Headgate state 2";

@@ -24,10 +24,7 @@ use super::{
 };
 use crate::{
     progress::{Failure, Programmed, Progress, Target},
-    state::{
-        AgentState,
-        held::{OwnNode, Restored, Snapshot, StateUpdate, all_buckets},
-    },
+    state::{AgentState, OwnNode, Restored, Snapshot, StateUpdate, all_buckets},
     testing::{endpoint, key, no_endpoint, service, service_cidr},
 };
 

@@ -8,20 +8,10 @@
 //! whole state with the kernel and programs the differences.
 
 pub mod metrics;
-mod quarantine;
-mod schedule;
 mod steps;
-mod summary;
+#[cfg(test)]
+mod tests;
 mod verification;
-
-pub use metrics::{SyncKind, SyncMetrics};
-
-use self::{
-    quarantine::Quarantine,
-    schedule::{Due, Times, due},
-    steps::{Reached, Steps},
-    summary::Summary,
-};
 
 use std::{
     collections::BTreeSet,
@@ -47,6 +37,10 @@ use crate::{
     progress::{Failure, Programmed, Progress, Target},
     state::{AfterFailure, AgentState, Pace, Wake, Work},
 };
+use steps::Quarantine;
+use steps::{Reached, Steps};
+
+pub use metrics::{SyncKind, SyncMetrics};
 
 /// Shortest pause between a failed attempt and an attempt that includes newer changes.
 const CHANGE_PAUSE: Duration = Duration::from_millis(200);
@@ -682,5 +676,175 @@ fn begin(
     (now, SyncKind::Partial)
 }
 
+// Says in the log what was programmed, without a line for each change.
+
+/// The shortest time between two lines.
+const PERIOD: Duration = Duration::from_secs(10);
+
+/// What syncs have written since the last line.
+#[derive(Debug, Default)]
+struct Summary {
+    version: u64,
+    syncs: u64,
+    services: u64,
+    objects: u64,
+    took: Duration,
+    last_line: Option<Instant>,
+}
+
+impl Summary {
+    /// Adds a sync that succeeded, if it wrote something.
+    fn add(&mut self, version: u64, report: &Report, took: Duration) {
+        if report.objects_written > 0 {
+            self.version = version;
+            self.syncs += 1;
+            self.services += u64::from(report.services_planned);
+            self.objects += u64::from(report.objects_written);
+            self.took += took;
+        }
+    }
+
+    /// When the next line is due. `None` if there is nothing to say, or no line was written yet:
+    /// the loop calls [`Self::log`] after each sync, which writes the first line at once.
+    fn due_at(&self) -> Option<Instant> {
+        self.last_line.filter(|_| self.syncs > 0).map(|at| at + PERIOD)
+    }
+
+    /// Writes the line, if it is due. Afterwards, [`Self::due_at`] is later than `now`, so that the
+    /// loop can wait.
+    fn log(&mut self, now: Instant) {
+        let Self { version, syncs, services, objects, took, last_line } = *self;
+        if syncs > 0 && last_line.is_none_or(|at| at + PERIOD <= now) {
+            info!(version, syncs, services, objects, took_ms = took.as_millis(), "programmed");
+            *self = Self { last_line: Some(now), ..Self::default() };
+        }
+    }
+}
+
+// What the loop does next, as a function of the state's signals and the time.
+
+/// What the loop does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Due {
+    /// End.
+    Stop,
+    /// Only publish what changed, and write the line of the log that is due.
+    Publish,
+    /// Resolve the node's inputs again.
+    Inputs,
+    /// Program changes.
+    Sync,
+    /// Find out whether the rules of an earlier run are in place.
+    EarlierRun,
+    /// Check the rules.
+    Check,
+    /// Verify what the kernel forwards.
+    VerifyTable,
+    /// The dataplane's work that is due.
+    Maintain,
+    /// Try quarantined services again.
+    Retry,
+}
+
+/// When work is due that no signal announces.
+#[derive(Debug, Clone, Copy)]
+struct Times {
+    check: Instant,
+    maintain: Option<Instant>,
+    retry: Option<Instant>,
+    log: Option<Instant>,
+}
+
+impl Times {
+    /// The earliest of these times.
+    fn first(&self) -> Instant {
+        [self.maintain, self.retry, self.log].into_iter().flatten().fold(self.check, Instant::min)
+    }
+}
+
+/// Decides what the loop does at `now` after `wake`. `is_unconfirmed` is true while the rules of an
+/// earlier run must stay.
+fn due(wake: Wake, is_unconfirmed: bool, times: Times, now: Instant) -> Due {
+    match wake {
+        Wake::Stop => Due::Stop,
+        Wake::Interfaces => Due::Inputs,
+        Wake::Problems => Due::Publish,
+        Wake::Work => Due::Sync,
+        Wake::Requested => Due::VerifyTable,
+        Wake::Rules | Wake::Verify if is_unconfirmed => Due::EarlierRun,
+        Wake::Rules => Due::Check,
+        Wake::Verify => {
+            let times = [(times.maintain, Due::Maintain), (Some(times.check), Due::Check), (times.retry, Due::Retry)];
+            let first = times.into_iter().find(|(at, _)| at.is_some_and(|at| at <= now));
+            first.map_or(Due::Publish, |(_, due)| due)
+        }
+    }
+}
+
 #[cfg(test)]
-mod tests;
+mod summary_tests {
+    use super::*;
+
+    #[test]
+    fn the_first_change_is_logged_at_once_and_further_ones_are_summed_up() {
+        let (mut summary, took) = (Summary::default(), Duration::from_millis(3));
+        let report = |objects_written| Report { services_planned: 1, objects_written, ..Report::default() };
+        let now = Instant::now();
+        summary.add(1, &report(0), took);
+        summary.log(now);
+        assert_eq!(summary.last_line, None, "nothing was written");
+        summary.add(2, &report(5), took);
+        // The loop does not wait for the first line.
+        assert_eq!(summary.due_at(), None);
+        summary.log(now);
+        assert_eq!((summary.last_line, summary.syncs, summary.due_at()), (Some(now), 0, None));
+        summary.add(3, &report(5), took);
+        summary.add(4, &report(6), took);
+        summary.log(now + PERIOD / 2);
+        assert_eq!((summary.last_line, summary.due_at()), (Some(now), Some(now + PERIOD)));
+        assert_eq!((summary.version, summary.syncs, summary.services, summary.objects), (4, 2, 2, 11));
+        summary.log(now + PERIOD);
+        assert_eq!((summary.last_line, summary.syncs, summary.due_at()), (Some(now + PERIOD), 0, None));
+        // After a quiet time, the next change is logged at once again.
+        summary.add(5, &report(1), took);
+        summary.log(now + PERIOD * 3);
+        assert_eq!((summary.last_line, summary.syncs), (Some(now + PERIOD * 3), 0));
+    }
+}
+
+#[cfg(test)]
+mod schedule_tests {
+    #![allow(clippy::unwrap_used)]
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn what_is_due_depends_on_the_wake_and_the_times() {
+        let now = Instant::now();
+        let (past, future) = (now.checked_sub(Duration::from_secs(1)).unwrap(), now + Duration::from_secs(1));
+        let times = |check, maintain, retry| Times { check, maintain, retry, log: Some(past) };
+        let nothing = times(future, None, None);
+        let all = times(past, Some(past), Some(past));
+        for (wake, is_unconfirmed, times, expected) in [
+            (Wake::Stop, true, all, Due::Stop),
+            (Wake::Interfaces, true, all, Due::Inputs),
+            (Wake::Problems, true, all, Due::Publish),
+            (Wake::Work, false, all, Due::Sync),
+            (Wake::Requested, false, all, Due::VerifyTable),
+            (Wake::Rules, true, nothing, Due::EarlierRun),
+            (Wake::Verify, true, nothing, Due::EarlierRun),
+            (Wake::Rules, false, nothing, Due::Check),
+            (Wake::Verify, false, nothing, Due::Publish),
+            (Wake::Verify, false, all, Due::Maintain),
+            (Wake::Verify, false, times(past, Some(future), Some(past)), Due::Check),
+            (Wake::Verify, false, times(now, None, None), Due::Check),
+            (Wake::Verify, false, times(future, Some(future), Some(past)), Due::Retry),
+            (Wake::Verify, false, times(future, Some(now), Some(past)), Due::Maintain),
+        ] {
+            assert_eq!(due(wake, is_unconfirmed, times, now), expected, "{wake:?} {is_unconfirmed} {times:?}");
+        }
+        assert_eq!((nothing.first(), times(future, Some(now), None).first()), (past, past));
+        assert_eq!(Times { log: None, ..times(future, Some(now), None) }.first(), now);
+    }
+}

@@ -15,7 +15,7 @@ use crate::{
         in_memory::{self, Call, Control},
     },
     metric_registry::MetricRegistry,
-    state::held::{Held, OwnNode, Restored, Snapshot, StateUpdate},
+    state::{Held, OwnNode, Restored, Snapshot, StateUpdate},
     testing::{endpoint, no_endpoint, service, snapshot, update},
 };
 

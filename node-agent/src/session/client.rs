@@ -16,17 +16,13 @@ use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
 use tracing::{info, warn};
 
-pub use super::context::{Session, SessionConfig};
+pub use super::stream::{Session, SessionConfig};
 use super::{
-    answers::Answers,
     connect::{ConnectError, Connected},
-    failover::{Failover, MoveLimits},
     machine::Violation,
-    outbox::Outbox,
-    renewal::Renewal,
+    outbox::{Answers, Outbox},
     replicas::{Replica, Replicas},
-    stream::{Stream, status},
-    stream_end::{StreamEnd, WELCOME_TIMEOUT},
+    stream::{Failover, MoveLimits, Renewal, Stream, StreamEnd, WELCOME_TIMEOUT, status},
 };
 use crate::state::AgentState;
 

@@ -1,21 +1,29 @@
 //! Decides what the agent sends on one stream, and in which order: reports, then requests of pods,
 //! then answers to queries. Reports are status, rejections, failures and ACKs. The size of the
 //! waiting reports is bounded, even if the replica reads nothing. Only [`Outbox::ready`] waits.
+//! [`Answers`] holds the answers to queries.
 
-use std::{collections::VecDeque, ops::RangeInclusive, time::Duration};
-
-use headgate_proto::v1::{self, agent_message::Body};
-use tokio::{sync::mpsc, time::Instant};
-
-use super::{
-    answers::Answers,
-    machine::Machine,
-    rejections::{MAX_TEXT_BYTES, Rejections, shorten},
-    verified::Reported,
+use std::{
+    collections::VecDeque,
+    fmt,
+    ops::RangeInclusive,
+    sync::Arc,
+    time::{self, Duration},
 };
+
+use futures::future::BoxFuture;
+use headgate_oracle::Difference;
+use headgate_proto::v1::{self, agent_message::Body, node_answer, node_query};
+use prost::Message as _;
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep_until},
+};
+
+use super::machine::{MAX_TEXT_BYTES, Machine, Rejections, shorten};
 use crate::{
     backoff::passed,
-    progress::{Programmed, Progress},
+    progress::{Programmed, Progress, Verification},
 };
 
 /// Maximum number of sentences in a status.
@@ -254,6 +262,165 @@ impl Outbox {
     }
 }
 
+// Answers the replica's queries about this node (`discovery.proto`, rule 17).
+
+/// Maximum number of queries that wait for their turn.
+const MAX_WAITING: usize = 4;
+/// Maximum size of all parts of an answer.
+const MAX_ANSWER_BYTES: usize = 1 << 20;
+/// The preferred size of one part. A part that holds a list has about this size at most.
+pub(crate) const PART_BYTES: usize = 16 << 10;
+/// How fast parts are sent, at most.
+const BYTES_PER_SECOND: usize = 128 << 10;
+
+/// The answer to a query of a kind that this version does not know.
+const UNKNOWN: &str =
+    concat!("an agent of version ", env!("CARGO_PKG_VERSION"), " does not know this kind of query: upgrade the agent");
+
+/// The parts of an answer, or the reason why there is none: a sentence with the remedy.
+pub(crate) type NodeAnswer = Result<Vec<node_answer::Kind>, String>;
+
+/// What the agent knows about its node.
+pub(crate) trait NodeKnowledge: fmt::Debug + Send + Sync {
+    /// Answers a query. The future must not block its thread.
+    fn answer(&self, query: node_query::Kind) -> BoxFuture<'static, NodeAnswer>;
+}
+
+/// The queries and answers of one stream.
+pub(super) struct Answers {
+    knowledge: Option<Arc<dyn NodeKnowledge>>,
+    waiting: VecDeque<v1::Query>,
+    running: Option<(u64, BoxFuture<'static, NodeAnswer>)>,
+    /// The messages that are left of the current answer.
+    parts: VecDeque<v1::Answer>,
+    /// When the next part may be sent.
+    next_part: Instant,
+}
+
+impl Answers {
+    /// Creates the queue of a stream. Without `knowledge`, every query gets an error.
+    pub(super) fn new(knowledge: Option<Arc<dyn NodeKnowledge>>) -> Self {
+        let (waiting, parts) = (VecDeque::new(), VecDeque::new());
+        Self { knowledge, waiting, running: None, parts, next_part: Instant::now() }
+    }
+
+    /// Queues a query.
+    pub(super) fn ask(&mut self, query: v1::Query) {
+        if self.waiting.len() >= MAX_WAITING {
+            let error = format!("{MAX_WAITING} queries already wait; ask again later");
+            self.parts.push_back(v1::Answer { id: query.id, error, is_last: true, ..v1::Answer::default() });
+        } else {
+            self.waiting.push_back(query);
+        }
+    }
+
+    /// Waits until [`Self::pop`] returns a message. The wait can be abandoned and repeated.
+    pub(super) async fn ready(&mut self) {
+        loop {
+            if !self.parts.is_empty() {
+                return sleep_until(self.next_part).await;
+            }
+            if let Some((id, answer)) = &mut self.running {
+                let (id, answer) = (*id, answer.await);
+                self.running = None;
+                self.parts = messages(id, answer);
+            } else if let Some(v1::Query { id, query }) = self.waiting.pop_front() {
+                let kind = query.and_then(|query| query.kind);
+                match self.knowledge.as_ref().zip(kind) {
+                    Some((knowledge, kind)) => self.running = Some((id, knowledge.answer(kind))),
+                    None => self.parts = messages(id, Err(UNKNOWN.to_owned())),
+                }
+            } else {
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+
+    /// Returns the next part that may be sent at `now`, if any.
+    pub(super) fn pop(&mut self, now: Instant) -> Option<Body> {
+        let part = self.parts.pop_front_if(|_| self.next_part <= now)?;
+        let pause = Duration::from_secs(1).mul_f64(part.encoded_len() as f64 / BYTES_PER_SECOND as f64);
+        self.next_part = now + pause;
+        Some(Body::Answer(part))
+    }
+}
+
+/// The messages of an answer. At least one message: the last.
+fn messages(id: u64, answer: NodeAnswer) -> VecDeque<v1::Answer> {
+    let part = |kind| v1::Answer { id, part: Some(v1::NodeAnswer { kind: Some(kind) }), ..v1::Answer::default() };
+    let checked = answer.and_then(|parts| {
+        let parts: VecDeque<v1::Answer> = parts.into_iter().map(part).collect();
+        let bytes: usize = parts.iter().map(prost::Message::encoded_len).sum();
+        if bytes > MAX_ANSWER_BYTES {
+            return Err(format!("the answer has {bytes} bytes, and {MAX_ANSWER_BYTES} are allowed; ask for less"));
+        }
+        Ok(parts)
+    });
+    let mut parts = checked.unwrap_or_else(|error| [v1::Answer { id, error, ..v1::Answer::default() }].into());
+    match parts.back_mut() {
+        Some(last) => last.is_last = true,
+        None => parts.push_back(v1::Answer { id, is_last: true, ..v1::Answer::default() }),
+    }
+    parts
+}
+
+// Reports verifications on the stream: every change of their result at once, and otherwise few of
+// them (`discovery.proto`, rule 19).
+
+/// Maximum number of differences in a status.
+const MAX_REPORTED: usize = 5;
+/// Shortest time between two reports of the same result.
+const INTERVAL: Duration = Duration::from_secs(60);
+
+/// Converts a verification for a status; `None` if the kernel could not be read, or if no
+/// difference was found and a part of the kernel was not understood: this must not hide a
+/// difference that was found before.
+pub(super) fn to_wire(verification: &Verification) -> Option<v1::Verified> {
+    let Verification { at, comparison, error, .. } = verification;
+    let is_result = comparison.total > 0 || comparison.not_understood.is_empty();
+    (error.is_none() && is_result).then(|| v1::Verified {
+        ago_ms: u64::try_from(at.elapsed().as_millis()).unwrap_or(u64::MAX),
+        drift_count: comparison.total,
+        drift: comparison.differences.iter().take(MAX_REPORTED).map(drift_to_wire).collect(),
+    })
+}
+
+/// Converts a difference. The Service has a field of its own.
+pub(crate) fn drift_to_wire(difference: &Difference) -> v1::Drift {
+    match &difference.service {
+        Some(service) => v1::Drift { service: service.to_string(), difference: difference.sentence.clone() },
+        None => v1::Drift { service: String::new(), difference: difference.to_string() },
+    }
+}
+
+/// Decides which verifications are reported. Times are the starts of verifications.
+#[derive(Debug, Default)]
+pub(super) struct Reported {
+    at: Option<time::Instant>,
+    drift: (u64, Vec<v1::Drift>),
+}
+
+impl Reported {
+    /// What the status in `Hello` has reported.
+    pub(super) fn in_hello(status: &v1::AgentStatus) -> Self {
+        let Some(verified) = &status.verified else { return Self::default() };
+        let at = time::Instant::now().checked_sub(Duration::from_millis(verified.ago_ms));
+        Self { at, drift: (verified.drift_count, verified.drift.clone()) }
+    }
+
+    /// True if this verification, which began at `at`, must be reported. The next call assumes that
+    /// it was reported.
+    pub(super) fn is_news(&mut self, at: time::Instant, verified: &v1::Verified) -> bool {
+        let is_due = self.at.is_none_or(|before| at.saturating_duration_since(before) >= INTERVAL);
+        let has_changed = (verified.drift_count, &verified.drift) != (self.drift.0, &self.drift.1);
+        let is_news = is_due || has_changed;
+        if is_news {
+            *self = Self { at: Some(at), drift: (verified.drift_count, verified.drift.clone()) };
+        }
+        is_news
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -442,5 +609,124 @@ mod tests {
             let messages = reported(&mut outbox, &programmed(5), &mut machine);
             assert!(matches!(&messages[..], [Body::Ack(message)] if message.version == 5), "{messages:?}");
         }
+    }
+}
+
+#[cfg(test)]
+mod answers_tests {
+    #![allow(clippy::unwrap_used)]
+    use futures::FutureExt as _;
+
+    use super::*;
+
+    /// Answers with the given number of parts of 16 KiB. The prefix of the query is that number.
+    #[derive(Debug)]
+    struct Parts;
+
+    impl NodeKnowledge for Parts {
+        fn answer(&self, query: node_query::Kind) -> BoxFuture<'static, NodeAnswer> {
+            let node_query::Kind::Metrics(v1::MetricsQuery { prefix }) = query else {
+                return std::future::ready(Err("only metrics".to_owned())).boxed();
+            };
+            let part = || node_answer::Kind::Metrics(v1::MetricsText { text: "x".repeat(16 << 10) });
+            let parts = std::iter::repeat_with(part).take(prefix.parse().unwrap_or(0)).collect();
+            std::future::ready(Ok(parts)).boxed()
+        }
+    }
+
+    fn query(id: u64, kind: Option<node_query::Kind>) -> v1::Query {
+        v1::Query { id, query: Some(v1::NodeQuery { kind }) }
+    }
+
+    fn parts(id: u64, count: usize) -> v1::Query {
+        query(id, Some(node_query::Kind::Metrics(v1::MetricsQuery { prefix: count.to_string() })))
+    }
+
+    async fn next(answers: &mut Answers) -> v1::Answer {
+        answers.ready().await;
+        match answers.pop(Instant::now()) {
+            Some(Body::Answer(answer)) => answer,
+            other => panic!("not an answer: {other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn parts_are_sent_slowly_and_in_order() {
+        let mut answers = Answers::new(Some(Arc::new(Parts)));
+        answers.ask(parts(1, 3));
+        answers.ask(parts(2, 0));
+        let start = Instant::now();
+        let mut found = Vec::new();
+        for _ in 0..4 {
+            let answer = next(&mut answers).await;
+            found.push((answer.id, answer.part.is_some(), answer.is_last));
+        }
+        assert_eq!(found, [(1, true, false), (1, true, false), (1, true, true), (2, false, true)]);
+        let took = start.elapsed();
+        assert!(took >= Duration::from_millis(375), "3 parts of 16 KiB took {took:?}");
+    }
+
+    #[tokio::test]
+    async fn queries_that_cannot_be_answered_get_a_reason() {
+        let mut answers = Answers::new(Some(Arc::new(Parts)));
+        answers.ask(query(1, None));
+        assert_eq!(next(&mut answers).await.error, UNKNOWN, "a kind that only newer replicas know");
+        answers.ask(parts(2, 64));
+        let too_large = next(&mut answers).await;
+        assert!(too_large.is_last && too_large.error.contains("ask for less"), "{too_large:?}");
+        for id in 3..=3 + MAX_WAITING as u64 {
+            answers.ask(parts(id, 1));
+        }
+        let busy = next(&mut answers).await;
+        assert!(busy.id == 7 && busy.error.contains("ask again later"), "{busy:?}");
+        let mut without = Answers::new(None);
+        without.ask(parts(1, 1));
+        assert_eq!(next(&mut without).await.error, UNKNOWN);
+    }
+}
+
+#[cfg(test)]
+mod verified_tests {
+    use std::sync::Arc;
+
+    use headgate_core::NodeFacts;
+    use headgate_oracle::Comparison;
+
+    use super::*;
+    use crate::progress::Target;
+
+    #[test]
+    fn a_verification_that_proves_nothing_is_not_reported() {
+        let verification = |total, not_understood: &[&str], error: Option<&str>| Verification {
+            at: Instant::now(),
+            request: 0,
+            target: Target { epoch: 1, version: 1, stream: 1, node_revision: 0 },
+            comparison: Arc::new(Comparison {
+                total,
+                not_understood: not_understood.iter().map(ToString::to_string).collect(),
+                ..Comparison::default()
+            }),
+            found: None,
+            facts: Arc::new(NodeFacts::named("node-a")),
+            cpu_time: None,
+            error: error.map(ToOwned::to_owned),
+        };
+        let count = |verification: &Verification| to_wire(verification).map(|verified| verified.drift_count);
+        assert_eq!(count(&verification(0, &[], None)), Some(0));
+        assert_eq!(count(&verification(0, &[], Some("no permission"))), None);
+        assert_eq!(count(&verification(0, &["cannot verify what chain X does"], None)), None);
+        assert_eq!(count(&verification(2, &["cannot verify what chain X does"], None)), Some(2));
+    }
+
+    #[test]
+    fn the_same_result_is_reported_once_a_minute_and_another_result_at_once() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let drift = |count| v1::Verified { drift_count: count, ..v1::Verified::default() };
+        let mut reported = Reported::default();
+        assert!(reported.is_news(at(0), &drift(0)));
+        assert!(!reported.is_news(at(0), &drift(0)), "the same verification");
+        assert!(!reported.is_news(at(59), &drift(0)) && reported.is_news(at(60), &drift(0)));
+        assert!(reported.is_news(at(61), &drift(2)) && reported.is_news(at(62), &drift(0)));
     }
 }

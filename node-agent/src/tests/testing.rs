@@ -13,7 +13,7 @@ use headgate_proto::{
     v1::{self, server_message::Body, welcome::ResumeMode},
 };
 
-use crate::state::held::{Snapshot, StateUpdate, all_buckets};
+use crate::state::{Snapshot, StateUpdate, all_buckets};
 
 /// An update of epoch 1 that changes these resources.
 pub(crate) fn update(version: u64, changes: Vec<Change>) -> StateUpdate {

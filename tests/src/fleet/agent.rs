@@ -6,7 +6,7 @@ use std::{sync::Arc, time::Instant};
 use headgate_core::{Dirty, digest::Digests, reference::Referable};
 use headgate_node_agent::{
     session::machine::{Effect as MachineEffect, Machine},
-    state::held::Held,
+    state::Held,
 };
 use headgate_proto::{digests_to_wire, v1};
 use prost::Message as _;

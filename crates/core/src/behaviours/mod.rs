@@ -5,9 +5,4 @@
 
 pub mod conntrack;
 pub mod endpoint_choice;
-pub mod health_check_port;
-pub mod masquerade;
-pub mod size;
-pub mod source_ranges;
-pub mod topology;
 pub mod view;

@@ -1,18 +1,22 @@
 //! Views: what one node does for one service port in one family. Views do not depend on the
-//! dataplane.
+//! dataplane. This file also has the behaviours that need few lines: the size of a Service, source
+//! ranges, masquerading, and the health-check node port.
+
+#[cfg(test)]
+mod tests;
 
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use compact_str::CompactString;
+use ipnet::IpNet;
 
+use super::endpoint_choice::{self, Destination};
 use crate::{
-    behaviours::endpoint_choice::{self, Destination},
-    behaviours::size::ServiceSize,
-    behaviours::source_ranges::SourceRanges,
-    model::{Family, LoadBalancing, Protocol, ProxyProtocol, Service, ServiceKey, ServicePort, TrafficPolicy},
+    model::{
+        Family, LoadBalancing, PortState, Protocol, ProxyProtocol, Service, ServiceKey, ServicePort, TrafficPolicy,
+    },
     node_facts::NodeFacts,
-    state::frontends::Frontend,
-    state::{ServiceEntry, State},
+    state::{ServiceEntry, State, frontends::Frontend},
 };
 
 /// Numbers of service ports whose traffic is dropped because this node has no endpoint for a Local
@@ -257,5 +261,420 @@ pub fn views_of_all_endpoints(
     service.ports.iter().map(view_of).collect()
 }
 
+// How much of a node one Service may occupy.
+//
+// A tenant writes Services, and each node pays for them. So the size of a Service has limits, the
+// same in every mode. A Service that is larger has no [view](crate::view) in the family, on any
+// node: no node forwards its connections. The control plane has limits of its own for objects;
+// these here also hold if a replica is faulty.
+
+/// The most pairs of a port and an endpoint of a Service in one family.
+pub const MAX_PORT_ENDPOINTS: usize = 65_536;
+/// The most pairs of a frontend and an endpoint of a Service in one family. A virtual server of
+/// IPVS has a destination for each of them.
+pub const MAX_FRONTEND_ENDPOINTS: usize = 262_144;
+/// The most pairs of a slot and an endpoint of a Service with consistent-hash in one family. Mode
+/// nftables computes a score for each of them.
+pub const MAX_SCORES: usize = 1 << 24;
+
+/// The largest number of slots of a Service port with consistent-hash, in mode nftables.
+///
+/// With `n` endpoints of equal weight, the share of an endpoint differs from the mean by
+/// `sqrt(n / slots)` (standard deviation): by 7 % with 10 endpoints, and by 22 % with 100.
+pub const HASHED_SLOTS: u32 = 2048;
+/// The most such slots of all ports of a Service, for one policy in one family.
+const MAX_SLOTS_OF_SERVICE: u32 = 16_384;
+
+/// The size of a Service in one family. The cost on a node grows with it, and is not larger.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ServiceSize {
+    ports: usize,
+    frontends: usize,
+    endpoints: usize,
+    is_hashed: bool,
+}
+
+/// Returns the number of slots of each port of a Service with this number of ports. The number does
+/// not depend on endpoints, because clients of all endpoints move when it changes, and not on the
+/// node, because all nodes must send a client to the same endpoint.
+#[must_use]
+pub fn hashed_slots(ports: usize) -> u32 {
+    let ports = u32::try_from(ports.next_power_of_two()).unwrap_or(u32::MAX);
+    (MAX_SLOTS_OF_SERVICE / ports).clamp(1, HASHED_SLOTS)
+}
+
+impl ServiceSize {
+    /// Returns the size of a Service. It is 0 in a family without a ClusterIP, because the Service
+    /// has no rules there. The cost is linear in the addresses of the Service.
+    #[must_use]
+    pub fn of(entry: &ServiceEntry, family: Family) -> Self {
+        let has_rules = |service: &&Service| service.cluster_ip(family).is_some();
+        let Some(service) = entry.service().filter(has_rules) else { return Self::default() };
+        let of_family = |address: &&IpAddr| Family::of(**address) == family;
+        let (ports, load_balancers) = (service.ports.len(), service.load_balancer_ips.iter().filter(of_family).count());
+        let addresses = 1 + service.external_ips.iter().filter(of_family).count() + load_balancers;
+        let node_ports = service.ports.iter().filter(|port| port.node_port != 0).count();
+        let ranges = load_balancers * service.load_balancer_source_ranges.len();
+        let endpoints = entry.endpoints().values().as_slice();
+        let first_v6 = endpoints.partition_point(|endpoint| endpoint.address.is_ipv4());
+        let endpoints = if family == Family::V4 { first_v6 } else { endpoints.len() - first_v6 };
+        let is_hashed = LoadBalancing::parse(&service.load_balancing) == Some(LoadBalancing::ConsistentHash);
+        Self { ports, frontends: ports * (addresses + ranges) + node_ports, endpoints, is_hashed }
+    }
+
+    /// An estimate of the objects that a node writes for the whole Service.
+    #[must_use]
+    pub fn objects(self) -> usize {
+        let slots = if self.is_hashed { hashed_slots(self.ports) as usize } else { 0 };
+        self.frontends + self.ports * self.endpoints.max(slots)
+    }
+
+    /// Says which limit the Service exceeds, as a sentence with the remedy, without its full stop.
+    #[must_use]
+    pub fn excess(self) -> Option<String> {
+        let Self { ports, frontends, endpoints, is_hashed } = self;
+        let slots = if is_hashed { ports * hashed_slots(ports) as usize } else { 0 };
+        let limits = [
+            (frontends, Service::MAX_FRONTENDS, "addresses with ports"),
+            (ports * endpoints, MAX_PORT_ENDPOINTS, "endpoints of ports"),
+            (frontends * endpoints, MAX_FRONTEND_ENDPOINTS, "endpoints of addresses with ports"),
+            (slots * endpoints, MAX_SCORES, "endpoints of slots of consistent-hash"),
+        ];
+        let (found, limit, what) = limits.into_iter().find(|(found, limit, _)| found > limit)?;
+        Some(format!(
+            "the Service is too large for a node, and is left out: with {ports} ports, {frontends} addresses with ports and {endpoints} endpoints it has {found} {what}, and {limit} are allowed: divide it into several Services, or remove ports, externalIPs or source ranges"
+        ))
+    }
+}
+
+// `loadBalancerSourceRanges`: which clients may reach a load balancer IP. The ranges do not apply
+// to NodePorts and externalIPs.
+//
+// The ranges of a family apply to that family. If a family has no range, or has a range with
+// prefix length 0, all clients of that family are admitted.
+
+/// The clients that may reach a service's load balancer IPs of one family.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SourceRanges {
+    /// The admitted ranges, sorted. An empty list admits all clients.
+    pub ranges: Vec<IpNet>,
+    /// True if the ranges admit an address of this node. Then the load balancer IP itself is
+    /// admitted as source too: if an address is bound on the node, the node uses it as the source
+    /// of its connections to that address.
+    pub admits_node: bool,
+}
+
+impl SourceRanges {
+    /// Returns the ranges of a service for one family on a node with these addresses.
+    #[must_use]
+    pub fn of(service: &Service, family: Family, node_addresses: &[IpAddr]) -> Self {
+        let of_family = |range: &&IpNet| Family::of(range.addr()) == family;
+        let mut ranges: Vec<IpNet> =
+            service.load_balancer_source_ranges.iter().filter(of_family).map(IpNet::trunc).collect();
+        ranges.sort_unstable();
+        ranges.dedup();
+        if ranges.iter().any(|range| range.prefix_len() == 0) {
+            ranges.clear();
+        }
+        let admits_node = node_addresses.iter().any(|address| ranges.iter().any(|range| range.contains(address)));
+        Self { ranges, admits_node }
+    }
+
+    /// True if a client is admitted to `destination`, a load balancer IP.
+    #[must_use]
+    pub fn admits(&self, client: IpAddr, destination: IpAddr) -> bool {
+        self.is_open()
+            || self.ranges.iter().any(|range| range.contains(&client))
+            || (self.admits_node && client == destination)
+    }
+
+    /// True if all clients are admitted.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.ranges.is_empty()
+    }
+}
+
+// Masquerading: the node replaces the source address of a packet by its own address, so that
+// replies return through the node.
+//
+// The node masquerades traffic
+//
+// - to ClusterIPs, if [`MasqueradeConfig::all`] is set;
+// - to ClusterIPs, if a [`LocalDetector`] does not recognize the source as a local pod;
+// - to external destinations with Cluster policy;
+// - to external destinations with Local policy, if it comes from the node itself;
+// - of hairpin connections, in which the chosen endpoint is the client itself.
+
+/// How the node recognizes traffic from local pods.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LocalDetector {
+    /// Recognizes local pods by source address, for the detection modes ClusterCIDR and NodeCIDR.
+    Cidr(IpNet),
+    /// Recognizes local pods by the name of the bridge to which they are connected.
+    BridgeInterface(String),
+    /// Recognizes local pods by a common prefix of the names of their interfaces.
+    InterfaceNamePrefix(String),
+}
+
+/// The clients of a frontend whose connections are masqueraded: the address of the node replaces
+/// the source address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum MasqueradeSources {
+    /// No client.
+    Nobody,
+    /// Clients that the detector does not recognise as local pods.
+    Outside,
+    /// The node itself.
+    Node,
+    /// All clients.
+    Everyone,
+}
+
+/// The configuration of masquerading.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MasqueradeConfig {
+    /// Masquerade all traffic to ClusterIPs.
+    pub all: bool,
+    /// The bit of the firewall mark that marks packets to masquerade, 0 to 31.
+    pub bit: u8,
+    /// The detector for IPv4.
+    pub detector_v4: Option<LocalDetector>,
+    /// The detector for IPv6.
+    pub detector_v6: Option<LocalDetector>,
+}
+
+impl MasqueradeSources {
+    /// Returns the clients of an external destination whose connections are masqueraded.
+    #[must_use]
+    pub fn to_external_destinations(policy: TrafficPolicy) -> Self {
+        if policy.is_local() { Self::Node } else { Self::Everyone }
+    }
+}
+
+impl Default for MasqueradeConfig {
+    fn default() -> Self {
+        Self { all: false, bit: 14, detector_v4: None, detector_v6: None }
+    }
+}
+
+impl MasqueradeConfig {
+    /// Returns the firewall mark that has only the configured bit set.
+    #[must_use]
+    pub fn mark(&self) -> u32 {
+        1u32.checked_shl(u32::from(self.bit)).unwrap_or(1 << 14)
+    }
+
+    /// True if the node masquerades all traffic to ClusterIPs, or the part of this traffic that a
+    /// detector does not recognize as traffic from local pods.
+    #[must_use]
+    pub fn covers_cluster_ips(&self, family: Family) -> bool {
+        self.all || self.detector(family).is_some()
+    }
+
+    /// Returns the clients of a ClusterIP whose connections are masqueraded.
+    #[must_use]
+    pub fn sources_to_cluster_ips(&self, family: Family) -> MasqueradeSources {
+        if self.all {
+            MasqueradeSources::Everyone
+        } else if self.covers_cluster_ips(family) {
+            MasqueradeSources::Outside
+        } else {
+            MasqueradeSources::Nobody
+        }
+    }
+
+    /// Returns the detector of a family.
+    #[must_use]
+    pub fn detector(&self, family: Family) -> Option<&LocalDetector> {
+        match family {
+            Family::V4 => self.detector_v4.as_ref(),
+            Family::V6 => self.detector_v6.as_ref(),
+        }
+    }
+}
+
+// The health-check node port. On this port, an external load balancer checks whether the node has
+// local endpoints of a service.
+//
+// A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has a health-check node
+// port. The node answers requests to this port with the number of addresses that have a ready port
+// on this node. Terminating endpoints do not count, even while they receive traffic, so that the
+// load balancer switches to other nodes before the endpoints stop. Each family has a separate
+// count. The family of the request selects the count.
+
+/// A health-check node port with the counts that it reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HealthCheckPort {
+    /// TCP port on the node.
+    pub port: u16,
+    /// Number of local ready endpoints of each family, IPv4 first; `None` if the service has no
+    /// ClusterIP of the family.
+    pub local_endpoints: [Option<u32>; 2],
+}
+
+/// Returns the health-check node port of a service on this node, or `None` if the service has no
+/// such port or is unknown. The cost is linear in the size of the service.
+#[must_use]
+pub fn health_check_port(state: &State, key: &ServiceKey, node: &NodeFacts) -> Option<HealthCheckPort> {
+    let entry = state.entry(key)?;
+    let service = entry.service()?;
+    if service.health_check_node_port == 0 || !service.external_traffic_policy.is_local() {
+        return None;
+    }
+    let count = |family: Family| {
+        service.cluster_ip(family)?;
+        let is_local = |name: &str| name == &*node.name;
+        let local = entry.endpoints().values().filter(|endpoint| {
+            let is_counted = |state: PortState<'_>| {
+                let placement = state.placement;
+                state.conditions.ready && !placement.weight.is_zero() && placement.node.as_deref().is_some_and(is_local)
+            };
+            Family::of(endpoint.address) == family && endpoint.port_states().any(is_counted)
+        });
+        u32::try_from(local.count()).ok()
+    };
+    Some(HealthCheckPort { port: service.health_check_node_port, local_endpoints: Family::BOTH.map(count) })
+}
+
 #[cfg(test)]
-mod tests;
+mod size_tests {
+    use super::*;
+    use crate::model::{Change, Endpoint, EndpointPort, Protocol, ServiceKey, ServicePort};
+    use crate::state::{Dirty, State};
+
+    /// The limit that a Service exceeds in IPv4, if any.
+    fn excess(algorithm: &str, ports: u16, external_ips: u32, endpoints: u32) -> Option<&'static str> {
+        let key = ServiceKey::new("ns", "web");
+        let port = |number| ServicePort { name: "p".into(), protocol: Protocol::Tcp, port: number, node_port: number };
+        let mut service = Service::new(key.clone(), vec![[10, 96, 0, 1].into()], (1..=ports).map(port).collect());
+        service.load_balancing = algorithm.into();
+        service.external_ips = (0..external_ips).map(|number| (0xc633_6400 + number).to_be_bytes().into()).collect();
+        service.external_ips.push("2001:db8::1".parse().unwrap_or([0; 16].into()));
+        let mut state = State::default();
+        state.apply(Change::from(service), &mut Dirty::default());
+        for number in 0..endpoints {
+            let address = (0x0af4_0000 + number).to_be_bytes().into();
+            let ports = [EndpointPort::new("p", Protocol::Tcp, 8080)].into();
+            state.apply(Change::Endpoint(key.clone(), Endpoint::new(address, ports)), &mut Dirty::default());
+        }
+        let size = ServiceSize::of(state.entry(&key)?, Family::V4);
+        assert_eq!(state.entry(&key).map(|entry| ServiceSize::of(entry, Family::V6)), Some(ServiceSize::default()));
+        let names = ["endpoints of slots", "endpoints of addresses", "endpoints of ports", "addresses with ports"];
+        let excess = size.excess()?;
+        names.into_iter().find(|name| excess.split(" it has ").nth(1).is_some_and(|rest| rest.contains(name)))
+    }
+
+    #[test]
+    fn a_service_with_many_ports_has_fewer_slots_for_each() {
+        for (ports, slots) in [(1, 2048), (8, 2048), (9, 1024), (16, 1024), (100, 128), (128, 128), (60_000, 1)] {
+            assert_eq!(hashed_slots(ports), slots, "{ports} ports");
+        }
+    }
+
+    #[test]
+    fn large_services_of_ordinary_use_are_within_the_limits_and_those_of_attacks_are_not() {
+        for (ports, external_ips, endpoints) in [(1, 0, 5000), (3, 10, 5000), (100, 0, 100), (100, 2, 600)] {
+            let found = excess("random", ports, external_ips, endpoints);
+            assert_eq!(found, None, "{ports} {external_ips} {endpoints}");
+        }
+        assert_eq!(excess("consistent-hash", 1, 0, 5000), None);
+        assert_eq!(excess("consistent-hash", 100, 0, 600), None);
+        assert_eq!(excess("random", 100, 4000, 1), Some("addresses with ports"));
+        assert_eq!(excess("random", 1, 60_000, 1), Some("addresses with ports"));
+        assert_eq!(excess("random", 100, 0, 700), Some("endpoints of ports"));
+        assert_eq!(excess("random", 10, 100, 1000), Some("endpoints of addresses"));
+        assert_eq!(excess("consistent-hash", 8, 0, 2000), Some("endpoints of slots"));
+    }
+}
+
+#[cfg(test)]
+mod health_check_port_tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{net::IpAddr, sync::Arc};
+
+    use super::*;
+    use crate::model::{
+        Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, Service, ServicePort, TrafficPolicy,
+    };
+    use crate::state::Dirty;
+
+    fn key() -> ServiceKey {
+        ServiceKey::new("shop", "web")
+    }
+
+    fn service() -> Service {
+        let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 30080 };
+        let cluster_ips = vec!["10.96.0.1".parse().unwrap(), "fd00:96::1".parse().unwrap()];
+        let mut service = Service::new(key(), cluster_ips, vec![port]);
+        service.external_traffic_policy = TrafficPolicy::Local;
+        service.health_check_node_port = 32000;
+        service
+    }
+
+    fn endpoint(address: &str, node: &str, conditions: Conditions) -> Endpoint {
+        let port = |port| EndpointPort::new("", Protocol::Tcp, port);
+        let mut endpoint =
+            Endpoint::new(address.parse::<IpAddr>().unwrap(), Arc::from([port(8080), port(8081), port(8082)]));
+        endpoint.placement = Placement::on(node).into();
+        endpoint.conditions = conditions;
+        endpoint
+    }
+
+    fn found(service: Service, endpoints: Vec<Endpoint>) -> Option<HealthCheckPort> {
+        let mut state = State::default();
+        state.apply(Change::from(service), &mut Dirty::default());
+        for endpoint in endpoints {
+            state.apply(Change::Endpoint(key(), endpoint), &mut Dirty::default());
+        }
+        health_check_port(&state, &key(), &NodeFacts::named("node-1"))
+    }
+
+    #[test]
+    fn each_address_counts_once_and_in_its_own_family_if_it_is_ready() {
+        let ready = Conditions::READY;
+        let of = |ready, serving, terminating| Conditions { ready, serving, terminating };
+        let endpoints = vec![
+            endpoint("10.244.2.1", "node-1", of(false, true, true)),
+            endpoint("10.244.2.2", "node-1", of(false, false, false)),
+            endpoint("10.244.2.3", "node-1", of(true, false, false)),
+            endpoint("10.244.0.1", "node-1", ready),
+            endpoint("10.244.0.2", "node-1", ready),
+            endpoint("10.244.1.1", "node-2", ready),
+            endpoint("fd00:244::1", "node-1", ready),
+        ];
+        let found = found(service(), endpoints).unwrap();
+        assert_eq!((found.port, found.local_endpoints), (32000, [Some(3), Some(1)]));
+    }
+
+    #[test]
+    fn an_address_counts_if_one_of_its_ports_is_ready_on_this_node() {
+        let ready = Conditions::READY;
+        let not_ready = Conditions { ready: false, serving: false, terminating: false };
+        let two_ports = |first, second, nodes: [&str; 2]| {
+            let mut endpoint = endpoint("10.244.0.1", nodes[0], first);
+            let mut ports = endpoint.ports.to_vec();
+            ports[1].conditions = Some(second);
+            ports[1].placement = Some(Placement::on(nodes[1]).into());
+            ports.truncate(2);
+            endpoint.ports = ports.into();
+            found(service(), vec![endpoint]).unwrap().local_endpoints[0]
+        };
+        assert_eq!(two_ports(not_ready, ready, ["node-1", "node-1"]), Some(1));
+        assert_eq!(two_ports(ready, ready, ["node-1", "node-1"]), Some(1));
+        assert_eq!(two_ports(not_ready, not_ready, ["node-1", "node-1"]), Some(0));
+        assert_eq!(two_ports(not_ready, ready, ["node-1", "node-2"]), Some(0));
+        assert_eq!(two_ports(ready, not_ready, ["node-2", "node-1"]), Some(0));
+    }
+
+    #[test]
+    fn only_services_with_local_policy_have_a_health_check_port() {
+        let cluster = Service { external_traffic_policy: TrafficPolicy::Cluster, ..service() };
+        assert_eq!(found(cluster, Vec::new()), None);
+        assert_eq!(found(Service { health_check_node_port: 0, ..service() }, Vec::new()), None);
+        let mut single = service();
+        single.cluster_ips.truncate(1);
+        let found = found(single, vec![endpoint("fd00:244::1", "node-1", Conditions::READY)]).unwrap();
+        assert_eq!(found.local_endpoints, [Some(0), None]);
+    }
+}

@@ -2,17 +2,14 @@
 //! programmed objects, and plans only the differences.
 //!
 //! [`iptables`] and [`ipvs`] do not import each other. Both use [`rules`] (text of iptables rules,
-//! scripts, and the ledger of programmed rules) and [`ipsets`]. `refcount` counts how many services
-//! use an element of a set or an address of a device. `source` lets full plans read the state, and
-//! `quarantine` keeps the last good objects of rejected services. [`userspace`] has the endpoints
-//! of [`nftables`].
+//! scripts, and the ledger of programmed rules) and [`ipsets`]. `shared` counts how many services
+//! use an element of a set or an address of a device, lets full plans read the state, and keeps the
+//! last good objects of rejected services. [`userspace`] has the endpoints of [`nftables`].
 
 mod ipsets;
 pub mod iptables;
 pub mod ipvs;
 pub mod nftables;
-mod quarantine;
-mod refcount;
 mod rules;
-pub(crate) mod source;
+mod shared;
 pub mod userspace;

@@ -15,7 +15,7 @@ use std::{
 use super::{
     nftables::{Lookup, NftablesConfig, port_plan},
     rules::names::GateChain,
-    source::{self, StateSource},
+    shared::StateSource,
 };
 use crate::{
     behaviours::view::{ServicePortView, service_views},
@@ -148,9 +148,9 @@ impl UserspaceLedger {
     /// passes the Services that change meanwhile to [`Self::changed`].
     pub fn full(&mut self, source: &dyn StateSource) -> UserspacePlan {
         let mut plan = UserspacePlan::default();
-        let mut keys = source::services(source);
+        let mut keys = shared::services(source);
         keys.extend(self.programmed.keys().filter(|key| keys.binary_search(key).is_err()).cloned().collect::<Vec<_>>());
-        for part in source::parts(&keys) {
+        for part in shared::parts(&keys) {
             source.look(&mut |state, node, _| {
                 part.iter().for_each(|key| self.program(state, node, key, &mut plan));
             });

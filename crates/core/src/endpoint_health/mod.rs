@@ -9,11 +9,10 @@
 //! of checks.
 
 mod checks;
-mod failing;
 mod fair;
 
 pub use self::{
     checks::{Check, CheckTiming, ServiceTargets},
-    failing::FailingEndpoints,
     fair::{FairCheck, FairChecks},
 };
+pub use crate::node_facts::FailingEndpoints;

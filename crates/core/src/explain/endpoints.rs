@@ -3,10 +3,7 @@
 use std::{fmt, net::IpAddr, sync::Arc};
 
 use crate::{
-    behaviours::{
-        endpoint_choice::{self, Destination, Exclusion, Turn},
-        topology::TopologyMode,
-    },
+    behaviours::endpoint_choice::{self, Destination, Exclusion, TopologyMode, Turn},
     model::{Conditions, Endpoint, Family, Placement, PortState, ServicePort, TrafficPolicy},
     node_facts::NodeFacts,
 };

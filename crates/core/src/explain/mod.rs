@@ -15,11 +15,7 @@ use std::{
 pub use self::endpoints::{ExplainedEndpoint, LeftOut};
 use self::steps::Path;
 use crate::{
-    behaviours::{
-        masquerade::MasqueradeConfig,
-        size::ServiceSize,
-        view::{self, ServicePortView},
-    },
+    behaviours::view::{self, MasqueradeConfig, ServicePortView, ServiceSize},
     dataplane::iptables::NodePortAddresses,
     model::{Family, Protocol, Service, ServiceKey, ServicePort},
     node_facts::NodeFacts,

@@ -5,10 +5,8 @@ use std::net::IpAddr;
 use super::{ExplainedEndpoint, Explainer, Mode, PacketFate, Source, endpoints};
 use crate::{
     behaviours::{
-        endpoint_choice::{self, Destination},
-        masquerade::{LocalDetector, MasqueradeSources},
-        topology::TopologyMode,
-        view::{Outcome, ServicePortView},
+        endpoint_choice::{self, Destination, TopologyMode},
+        view::{LocalDetector, MasqueradeSources, Outcome, ServicePortView},
     },
     dataplane::iptables::NodePortAddresses,
     model::{Family, Protocol, ServicePort, TrafficPolicy},

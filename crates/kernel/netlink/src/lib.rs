@@ -18,7 +18,6 @@ pub mod generic;
 mod message;
 pub mod netfilter;
 pub mod route;
-mod socket;
 
 pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped, Refused};
 pub use connection::{Heard, Listener};

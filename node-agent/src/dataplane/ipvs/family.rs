@@ -17,18 +17,18 @@ use headgate_core::{
 };
 
 use super::{
-    super::{
-        Dataplane, DataplaneError, Degradation, ErrorKind, Fault, Finding, Report, RulesDifferences, RulesVerification,
-        Statistics,
-        ip_sets::of_sets,
-        retries::{PAUSES, PAUSES_OF_MODULES, Retries},
-        xtables::{self, FamilyRules, bisect},
-    },
     IpvsOptions, convert,
     kernel::{IpvsKernel, is_without_route, of_ipvs},
     probe, read,
     sysctl::IpvsSysctls,
     write::{self, RejectedOp, StepsOutcome},
+};
+use crate::dataplane::{
+    Dataplane, DataplaneError, Degradation, ErrorKind, Fault, Finding, Report, RulesDifferences, RulesVerification,
+    Statistics,
+    contract::{PAUSES, PAUSES_OF_MODULES, Retries},
+    ip_sets::of_sets,
+    xtables::{self, FamilyRules, bisect},
 };
 use crate::node_inputs::NodeInputs;
 

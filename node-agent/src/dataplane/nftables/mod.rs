@@ -5,8 +5,6 @@
 //! writes endpoints in transactions of their own ([`bulk`]), and a large change of few Services is
 //! cut into transactions ([`NftablesPlan::cut`]).
 
-mod bulk;
-mod connection;
 mod datagrams;
 mod dump;
 mod elements;
@@ -21,16 +19,9 @@ mod service_counters;
 mod tests;
 mod watch;
 
-pub use connection::Connection;
-pub(super) use datagrams::{Redirect, can_redirect, change_redirects};
-pub(super) use gate::Gate;
-pub(crate) use leftover::{kube_proxys_tables, tables};
-pub use nftables_netlink::Feature;
-pub use service_counters::{Counts, ServiceCounters, read_counters};
-pub(super) use watch::{Syncs, Watch};
-
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet, VecDeque},
+    io,
     net::SocketAddr,
     sync::Arc,
     time::Instant,
@@ -42,18 +33,25 @@ use headgate_core::{
     masquerade::MasqueradeConfig,
     nftables::{Element, ElementKey, ExistingElements, Lookup, NftablesConfig, NftablesLedger, NftablesPlan},
 };
-use nftables_netlink::{Nftables, NftablesError, Transaction, probe};
+use nftables_netlink::{Nftables, NftablesError, Table, Transaction, probe, refusals};
+use tracing::{info, warn};
 
-use self::{
-    bulk::PART,
-    layout::{Layout, LayoutConfig, picks::is_clients_map, table_name},
-    quarantine::Rejected,
-};
 use super::{
-    Dataplane, DataplaneError, DualStack, ErrorKind, Fault, Finding, Report, RulesDifferences, RulesVerification,
-    Statistics,
+    Dataplane, DataplaneError, DualStack, ErrorKind, Fault, Finding, KernelHandle, Report, RulesDifferences,
+    RulesVerification, Statistics, WakeLoop, metrics::DataplaneMetrics,
 };
 use crate::{node_inputs::NodeInputs, sysctl::route_localnet};
+use elements::PART;
+use layout::{Layout, LayoutConfig, picks::is_clients_map, table_name};
+use quarantine::Rejected;
+use watch::foreign_change;
+
+pub(super) use datagrams::{Redirect, can_redirect, change_redirects};
+pub(super) use gate::Gate;
+pub(crate) use leftover::{kube_proxys_tables, tables};
+pub use nftables_netlink::Feature;
+pub use service_counters::{Counts, ServiceCounters, read_counters};
+pub(super) use watch::{Syncs, Watch};
 
 /// The configuration of both families.
 #[derive(Debug, Clone)]
@@ -431,7 +429,7 @@ impl NftablesFamily {
             plan.delete.retain(|element| layout.sets.contains_key(&*elements::set_of(element)));
             report.objects_written += self.layout.change_to(layout, &table, &mut transaction);
         }
-        let added = bulk::after(written, plan.added(&self.ledger));
+        let added = elements::after(written, plan.added(&self.ledger));
         elements::write(&plan.delete, added, &table, &mut transaction);
         let written = u32::try_from(plan.added_count(&self.ledger) + plan.delete.len()).unwrap_or(u32::MAX);
         report.objects_written = report.objects_written.saturating_add(written);
@@ -498,6 +496,140 @@ impl NftablesFamily {
             layout: Some(layout),
             found: Some(found.layout),
             replaces_table: found.has_table && found.is_foreign,
+        }
+    }
+}
+
+// The connections to the kernel.
+
+/// Two connections to the kernel. One writes, and owns the tables where the kernel supports owners.
+/// The other one reads. An error of a read closes only the connection that reads, because the
+/// tables lose their owner when its connection closes.
+pub struct Connection {
+    writer: Nftables,
+    reader: Option<Nftables>,
+    owns_tables: bool,
+    /// True after an error that leaves it open whether the connection still works.
+    is_writer_in_doubt: bool,
+    /// Families whose tables this connection has created or adopted.
+    adopted: HashSet<Family>,
+    watch: Option<Watch>,
+    wake: Option<WakeLoop>,
+    metrics: DataplaneMetrics,
+}
+
+impl Connection {
+    /// Uses `writer` for changes. With `owns_tables`, the connection owns the tables that it
+    /// writes.
+    fn new(writer: Nftables, owns_tables: bool) -> Self {
+        Self {
+            writer,
+            reader: None,
+            owns_tables,
+            is_writer_in_doubt: false,
+            adopted: HashSet::new(),
+            watch: None,
+            wake: None,
+            metrics: DataplaneMetrics::default(),
+        }
+    }
+
+    /// Whether this agent wants to own its tables.
+    fn owns_tables(&self) -> bool {
+        self.owns_tables
+    }
+
+    /// Whether this connection has created or adopted the table of a family.
+    fn has_adopted(&self, family: Family) -> bool {
+        self.adopted.contains(&family)
+    }
+
+    /// The table of a family, as this agent creates it.
+    fn table(&self, family: Family) -> Table {
+        let table = Table::new(table_name(family));
+        if self.owns_tables { table.owned_and_persistent() } else { table }
+    }
+
+    /// The connection that reads.
+    fn reader(&mut self) -> Result<&mut Nftables, DataplaneError> {
+        match &mut self.reader {
+            Some(reader) => Ok(reader),
+            closed => Ok(closed.insert(Nftables::open().map_err(|error| failure("connecting to nftables", &error))?)),
+        }
+    }
+
+    /// Executes a transaction that adopts or changes the table of a family.
+    fn commit(&mut self, family: Family, transaction: &Transaction) -> Result<(), NftablesError> {
+        let started = Instant::now();
+        let result = self.writer.commit(transaction);
+        self.metrics.transaction_duration.observe(started.elapsed().as_secs_f64());
+        match &result {
+            Ok(()) => drop(self.adopted.insert(family)),
+            Err(NftablesError::Netlink(error)) if error.is_transient() || error.refusal_code().is_some() => {}
+            Err(NftablesError::Netlink(_)) => self.is_writer_in_doubt = true,
+            Err(_) => {}
+        }
+        result
+    }
+
+    /// Lists what the kernel would reject in a transaction, and executes nothing.
+    fn refusals(&mut self, transaction: &Transaction) -> Result<Vec<Fault>, NftablesError> {
+        refusals(&mut self.writer, transaction)
+    }
+
+    /// Replaces the connection that writes, if it no longer works, and adopts the tables at once.
+    fn check_writer(&mut self) -> Result<(), NftablesError> {
+        if self.writer.generation().is_ok() {
+            return Ok(());
+        }
+        self.writer = Nftables::open()?;
+        // The notifications that the watch receives must leave out the new connection's changes.
+        self.watch = None;
+        if let Err(error) = self.start_watch() {
+            warn!(%error, "cannot follow the changes of other programs");
+        }
+        let adopted: Vec<Family> = self.adopted.drain().collect();
+        for family in adopted {
+            let mut transaction = Transaction::new();
+            transaction.add_table(&self.table(family));
+            self.commit(family, &transaction)?;
+        }
+        info!("opened another connection to nftables and adopted the tables");
+        Ok(())
+    }
+}
+
+impl Connection {
+    /// What notifications say about the tables; `None` if the kernel sends none.
+    fn watch(&self) -> Option<&Watch> {
+        self.watch.as_ref()
+    }
+
+    fn start_watch(&mut self) -> Result<(), io::Error> {
+        if let Some(wake) = &self.wake {
+            let (own_port, wake) = (Some(self.writer.port()), Arc::clone(wake));
+            self.watch = Some(Watch::start(own_port, Syncs::default(), foreign_change, wake, self.metrics.clone())?);
+        }
+        Ok(())
+    }
+}
+
+impl KernelHandle for Connection {
+    fn follow(&mut self, wake: WakeLoop, metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
+        self.metrics = metrics.clone();
+        self.wake = Some(wake);
+        self.start_watch()
+            .map_err(|error| DataplaneError::new(ErrorKind::Retry, format!("subscribing to nftables: {error}")))
+    }
+
+    fn reset(&mut self) {
+        self.reader = None;
+        if self.is_writer_in_doubt {
+            let checked = self.check_writer();
+            self.is_writer_in_doubt = checked.is_err();
+            if let Err(error) = checked {
+                warn!(%error, "cannot replace the connection to nftables; the next write adopts the tables");
+            }
         }
     }
 }

@@ -6,13 +6,10 @@ use std::time::Instant;
 
 use headgate_core::{Demand, iptables::RulesLedger};
 
-use super::{
-    super::{
-        DataplaneError, Degradation, ErrorKind,
-        retries::{PAUSES_OF_MODULES, Retries},
-    },
-    FamilyRules,
-    programs::Programs,
+use super::{FamilyRules, programs::Programs};
+use crate::dataplane::{
+    DataplaneError, Degradation, ErrorKind,
+    contract::{PAUSES_OF_MODULES, Retries},
 };
 
 /// Records whether one family's programs can match SCTP. If not, contains the time of the next

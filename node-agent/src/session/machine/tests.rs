@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    state::held::Held,
+    state::Held,
     testing::{Replica, batch, chunk, end, endpoint, key, message, no_endpoint, service, service_cidr},
 };
 

@@ -19,10 +19,7 @@ use headgate_core::{
 use headgate_node_agent::{
     dataplane::{NodeDataplane, nftables::NftablesDataplane},
     reconcile::{Reconciler, SyncMetrics, Timing},
-    state::{
-        AgentState,
-        held::{Snapshot, StateUpdate},
-    },
+    state::{AgentState, Snapshot, StateUpdate},
 };
 use headgate_oracle::compare;
 use headgate_tests::{

@@ -4,10 +4,10 @@
 use headgate_core::{Change, Dirty, Node, reference::Referable};
 use headgate_node_agent::{
     session::{
-        failover::{Failover, HeldState, MoveLimits, Standing, choose},
         machine::{Effect, Machine, Violation},
+        stream::{Failover, HeldState, MoveLimits, Standing, choose},
     },
-    state::held::Held,
+    state::Held,
 };
 use headgate_proto::v1::{self, server_message::Body};
 use prost::Message as _;

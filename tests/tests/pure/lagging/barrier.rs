@@ -8,7 +8,7 @@ use headgate_control_plane::{
     store::{Last, Usage},
 };
 use headgate_core::{Dirty, ServiceKey, State};
-use headgate_node_agent::state::held::Held;
+use headgate_node_agent::state::Held;
 use headgate_proto::v1;
 
 use super::{replica::Replica, source};

@@ -8,7 +8,7 @@ use headgate_control_plane::{
     transaction::{NodeChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{Change, Dirty, State};
-use headgate_node_agent::session::failover::Standing;
+use headgate_node_agent::session::stream::Standing;
 use headgate_proto::{frame::PREFIX_BYTES, node_to_wire, v1};
 use prost::Message as _;
 use tokio::time::Instant;

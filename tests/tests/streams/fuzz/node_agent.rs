@@ -10,7 +10,7 @@ use headgate_core::{Change, Dirty, State, reference::Referable};
 use headgate_node_agent::{
     persist,
     session::machine::{Effect, Machine},
-    state::held::Held,
+    state::Held,
 };
 use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, v1};
 use headgate_settings as settings;

@@ -3,7 +3,7 @@ use std::net::SocketAddr;
 
 use super::*;
 use crate::{
-    conventions::dialling::DialPolicy,
+    conventions::addresses::DialPolicy,
     model::{Change, Endpoint, EndpointPort, Placement},
     state::Dirty,
 };

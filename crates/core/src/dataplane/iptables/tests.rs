@@ -12,8 +12,8 @@ use super::{
 };
 use crate::{
     Change, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey, ServicePort, State,
-    TrafficPolicy, behaviours::masquerade::LocalDetector, dataplane::source::FixedState,
-    fake_kernel::iptables::FakeKernel, node_facts::NodeFacts,
+    TrafficPolicy, behaviours::view::LocalDetector, dataplane::shared::FixedState, fake_kernel::iptables::FakeKernel,
+    node_facts::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {

@@ -6,7 +6,7 @@ use ipnet::IpNet;
 
 use super::{Scheduler, objects::Settings};
 use crate::{
-    behaviours::masquerade::MasqueradeConfig,
+    behaviours::view::MasqueradeConfig,
     model::{Family, LoadBalancing, Service},
 };
 

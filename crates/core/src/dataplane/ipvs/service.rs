@@ -15,7 +15,6 @@ use super::{
 use crate::{
     behaviours::endpoint_choice::Destination,
     behaviours::view::ServicePortView,
-    endpoint_health::FailingEndpoints,
     model::{Protocol, Service, TrafficPolicy, Weight},
 };
 

@@ -6,7 +6,7 @@ use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 use super::*;
 use crate::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
-    ServicePort, State, Weight, behaviours::masquerade::LocalDetector, dataplane::source::FixedState,
+    ServicePort, State, Weight, behaviours::view::LocalDetector, dataplane::shared::FixedState,
     fake_kernel::ipvs::FakeKernel, node_facts::NodeFacts,
 };
 

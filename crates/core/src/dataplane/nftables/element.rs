@@ -1,10 +1,19 @@
-//! Elements of maps and sets, and the values on which the rules depend.
+//! Elements of maps and sets, the values on which the rules depend, and the groups of endpoints with
+//! their slots.
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::{
+    collections::{BTreeSet, HashSet, VecDeque},
+    net::IpAddr,
+};
 
 use ipnet::IpNet;
+use sha2::{Digest as _, Sha256};
 
-use crate::{behaviours::masquerade::MasqueradeSources, state::frontends::Frontend};
+use crate::{
+    behaviours::view::MasqueradeSources,
+    model::{Protocol, Weight, greatest_common_divisor},
+    state::frontends::Frontend,
+};
 
 /// The answer to a packet for a frontend that has no endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -240,5 +249,372 @@ impl Shape {
             })
         };
         [Lookup::Service, Lookup::NodePort].into_iter().flat_map(of)
+    }
+}
+
+// Groups of endpoints, and their slots.
+
+/// Identifies a group among the groups of a Service. Ports with equal endpoints share the groups of
+/// the first of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct GroupKey {
+    pub(super) protocol: Protocol,
+    pub(super) port: u16,
+    /// True for the group for policy Local.
+    pub(super) is_local: bool,
+}
+
+/// Returns the number of a service port's group.
+pub(super) fn group_number(port: u32, is_local: bool) -> u32 {
+    port | u32::from(is_local)
+}
+
+/// The endpoints of a service port for one policy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct EndpointGroup {
+    pub(super) key: GroupKey,
+    pub(super) number: u32,
+    pub(super) affinity_timeout_seconds: Option<u32>,
+    /// The number of slots, if a hash of the client's address selects the slot.
+    pub(super) hashed_slots: Option<u32>,
+    /// True if only a proxy can carry connections to the endpoints. The group then has no slots.
+    pub(super) is_proxy_only: bool,
+    /// The endpoint of each slot.
+    pub(super) slots: Vec<(IpAddr, u16)>,
+}
+
+impl EndpointGroup {
+    /// Replaces the endpoints by the wanted endpoints, which are sorted, each with its weight. An
+    /// endpoint gets slots in proportion to its weight. Moves as few of the remaining endpoints as
+    /// possible to other slots. If the group is hashed, its slots depend only on the wanted
+    /// endpoints.
+    pub(super) fn set_endpoints(&mut self, wanted: &[((IpAddr, u16), Weight)]) {
+        if self.is_proxy_only {
+            self.slots = Vec::new();
+            return;
+        }
+        if let Some(slots) = self.hashed_slots {
+            self.slots = rendezvous::slots(wanted, slots);
+            return;
+        }
+        let mut lacking = slots_of_endpoints(wanted);
+        // Most slots are in the order of the endpoints, so the next endpoint is tried first.
+        let mut next = 0;
+        let mut keep = |endpoint: &(IpAddr, u16)| {
+            if wanted.get(next).is_none_or(|(expected, _)| expected != endpoint) {
+                next = wanted.binary_search_by_key(endpoint, |(endpoint, _)| *endpoint).ok()?;
+            }
+            let number = &mut lacking[next];
+            *number = number.checked_sub(1)?;
+            next += usize::from(*number == 0);
+            Some(*endpoint)
+        };
+        let mut slots: Vec<Option<(IpAddr, u16)>> = self.slots.iter().map(&mut keep).collect();
+        let added = wanted.iter().zip(&lacking);
+        let mut added = added.flat_map(|((endpoint, _), number)| (0..*number).map(|_| *endpoint));
+        let mut slot = 0;
+        while let Some(endpoint) = slots.get_mut(slot) {
+            *endpoint = endpoint.or_else(|| added.next());
+            if endpoint.is_none() {
+                // The endpoint of the last slot moves into this slot, and the loop examines it
+                // next.
+                slots.swap_remove(slot);
+            } else {
+                slot += 1;
+            }
+        }
+        self.slots = slots.into_iter().flatten().chain(added).collect();
+        self.slots.shrink_to_fit();
+    }
+
+    /// Returns the target for frontends of the group.
+    pub(super) fn target(&self) -> Target {
+        let selection = match u32::try_from(self.slots.len()).unwrap_or(u32::MAX) {
+            _ if self.is_proxy_only => Selection::ProxyOnly,
+            slots if self.hashed_slots.is_some() => Selection::ByClient(slots),
+            slots => Selection::Random(slots),
+        };
+        Target { group: self.number, selection, affinity_timeout_seconds: self.affinity_timeout_seconds }
+    }
+
+    /// Appends the elements that only one of this group and `before` has. `before` is the same
+    /// group before a change.
+    pub(super) fn difference(&self, before: Option<&Self>, removed: &mut Vec<Element>, added: &mut Vec<Element>) {
+        let is_same_map =
+            |before: &&Self| before.affinity_timeout_seconds.is_some() == self.affinity_timeout_seconds.is_some();
+        let Some(old) = before.filter(is_same_map) else {
+            removed.extend(before.into_iter().flat_map(Self::elements));
+            return added.extend(self.elements());
+        };
+        if old.slots == self.slots {
+            return;
+        }
+        for slot in 0..old.slots.len().max(self.slots.len()) {
+            if old.slots.get(slot) != self.slots.get(slot) {
+                removed.extend(old.endpoint(slot));
+                added.extend(self.endpoint(slot));
+            }
+        }
+        let (before, now) = (old.members(), self.members());
+        let member = |number: u32| move |(address, port): &(IpAddr, u16)| Element::Member(number, *address, *port);
+        removed.extend(before.difference(&now).map(member(self.number)));
+        added.extend(now.difference(&before).map(member(self.number)));
+    }
+
+    /// Returns the element of a slot.
+    fn endpoint(&self, slot: usize) -> Option<Element> {
+        let endpoint =
+            if self.affinity_timeout_seconds.is_some() { Element::AffinityEndpoint } else { Element::Endpoint };
+        let (address, port) = self.slots.get(slot)?;
+        Some(endpoint(self.number, u32::try_from(slot).ok()?, *address, *port))
+    }
+
+    /// Returns the endpoints to which connections of recorded clients are sent.
+    fn members(&self) -> BTreeSet<(IpAddr, u16)> {
+        let has_affinity = self.affinity_timeout_seconds.is_some();
+        self.slots.iter().filter(|_| has_affinity).copied().collect()
+    }
+
+    /// Returns the elements of the group.
+    pub(super) fn elements(&self) -> impl Iterator<Item = Element> + '_ {
+        let endpoints = (0..self.slots.len()).filter_map(|slot| self.endpoint(slot));
+        let members = self.members().into_iter();
+        let members = members.map(|(address, port)| Element::Member(self.number, address, port));
+        endpoints.chain(members)
+    }
+}
+
+/// The largest number of slots that weights give to a group. The weights of larger groups are
+/// rounded.
+const MAX_WEIGHTED_SLOTS: u32 = 4096;
+
+/// Returns the number of slots of each endpoint. Without weights, each endpoint has one slot.
+fn slots_of_endpoints(wanted: &[((IpAddr, u16), Weight)]) -> Vec<u32> {
+    let weights = || wanted.iter().map(|(_, weight)| *weight);
+    let divisor = weights().fold(0, |divisor, weight| greatest_common_divisor(divisor, weight.get())).max(1);
+    let total: u32 = weights().map(|weight| weight.get() / divisor).sum();
+    let slots = |weight: Weight| match weight.get() / divisor {
+        slots if total <= MAX_WEIGHTED_SLOTS => slots,
+        slots => (slots * MAX_WEIGHTED_SLOTS / total).max(1),
+    };
+    weights().map(slots).collect()
+}
+
+/// The numbers of service ports, which are even. The group for policy Cluster has the number of its
+/// port, and the group for policy Local has the next number. So the rules can compute the port from
+/// the group, and they record clients by port: both groups of a port share the recorded clients. A
+/// released number is used again as late as possible.
+#[derive(Debug, Default)]
+pub(super) struct Numbers {
+    /// The highest number in use or free. 0 is not used, because it stands for a service port
+    /// without groups.
+    last: u32,
+    free: VecDeque<u32>,
+}
+
+impl Numbers {
+    /// The highest number that a full sync adopts from the kernel. Only another program can have
+    /// written higher numbers, and adopting them would exhaust the numbers.
+    pub(super) const MAX_ADOPTED: u32 = 1 << 24;
+
+    /// The maximum number of free numbers that a full sync collects.
+    const MAX_FREE: usize = 4096;
+
+    /// Creates the numbers after a full sync has found `in_use` in the kernel.
+    pub(super) fn besides(in_use: &HashSet<u32>) -> Self {
+        let last = in_use.iter().copied().max().unwrap_or_default();
+        let free = (1..last / 2).map(|half| half * 2).filter(|number| !in_use.contains(number));
+        Self { last, free: free.take(Self::MAX_FREE).collect() }
+    }
+
+    pub(super) fn take(&mut self) -> u32 {
+        // Packets and recorded clients may still use a number that was released a moment ago.
+        const RESERVE: usize = 64;
+        if self.free.len() > RESERVE
+            && let Some(number) = self.free.pop_front()
+        {
+            return number;
+        }
+        self.last += 2;
+        self.last
+    }
+
+    pub(super) fn release(&mut self, number: u32) {
+        self.free.push_back(number);
+    }
+
+    /// Takes a number that [`Self::release`] has just made free.
+    pub(super) fn take_back(&mut self, number: u32) {
+        if let Some(at) = self.free.iter().rposition(|free| *free == number) {
+            self.free.remove(at);
+        }
+    }
+}
+
+// The slots of groups in which the client's address selects the slot.
+//
+// Weighted rendezvous hashing fills the slots: each slot holds the endpoint with the highest score
+// for this slot. The scores depend only on slot and endpoint, so all nodes compute the same slots.
+// A removed endpoint changes only its own slots, and clients of other endpoints do not move.
+
+/// The most scores for a slot that weights ask for. With this and the [limits of a
+/// Service](crate::size), the slots of a Service take less than 100 ms of a processor.
+const MAX_WEIGHTED_DRAWS: u32 = 1024;
+
+/// Returns the endpoint of each of `count` slots. An endpoint has slots in proportion to its
+/// weight, on average. Without endpoints, there are no slots. The endpoints are sorted.
+pub(super) fn slots(endpoints: &[((IpAddr, u16), Weight)], count: u32) -> Vec<(IpAddr, u16)> {
+    let draws = draws_of(endpoints);
+    let candidates: Vec<_> = endpoints.iter().zip(draws).map(|((at, _), draws)| (*at, draws, seed(at))).collect();
+    let best = |slot| candidates.iter().max_by_key(|(_, draws, seed)| score(*seed, slot, *draws));
+    (0..count).filter_map(|slot| best(slot).map(|(endpoint, ..)| *endpoint)).collect()
+}
+
+/// Returns how many scores each endpoint draws for a slot: its weight. If the sum is above
+/// [`MAX_WEIGHTED_DRAWS`], all weights are halved, and rounded up, until it is not or all are 1.
+fn draws_of(endpoints: &[((IpAddr, u16), Weight)]) -> Vec<u32> {
+    let mut draws: Vec<u32> = endpoints.iter().map(|(_, weight)| weight.get()).collect();
+    while draws.iter().sum::<u32>() > MAX_WEIGHTED_DRAWS && draws.iter().any(|draws| *draws > 1) {
+        draws.iter_mut().for_each(|draws| *draws = draws.div_ceil(2));
+    }
+    draws
+}
+
+/// Returns a number that differs between endpoints.
+fn seed((address, port): &(IpAddr, u16)) -> u64 {
+    let mut hash = Sha256::new();
+    match address {
+        IpAddr::V4(address) => hash.update(address.octets()),
+        IpAddr::V6(address) => hash.update(address.octets()),
+    }
+    hash.update(port.to_be_bytes());
+    let first = hash.finalize().first_chunk().copied().unwrap_or_default();
+    u64::from_be_bytes(first)
+}
+
+/// Returns the score of an endpoint for a slot: the maximum of so many pseudo-random numbers. So
+/// the endpoint has the highest score with a probability in proportion to its weight, and the score
+/// needs no floating-point numbers, whose results differ between machines.
+fn score(seed: u64, slot: u32, draws: u32) -> u64 {
+    (0..draws).map(|draw| scramble(seed ^ (u64::from(slot) << 32 | u64::from(draw)))).max().unwrap_or_default()
+}
+
+/// Returns a number all of whose bits depend on all bits of `number`.
+fn scramble(number: u64) -> u64 {
+    /// An odd number with irregular bits: the golden ratio, scaled to 64 bits.
+    const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+    let fold = |number: u64| {
+        let product = u128::from(number) * u128::from(FACTOR);
+        let low = product & u128::from(u64::MAX);
+        u64::try_from((product >> 64) ^ low).unwrap_or_default()
+    };
+    fold(fold(fold(number ^ FACTOR)) ^ number)
+}
+
+#[cfg(test)]
+mod rendezvous_tests {
+    #![allow(clippy::unwrap_used)]
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::behaviours::view::HASHED_SLOTS;
+
+    type WeightedEndpoints = BTreeMap<(IpAddr, u16), Weight>;
+
+    fn slots(endpoints: &WeightedEndpoints) -> Vec<(IpAddr, u16)> {
+        let sorted: Vec<_> = endpoints.iter().map(|(at, weight)| (*at, *weight)).collect();
+        super::slots(&sorted, HASHED_SLOTS)
+    }
+
+    fn endpoints(weights: &[(u16, u32)]) -> WeightedEndpoints {
+        let one = |(number, weight): &(u16, u32)| {
+            let [high, low] = number.to_be_bytes();
+            ((IpAddr::from([10, 244, high, low]), 8080), Weight::new(*weight).unwrap())
+        };
+        weights.iter().map(one).collect()
+    }
+
+    fn share(slots: &[(IpAddr, u16)], endpoint: &(IpAddr, u16)) -> f64 {
+        f64::from(u32::try_from(slots.iter().filter(|held| *held == endpoint).count()).unwrap())
+            / f64::from(HASHED_SLOTS)
+    }
+
+    /// The slots are part of the contract between nodes: agents of different versions must compute
+    /// the same slots.
+    #[test]
+    fn slots_never_change_between_versions() {
+        let digest = |endpoints: &WeightedEndpoints| {
+            let text: String = slots(endpoints).iter().map(|(address, port)| format!("{address} {port}\n")).collect();
+            u64::from_be_bytes(*Sha256::digest(text).first_chunk().unwrap())
+        };
+        let mut both = endpoints(&[(1, 1), (2, 3), (700, 100)]);
+        assert_eq!(digest(&both), 0xc48c_031d_68ea_2f51);
+        both.insert(("fd00::1".parse().unwrap(), 443), Weight::default());
+        assert_eq!(digest(&both), 0x305e_5b13_ba54_54c2);
+        assert_eq!(slots(&WeightedEndpoints::new()), []);
+    }
+
+    #[test]
+    fn shares_follow_the_weights() {
+        for weights in [&[(1, 1), (2, 1)][..], &[(1, 1), (2, 2), (3, 5)], &[(1, 100), (2, 100), (3, 50)]] {
+            let total: u32 = weights.iter().map(|(_, weight)| weight).sum();
+            let endpoints = endpoints(weights);
+            let slots = slots(&endpoints);
+            for (endpoint, weight) in &endpoints {
+                let wanted = f64::from(weight.get()) / f64::from(total);
+                let deviation = (wanted * (1.0 - wanted) / f64::from(HASHED_SLOTS)).sqrt();
+                let found = share(&slots, endpoint);
+                assert!((found - wanted).abs() < 4.0 * deviation, "{endpoint:?} of {weights:?} has {found}");
+            }
+        }
+    }
+
+    /// However many endpoints a group has and whatever they weigh, its slots take a limited time.
+    #[test]
+    fn heavy_weights_of_many_endpoints_lose_their_last_bits() {
+        let of = |count: u16, weight: u32| {
+            let all: Vec<(u16, u32)> =
+                (0..count).map(|number| (number, if number == 0 { 1 } else { weight })).collect();
+            let sorted: Vec<_> = endpoints(&all).into_iter().collect();
+            draws_of(&sorted)[..2].to_vec()
+        };
+        assert_eq!(of(11, 100), [1, 100]);
+        assert_eq!(of(12, 100), [1, 50]);
+        assert_eq!(of(5000, 100), [1, 1]);
+    }
+
+    /// No endpoint of a large group is without clients.
+    #[test]
+    fn each_of_100_endpoints_has_slots() {
+        let endpoints = endpoints(&(0..100).map(|number| (number, 1)).collect::<Vec<_>>());
+        let slots = slots(&endpoints);
+        let shares: Vec<f64> = endpoints.keys().map(|endpoint| share(&slots, endpoint) * 100.0).collect();
+        assert!(shares.iter().all(|share| (0.3..2.0).contains(share)), "{shares:?}");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
+
+        #[test]
+        fn an_endpoint_that_leaves_or_loses_weight_changes_only_its_own_slots(
+            weights in prop::collection::btree_map(0u16..500, 1u32..=20, 2..30),
+            which in any::<prop::sample::Index>(),
+            smaller in any::<bool>(),
+        ) {
+            let weights: Vec<(u16, u32)> = weights.into_iter().collect();
+            let all = endpoints(&weights);
+            let leaving = *which.get(&all.keys().copied().collect::<Vec<_>>());
+            let mut fewer = all.clone();
+            let weight = fewer.remove(&leaving).unwrap().get();
+            if smaller && weight > 1 {
+                fewer.insert(leaving, Weight::new(weight - 1).unwrap());
+            }
+            let (before, after) = (slots(&all), slots(&fewer));
+            let moved: BTreeSet<_> =
+                before.iter().zip(&after).filter(|(old, new)| old != new).map(|(old, _)| *old).collect();
+            prop_assert!(moved.iter().all(|endpoint| *endpoint == leaving), "{:?} moved", moved);
+        }
     }
 }

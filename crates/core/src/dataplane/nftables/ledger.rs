@@ -5,28 +5,22 @@
 //! assumes that plans succeed. After a plan has failed, the caller must use
 //! [`NftablesLedger::full`] for the next plan.
 
-mod quarantine;
-
 use std::{
-    collections::{BTreeSet, HashMap, HashSet},
+    collections::{BTreeSet, HashMap, HashSet, VecDeque},
     net::{IpAddr, Ipv4Addr},
     sync::Arc,
 };
 
 use super::{
-    config::NftablesConfig,
-    element::{Element, Lookup, Pick, Selection, Shape, Target, port_number},
-    group::{EndpointGroup, GroupKey, Numbers, group_number},
-    service::{self, PortPlan},
+    element::{
+        Element, ElementKey, EndpointGroup, GroupKey, Lookup, Numbers, Pick, Selection, Shape, Target, group_number,
+        port_number,
+    },
+    service::{self, NftablesConfig, PortPlan},
 };
 use crate::{
-    behaviours::size::hashed_slots,
-    behaviours::view::{NoLocalEndpoints, service_views},
-    dataplane::{
-        quarantine::Quarantine,
-        refcount::{RefCounts, Touched},
-        source::{self, StateSource},
-    },
+    behaviours::view::{NoLocalEndpoints, hashed_slots, service_views},
+    dataplane::shared::{Quarantine, RefCounts, StateSource, Touched},
     model::{LoadBalancing, Protocol, ServiceKey},
     node_facts::NodeFacts,
     state::{Dirty, State, frontends::Frontend},
@@ -220,12 +214,12 @@ impl NftablesLedger {
             ..Self::new(self.config.clone())
         };
 
-        let keys = source::services(source);
+        let keys = shared::services(source);
         let (quarantined, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.quarantine.contains(key));
         // The plan compares all records with the kernel's elements, so it needs no round, and the
         // changes of each service are dropped at once.
         quarantined.iter().for_each(|key| self.keep_last_good(key));
-        for part in source::parts(&keys) {
+        for part in shared::parts(&keys) {
             source.look(&mut |state, node, _| {
                 for key in part {
                     self.program_found(state, node, key, &mut found);
@@ -542,5 +536,137 @@ impl<'a> Found<'a> {
         let number = numbers.find(|number| !self.taken.contains(number) && *number != 0)?;
         self.taken.insert(number);
         Some(number)
+    }
+}
+
+// Quarantined services: the kernel rejects their elements. Plans leave these services out, and
+// their last good elements stay in the kernel.
+
+impl NftablesLedger {
+    /// Records that the kernel has accepted all plans so far. [`Self::set_quarantined`] treats the
+    /// changes of unconfirmed plans as rejected.
+    pub fn confirm(&mut self) {
+        self.quarantine.confirm();
+    }
+
+    /// The services that need one of these elements. The cost grows with the number of all
+    /// elements.
+    #[must_use]
+    pub fn services_of(&self, elements: &HashSet<Element>) -> Vec<Arc<ServiceKey>> {
+        let needs =
+            |programmed: &ProgrammedElements| programmed.all_elements().any(|element| elements.contains(&element));
+        self.programmed.iter().filter(|(_, programmed)| needs(programmed)).map(|(key, _)| Arc::clone(key)).collect()
+    }
+
+    /// Quarantines these services and releases all other services. Each further [`Self::full`]
+    /// keeps or restores the elements that the quarantined services had before the unconfirmed
+    /// plans, if these elements are known. The caller must pass released services to
+    /// [`Self::changed`].
+    pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        let Self { quarantine, programmed, .. } = self;
+        quarantine.set(services, |key| programmed.get(key).cloned());
+    }
+
+    /// Makes the next [`Self::full`] leave out the last good elements of a quarantined service. The
+    /// kernel rejects them now.
+    pub fn forget_last_good(&mut self, service: &ServiceKey) {
+        self.quarantine.last_good(service).into_iter().for_each(|last_good| *last_good = None);
+    }
+
+    /// Records the last good elements of a quarantined service as programmed.
+    fn keep_last_good(&mut self, key: &Arc<ServiceKey>) {
+        if let Some(Some(last_good)) = self.quarantine.last_good(key).cloned() {
+            self.replace(&ProgrammedElements::default(), &last_good, &mut ElementRound::default());
+            self.programmed.insert(Arc::clone(key), last_good);
+        }
+    }
+
+    /// Returns the plan that would program some services, whether or not they are quarantined. The
+    /// records stay as they are, so the caller must not execute the plan. A trial of the plan shows
+    /// whether the kernel accepts these services.
+    pub fn trial(&mut self, state: &State, node: &NodeFacts, services: &BTreeSet<Arc<ServiceKey>>) -> NftablesPlan {
+        let shape = self.shape.clone();
+        let before: Vec<ProgrammedElements> =
+            services.iter().map(|key| self.programmed.get(key).cloned().unwrap_or_default()).collect();
+        let mut round = ElementRound::default();
+        for key in services {
+            self.program(state, node, key, None, &mut round);
+        }
+        let plan = self.finish(round, services.len());
+        let mut round = ElementRound::default();
+        for (key, before) in services.iter().zip(before) {
+            let tried = self.programmed.remove(key).unwrap_or_default();
+            self.replace(&tried, &before, &mut round);
+            let numbers_of = |programmed: &ProgrammedElements| -> BTreeSet<u32> {
+                programmed.groups.iter().map(|group| port_number(group.number)).collect()
+            };
+            let (old, new) = (numbers_of(&before), numbers_of(&tried));
+            new.difference(&old).for_each(|number| self.numbers.release(*number));
+            old.difference(&new).for_each(|number| self.numbers.take_back(*number));
+            if !before.is_empty() {
+                self.programmed.insert(Arc::clone(key), before);
+            }
+        }
+        self.shape = shape;
+        plan
+    }
+}
+
+// Cuts a large plan into several transactions, so that other plans can be executed between them.
+
+/// When a change is executed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum CutPhase {
+    /// Slots that no frontend leads to yet, and slots that get another endpoint.
+    First,
+    /// Frontends, which lead to complete groups before and after their change.
+    Then(Option<Frontend>),
+    /// Slots that no frontend leads to any more.
+    Last,
+}
+
+impl NftablesPlan {
+    /// Cuts a plan of changed services into plans of at most `most` changes, to execute in order.
+    /// After each of them, every frontend leads to a group all of whose slots are filled. The first
+    /// plan has the shape. The changes of one frontend, and those of one key, stay together. A plan
+    /// that is not larger stays as it is, and so does a plan that adds everything.
+    #[must_use]
+    pub fn cut(mut self, most: usize) -> VecDeque<Self> {
+        if self.adds_everything || self.delete.len() + self.add.len() <= most {
+            return [self].into();
+        }
+        let replaced: HashSet<ElementKey> = self.add.iter().map(Element::key).collect();
+        let phase = |is_added: bool, element: &Element| match element {
+            // A client would be refused while its Service has no port.
+            Element::ClusterIp(_) => CutPhase::Last,
+            _ if element.frontend().is_some() => CutPhase::Then(element.frontend()),
+            _ if is_added || replaced.contains(&element.key()) => CutPhase::First,
+            _ => CutPhase::Last,
+        };
+        let deleted = std::mem::take(&mut self.delete).into_iter().map(|element| (false, element));
+        let added = std::mem::take(&mut self.add).into_iter().map(|element| (true, element));
+        let changes = deleted.chain(added).map(|(is_added, element)| (phase(is_added, &element), is_added, element));
+        let mut changes: Vec<(CutPhase, bool, Element)> = changes.collect();
+        changes.sort_unstable_by_key(|(phase, _, element)| (*phase, element.key()));
+        let (mut parts, mut size) = (VecDeque::from([self]), 0);
+        for together in changes.chunk_by(|(phase, _, one), (next, _, other)| {
+            phase == next && (matches!(phase, CutPhase::Then(_)) || one.key() == other.key())
+        }) {
+            if size > 0 && size + together.len() > most {
+                parts.push_back(Self::default());
+                size = 0;
+            }
+            size += together.len();
+            let Some(part) = parts.back_mut() else { break };
+            for (_, is_added, element) in together {
+                if *is_added { part.add.push(*element) } else { part.delete.push(*element) }
+            }
+        }
+        parts
+    }
+
+    /// The keys that the plan changes. Plans that change the same key must be executed in order.
+    pub fn keys(&self) -> impl Iterator<Item = ElementKey> {
+        self.delete.iter().chain(&self.add).map(Element::key)
     }
 }

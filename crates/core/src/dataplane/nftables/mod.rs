@@ -27,18 +27,14 @@
 //! and slots in the kernel. Only the slots of a hashed group are not arbitrary: they depend on the
 //! endpoints and on the number of ports of the Service alone.
 
-mod config;
-mod cut;
 mod element;
-mod group;
 mod ledger;
-mod rendezvous;
 mod service;
 
 #[cfg(test)]
 mod tests;
 
-pub use config::NftablesConfig;
 pub use element::{Counted, Element, ElementKey, Lookup, Pick, Refusal, Selection, Shape, Target};
 pub use ledger::{ExistingElements, NftablesLedger, NftablesPlan};
+pub use service::NftablesConfig;
 pub(super) use service::plan as port_plan;

@@ -1,18 +1,14 @@
-//! Computes the elements and the groups of one service port.
+//! Computes the elements and the groups of one service port, as the configuration says.
 
 use std::net::IpAddr;
 
-use super::{
-    config::NftablesConfig,
-    element::{Counted, Element, Refusal},
-};
+use super::element::{Counted, Element, Refusal};
 use crate::{
     behaviours::{
         endpoint_choice::Destination,
-        masquerade::MasqueradeSources,
-        view::{Outcome, ServicePortView},
+        view::{MasqueradeConfig, MasqueradeSources, Outcome, ServicePortView},
     },
-    model::{Protocol, TrafficPolicy, Weight},
+    model::{Family, Protocol, TrafficPolicy, Weight},
     state::frontends::Frontend,
 };
 
@@ -139,5 +135,38 @@ impl PortPlan {
         self.local = use_endpoints(&view.local_endpoints, uses_local);
         self.elements.sort_unstable();
         self.elements.dedup();
+    }
+}
+
+// The configuration of nftables mode.
+
+/// The configuration of one family.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NftablesConfig {
+    /// The family.
+    pub family: Family,
+    /// Masquerading. nftables mode uses no packet mark, so it ignores [`MasqueradeConfig::bit`].
+    pub masquerade: MasqueradeConfig,
+    /// True if rules can hash the client's address. Otherwise Services that select
+    /// [`crate::model::LoadBalancing::ConsistentHash`] use random slots.
+    pub can_hash: bool,
+    /// True if the kernel counts the connections and the traffic of each frontend.
+    pub counts_services: bool,
+    /// True in mode userspace: a proxy carries TCP connections. Rules then send no connection
+    /// straight to endpoints that expect the PROXY protocol, and refuse SCTP.
+    pub has_proxy: bool,
+}
+
+impl NftablesConfig {
+    /// Returns the defaults of a family: no detector of local pods, and rules that can hash.
+    #[must_use]
+    pub fn new(family: Family) -> Self {
+        Self {
+            family,
+            masquerade: MasqueradeConfig::default(),
+            can_hash: true,
+            counts_services: false,
+            has_proxy: false,
+        }
     }
 }

@@ -5,10 +5,10 @@ use std::{collections::HashSet, net::IpAddr};
 
 use super::{
     ExistingElements, Lookup, NftablesConfig, NftablesLedger, Selection,
-    group::{EndpointGroup, GroupKey, Numbers},
+    element::{EndpointGroup, GroupKey, Numbers},
 };
 use crate::{
-    dataplane::source::FixedState,
+    dataplane::shared::FixedState,
     model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, Weight},
     node_facts::NodeFacts,
     state::{Dirty, State},

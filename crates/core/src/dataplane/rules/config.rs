@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::names::GateChain;
-use crate::{behaviours::masquerade::MasqueradeConfig, model::Family};
+use crate::{behaviours::view::MasqueradeConfig, model::Family};
 
 /// How rules are distributed over chains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]

@@ -6,9 +6,10 @@ use std::{
     net::IpAddr,
 };
 
+use super::names::gate_set;
 use crate::{
-    behaviours::masquerade::{LocalDetector, MasqueradeConfig},
-    dataplane::{ipsets::Set, rules::names::gate_set},
+    behaviours::view::{LocalDetector, MasqueradeConfig},
+    dataplane::ipsets::Set,
     model::{Family, Protocol},
 };
 

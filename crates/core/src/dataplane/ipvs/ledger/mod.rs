@@ -23,7 +23,7 @@ use std::{
 use super::{
     super::{
         ipsets::{IpSetElement, Set},
-        refcount::{RefCounts, Touched},
+        shared::{RefCounts, Touched},
     },
     config::{IpvsConfig, SchedulerProblem},
     deferred::Deferred,
@@ -39,7 +39,7 @@ use crate::{
     behaviours::view::views_of_all_endpoints,
     dataplane::{
         rules::{RulesLedger, RulesTable, Tally},
-        source::{self, StateSource},
+        shared::StateSource,
     },
     model::ServiceKey,
     node_facts::NodeFacts,
@@ -249,7 +249,7 @@ impl IpvsLedger {
             round.elements.extend(elements.iter().map(|element| (*set, *element)));
         }
         round.device_addresses.extend(existing.device_addresses.iter().copied());
-        for part in source::parts(&source::services(source)) {
+        for part in shared::parts(&shared::services(source)) {
             source.look(&mut |state, node, _| {
                 for key in part {
                     let plan = self.plan_of(state, node, key);

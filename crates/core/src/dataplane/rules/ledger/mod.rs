@@ -28,10 +28,7 @@ use super::{
 };
 use crate::{
     behaviours::view::service_views,
-    dataplane::{
-        quarantine::Quarantine,
-        source::{self, FixedState, StateSource},
-    },
+    dataplane::shared::{FixedState, Quarantine, StateSource},
     model::ServiceKey,
     node_facts::NodeFacts,
     state::{Dirty, State},
@@ -186,7 +183,7 @@ impl RulesLedger {
         self.tally = Tally::default();
         self.fixed_tally = self.tally_of_fixed(is_compact);
 
-        let keys = source::services(source);
+        let keys = shared::services(source);
         let (quarantined, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.quarantine.contains(key));
         for key in &quarantined {
             self.keep_last_good(key, &existing);
@@ -195,7 +192,7 @@ impl RulesLedger {
         for chain in &self.ruleset.chains {
             script.write_chain(chain.table, &chain.name, &chain.rules);
         }
-        for part in source::parts(&keys) {
+        for part in shared::parts(&keys) {
             source.look(&mut |state, node, _| {
                 for key in part {
                     let rules = self.render(state, node, key);

@@ -1,7 +1,7 @@
-//! Which addresses a node's own programs connect to on behalf of a Service. The proxy of mode
-//! userspace and the health checks ask [`DialPolicy::permits`].
+//! Addresses: which of them a node's own programs connect to on behalf of a Service, which of them
+//! other machines can reach, and which need no TLS.
 //!
-//! Whoever writes an EndpointSlice chooses its addresses. Rules keep the client's address, so a
+//! The proxy of mode userspace and the health checks ask [`DialPolicy::permits`]. Whoever writes an EndpointSlice chooses its addresses. Rules keep the client's address, so a
 //! firewall or a NetworkPolicy still knows who connects. A program of the node connects with the
 //! address of the node, which may reach more than the client.
 
@@ -89,6 +89,54 @@ fn is_in(ranges: &[IpNet], address: IpAddr) -> bool {
     forms.any(|form| ranges.iter().any(|range| range.contains(&form)))
 }
 
+// Which addresses in objects of the API other machines can reach. The control plane checks what
+// the API says, and agents check again what a replica says.
+
+/// What an address is used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AddressUse {
+    /// A `ClusterIP`. Kubernetes allows ranges of Services in 169.254.0.0/16, because no machine
+    /// holds a `ClusterIP`.
+    ClusterIp,
+    /// An address of a Node. Nodes that share a segment or a machine may use link-local and
+    /// loopback addresses, and no rule sends packets there because of this address.
+    Node,
+    /// An endpoint, an external IP or an address of a load balancer.
+    Other,
+}
+
+/// Returns a sentence about an address that has no meaning on other machines; `None` if the address
+/// can be used.
+#[must_use]
+pub fn unreachable(address: IpAddr, used: AddressUse) -> Option<String> {
+    let class = match address.to_canonical() {
+        IpAddr::V4(v4) if v4.is_broadcast() => "the broadcast address",
+        IpAddr::V4(v4) if v4.is_link_local() && used == AddressUse::Other => "a link-local address",
+        IpAddr::V6(v6) if v6.is_unicast_link_local() && used != AddressUse::Node => "a link-local address",
+        address if address.is_unspecified() => "the unspecified address",
+        address if address.is_loopback() && used != AddressUse::Node => "a loopback address",
+        address if address.is_multicast() => "a multicast address",
+        _ => return None,
+    };
+    Some(format!("{address} is {class}, which other nodes cannot reach: give the routable address"))
+}
+
+// The addresses on which the stream and `Inspect` may be used without TLS: loopback, and ranges
+// that no production network uses. The control plane, the agent and `headgatectl` share this rule.
+
+/// Ranges reserved for documentation and benchmarks (RFC 5737, RFC 2544, RFC 3849). Network
+/// namespaces of tests use them.
+pub const TEST_RANGES: [&str; 5] =
+    ["192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "198.18.0.0/15", "2001:db8::/32"];
+
+/// True for loopback addresses and for addresses in [`TEST_RANGES`]. Does not recognize IPv4-mapped
+/// IPv6 addresses: callers convert them with [`IpAddr::to_canonical`] first.
+#[must_use]
+pub fn is_allowed(address: IpAddr) -> bool {
+    let is_test = |range: &str| range.parse::<IpNet>().is_ok_and(|range| range.contains(&address));
+    address.is_loopback() || TEST_RANGES.iter().any(|range| is_test(range))
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -151,6 +199,31 @@ mod tests {
             "64:ff9b:1:2222:3333:4444:a9fe:a9fe",
         ] {
             assert!(!policy.permits(ip(address)) && is_metadata(ip(address)), "{address}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod reach_tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn addresses_without_a_meaning_elsewhere_are_refused_for_each_use() {
+        let refused = |text: &str| {
+            let uses = [AddressUse::ClusterIp, AddressUse::Node, AddressUse::Other];
+            uses.map(|used| unreachable(text.parse().unwrap(), used).is_some())
+        };
+        for text in ["0.0.0.0", "::", "224.0.0.1", "ff02::1", "255.255.255.255"] {
+            assert_eq!(refused(text), [true; 3], "{text}");
+        }
+        for text in ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"] {
+            assert_eq!(refused(text), [true, false, true], "{text}");
+        }
+        assert_eq!(refused("169.254.169.254"), [false, false, true]);
+        assert_eq!(refused("fe80::1"), [true, false, true]);
+        for text in ["10.0.0.1", "192.0.2.1", "fd00::1", "2001:db8::1"] {
+            assert_eq!(refused(text), [false; 3], "{text}");
         }
     }
 }

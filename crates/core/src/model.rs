@@ -1,0 +1,715 @@
+//! The resources that the control plane sends to agents. The control plane has already selected IP
+//! families, applied the defaults of the API, and replaced policies that have no effect. So all
+//! agents use the same values.
+
+use std::{borrow::Borrow, collections::HashSet, fmt, hash::Hash, net::IpAddr, sync::Arc};
+
+use compact_str::CompactString;
+use ipnet::IpNet;
+
+/// An IP family. The two families of a Service are programmed independently of each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Family {
+    /// IPv4.
+    V4,
+    /// IPv6.
+    V6,
+}
+
+impl Family {
+    /// Both families, IPv4 first.
+    pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
+
+    /// Returns the family of an address.
+    #[must_use]
+    pub fn of(address: IpAddr) -> Self {
+        if address.is_ipv4() { Self::V4 } else { Self::V6 }
+    }
+
+    /// The length of a host prefix: 32 or 128.
+    #[must_use]
+    pub fn host_prefix_length(self) -> u8 {
+        match self {
+            Self::V4 => 32,
+            Self::V6 => 128,
+        }
+    }
+}
+
+/// Reads an address in network order: 4 bytes of IPv4, or 16 bytes of IPv6.
+#[must_use]
+pub fn address_from_bytes(bytes: &[u8]) -> Option<IpAddr> {
+    let v4 = <[u8; 4]>::try_from(bytes).map(IpAddr::from);
+    v4.or_else(|_| <[u8; 16]>::try_from(bytes).map(IpAddr::from)).ok()
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::V4 => "IPv4",
+            Self::V6 => "IPv6",
+        })
+    }
+}
+
+/// A transport protocol that Services can name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Protocol {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+    /// SCTP.
+    Sctp,
+}
+
+impl Protocol {
+    /// All protocols.
+    pub const ALL: [Self; 3] = [Self::Tcp, Self::Udp, Self::Sctp];
+
+    /// The name in lower case, as in iptables rules and in the hashes of kube-proxy.
+    #[must_use]
+    pub fn as_lower_str(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+            Self::Sctp => "sctp",
+        }
+    }
+}
+
+/// The name in upper case, as in the Kubernetes API.
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tcp => "TCP",
+            Self::Udp => "UDP",
+            Self::Sctp => "SCTP",
+        })
+    }
+}
+
+// Changes of the shared state.
+
+/// One change of the shared state: a resource with its new value, or the key of a deleted resource.
+/// Services are boxed because they are large and few: a snapshot is a long list of changes, and
+/// most of them are endpoints.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Change {
+    /// A Service was added or changed.
+    Service(Box<Service>),
+    /// A Service was deleted. Separate changes remove its endpoints.
+    RemoveService(ServiceKey),
+    /// An endpoint of a service was added or changed. The service itself may arrive later.
+    Endpoint(ServiceKey, Endpoint),
+    /// An endpoint of a service was deleted.
+    RemoveEndpoint(ServiceKey, IpAddr),
+    /// A ServiceCIDR was added or changed.
+    ServiceCidr(ServiceCidr),
+    /// A ServiceCIDR was deleted.
+    RemoveServiceCidr(CompactString),
+}
+
+/// The change that adds or replaces a Service.
+impl From<Service> for Change {
+    fn from(service: Service) -> Self {
+        Self::Service(Box::new(service))
+    }
+}
+
+// Endpoints.
+
+/// `conditions` of an endpoint, with the API's defaults applied: absent `ready` and `serving` mean
+/// true, absent `terminating` means false.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Conditions {
+    /// The endpoint may receive new connections.
+    pub ready: bool,
+    /// The pod is ready, even if it is terminating.
+    pub serving: bool,
+    /// The pod is being deleted.
+    pub terminating: bool,
+}
+
+impl Conditions {
+    /// The usual state: ready, serving, not terminating.
+    pub const READY: Self = Self { ready: true, serving: true, terminating: false };
+
+    /// True for endpoints that receive traffic only when no endpoint is ready (KEP-1669).
+    #[must_use]
+    pub fn is_serving_terminating(self) -> bool {
+        self.serving && self.terminating
+    }
+}
+
+/// One named port of an endpoint.
+///
+/// The conditions and the placement of an address in an EndpointSlice apply to the ports in that
+/// slice. Two ports of one address may be in different slices, so their conditions and placements
+/// may differ. Such differences are rare. A port therefore carries only values that differ from its
+/// [`Endpoint`], and endpoints share equal port lists.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EndpointPort {
+    /// The name of the [`ServicePort`] to which this port belongs.
+    pub name: CompactString,
+    /// Transport protocol.
+    pub protocol: Protocol,
+    /// Port number on the endpoint's address, never 0.
+    pub port: u16,
+    /// Conditions of this port; `None` means the conditions of the endpoint.
+    pub conditions: Option<Conditions>,
+    /// Placement of this port; `None` means the placement of the endpoint.
+    pub placement: Option<Arc<Placement>>,
+}
+
+impl EndpointPort {
+    /// Creates a port with the conditions and the placement of its endpoint.
+    #[must_use]
+    pub fn new(name: impl Into<CompactString>, protocol: Protocol, port: u16) -> Self {
+        Self { name: name.into(), protocol, port, conditions: None, placement: None }
+    }
+
+    /// The fields that identify a port among the ports of one address.
+    #[must_use]
+    pub fn key(&self) -> (&str, Protocol, u16) {
+        (&self.name, self.protocol, self.port)
+    }
+}
+
+/// `hints` of an endpoint. An empty list means that the endpoint has no hints of that kind.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct Hints {
+    /// `forZones`, sorted.
+    pub zones: Vec<Arc<str>>,
+    /// `forNodes`, sorted.
+    pub nodes: Vec<Arc<str>>,
+}
+
+/// The weight of an endpoint. The share of an endpoint in the connections to a service port is its
+/// weight, divided by the sum of all weights. An endpoint with weight 0 gets no new connections and
+/// keeps its connections. Annotations of the EndpointSlice set the weight. Without them, it is 1.
+///
+/// The weight is held in hundredths, because Cilium's default is 100.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Weight(u16);
+
+impl Weight {
+    /// The largest weight of the annotation `headgate.io/weights`, and of a
+    /// [`Destination`](crate::endpoint_choice::Destination).
+    pub const MAX: u16 = 100;
+
+    /// Creates a weight. Returns `None` if the number is not between 0 and [`Self::MAX`].
+    #[must_use]
+    pub fn new(number: u32) -> Option<Self> {
+        let number = u16::try_from(number).ok().filter(|number| *number <= Self::MAX)?;
+        Some(Self(number * 100))
+    }
+
+    /// Creates a weight from hundredths.
+    #[must_use]
+    pub fn from_hundredths(hundredths: u16) -> Self {
+        Self(hundredths)
+    }
+
+    /// Returns the weight in hundredths.
+    #[must_use]
+    pub fn hundredths(self) -> u16 {
+        self.0
+    }
+
+    /// Returns the weight, rounded up.
+    #[must_use]
+    pub fn get(self) -> u32 {
+        u32::from(self.0.div_ceil(100))
+    }
+
+    /// True if the endpoint gets no new connections.
+    #[must_use]
+    pub fn is_zero(self) -> bool {
+        self.0 == 0
+    }
+}
+
+impl Default for Weight {
+    fn default() -> Self {
+        Self(100)
+    }
+}
+
+/// The greatest common divisor of two numbers.
+pub(crate) fn greatest_common_divisor(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { greatest_common_divisor(b, a % b) }
+}
+
+/// Where an endpoint runs, which zones or nodes it should serve, and its weight. Most endpoints on
+/// one node have equal placements, so they share one value.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct Placement {
+    /// The node, in lower case; `None` if the EndpointSlice does not name a node.
+    pub node: Option<Arc<str>>,
+    /// The zone of the endpoint.
+    pub zone: Option<Arc<str>>,
+    /// Topology hints.
+    pub hints: Option<Arc<Hints>>,
+    /// The weight.
+    pub weight: Weight,
+}
+
+impl Placement {
+    /// Creates a placement on a node, with weight 1 and without zone and hints.
+    #[must_use]
+    pub fn on(node: &str) -> Self {
+        Self { node: Some(node.into()), ..Self::default() }
+    }
+}
+
+/// One address behind a service. The Service and the address identify an endpoint. Endpoints share
+/// port lists and placements, because a cluster has few different values of them.
+///
+/// Digests are computed from this value, so equal endpoints must have equal fields. The control
+/// plane therefore sets the conditions and the placement of the endpoint to the conditions and the
+/// placement of its first port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Endpoint {
+    /// The address.
+    pub address: IpAddr,
+    /// The ports that EndpointSlices list for the address, sorted. Each [key](EndpointPort::key)
+    /// occurs once.
+    pub ports: Arc<[EndpointPort]>,
+    /// Conditions of all ports that carry no conditions.
+    pub conditions: Conditions,
+    /// Placement of all ports that carry no placement.
+    pub placement: Arc<Placement>,
+}
+
+/// One port of an endpoint, with the conditions and the placement that apply to it.
+#[derive(Debug, Clone, Copy)]
+pub struct PortState<'a> {
+    /// The endpoint's address.
+    pub address: IpAddr,
+    /// The port.
+    pub port: &'a EndpointPort,
+    /// Conditions of this address and port.
+    pub conditions: Conditions,
+    /// Placement of this address and port.
+    pub placement: &'a Arc<Placement>,
+}
+
+impl Endpoint {
+    /// Creates a ready endpoint without node, zone and hints. Callers set other fields as needed.
+    #[must_use]
+    pub fn new(address: IpAddr, ports: Arc<[EndpointPort]>) -> Self {
+        Self { address, ports, conditions: Conditions::READY, placement: Arc::default() }
+    }
+
+    /// Returns all ports, each with its conditions and its placement.
+    pub fn port_states(&self) -> impl Iterator<Item = PortState<'_>> + Clone {
+        self.ports.iter().map(|port| PortState {
+            address: self.address,
+            port,
+            conditions: port.conditions.unwrap_or(self.conditions),
+            placement: port.placement.as_ref().unwrap_or(&self.placement),
+        })
+    }
+
+    /// Splits the endpoint by the state of its ports. Returns one endpoint for each group of ports
+    /// with equal conditions and placement, in the order of the first port of each group.
+    #[must_use]
+    pub fn by_state(&self) -> Vec<Self> {
+        if self.ports.iter().all(|port| port.conditions.is_none() && port.placement.is_none()) {
+            return vec![self.clone()];
+        }
+        let mut groups: Vec<(PortState<'_>, Vec<EndpointPort>)> = Vec::new();
+        for state in self.port_states() {
+            let is_same =
+                |group: &PortState<'_>| group.conditions == state.conditions && group.placement == state.placement;
+            let port = EndpointPort { conditions: None, placement: None, ..state.port.clone() };
+            match groups.iter_mut().find(|(group, _)| is_same(group)) {
+                Some((_, ports)) => ports.push(port),
+                None => groups.push((state, vec![port])),
+            }
+        }
+        let endpoint = |(state, ports): (PortState<'_>, Vec<EndpointPort>)| Self {
+            address: self.address,
+            ports: ports.into(),
+            conditions: state.conditions,
+            placement: Arc::clone(state.placement),
+        };
+        groups.into_iter().map(endpoint).collect()
+    }
+
+    /// True if at least one port is ready.
+    #[must_use]
+    pub fn has_ready_port(&self) -> bool {
+        self.port_states().any(|state| state.conditions.ready)
+    }
+}
+
+// Load balancing: the algorithms by which a node chooses an endpoint for a new connection.
+//
+// The annotation `headgate.io/load-balancing` of a Service selects an algorithm, and the
+// annotation `headgate.io/weights` of an EndpointSlice sets weights. Each dataplane supports some
+// of the algorithms. In place of an algorithm that it does not support, a dataplane uses its
+// default and reports this ([`Demand`](crate::Demand)).
+
+/// An algorithm that chooses endpoints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum LoadBalancing {
+    /// Selects an endpoint at random.
+    Random,
+    /// Selects the endpoints in turn.
+    RoundRobin,
+    /// Selects the endpoint with the fewest connections from this node.
+    LeastConnections,
+    /// Selects an endpoint by a hash of the client's address. All nodes select the same endpoint
+    /// for a client. When an endpoint is removed, only few clients of the other endpoints change
+    /// their endpoint.
+    ConsistentHash,
+}
+
+impl LoadBalancing {
+    /// All algorithms.
+    pub const ALL: [Self; 4] = [Self::Random, Self::RoundRobin, Self::LeastConnections, Self::ConsistentHash];
+
+    /// Returns the value of the annotation.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Random => "random",
+            Self::RoundRobin => "round-robin",
+            Self::LeastConnections => "least-connections",
+            Self::ConsistentHash => "consistent-hash",
+        }
+    }
+
+    /// Returns the algorithm with this name, or `None` if the name is unknown.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|algorithm| algorithm.as_str() == name)
+    }
+}
+
+impl fmt::Display for LoadBalancing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+// Nodes and service ranges.
+
+/// The fields of a Node that the agent on it needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Node {
+    /// `metadata.name`.
+    pub name: Arc<str>,
+    /// Label `topology.kubernetes.io/zone`.
+    pub zone: Option<Arc<str>>,
+    /// `spec.podCIDRs`.
+    pub pod_cidrs: Vec<IpNet>,
+    /// `status.addresses`: InternalIPs, then ExternalIPs.
+    pub addresses: Vec<IpAddr>,
+    /// The Node has a deletionTimestamp or the taint `ToBeDeletedByClusterAutoscaler`. When a Node
+    /// is deleted, its agent keeps the last value and sets this field.
+    pub going_away: bool,
+}
+
+/// A ServiceCIDR: ranges from which ClusterIPs are allocated.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServiceCidr {
+    /// `metadata.name`.
+    pub name: CompactString,
+    /// `spec.cidrs`.
+    pub cidrs: Vec<IpNet>,
+}
+
+// Pools that keep one shared copy of equal values. A cluster has many endpoints, but few different
+// names, port lists and placements.
+
+/// A pool with fewer values does not search for unused values.
+const SWEEP_FROM: usize = 1_024;
+
+/// Shared values of one type. The pool drops unused values each time its size has doubled, so the
+/// amortized cost of a lookup is O(1).
+#[derive(Debug)]
+pub struct Pool<T: ?Sized> {
+    held: HashSet<Arc<T>>,
+    sweep_at: usize,
+}
+
+impl<T: ?Sized> Default for Pool<T> {
+    fn default() -> Self {
+        Self { held: HashSet::new(), sweep_at: SWEEP_FROM }
+    }
+}
+
+impl<T: ?Sized + Hash + Eq> Pool<T> {
+    /// Returns the shared copy of `value`. If the pool has no copy, it stores the result of `make`.
+    pub fn get(&mut self, value: &T, make: impl FnOnce() -> Arc<T>) -> Arc<T>
+    where
+        Arc<T>: Borrow<T>,
+    {
+        if let Some(shared) = self.held.get(value) {
+            return Arc::clone(shared);
+        }
+        if self.held.len() >= self.sweep_at {
+            self.held.retain(|shared| Arc::strong_count(shared) > 1);
+            self.sweep_at = (self.held.len() * 2).max(SWEEP_FROM);
+        }
+        let shared = make();
+        self.held.insert(Arc::clone(&shared));
+        shared
+    }
+}
+
+// The PROXY protocol, which tells endpoints the address of the client (`proxy-protocol.txt` of
+// HAProxy). The annotation `headgate.io/proxy-protocol` of a Service selects a version.
+
+/// A version of the PROXY protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ProxyProtocol {
+    /// A line of text.
+    V1,
+    /// A binary header.
+    V2,
+}
+
+impl ProxyProtocol {
+    /// All versions.
+    pub const ALL: [Self; 2] = [Self::V1, Self::V2];
+
+    /// Returns the value of the annotation.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::V1 => "v1",
+            Self::V2 => "v2",
+        }
+    }
+
+    /// Returns the version with this name, or `None` if the name is unknown.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|version| version.as_str() == name)
+    }
+}
+
+impl fmt::Display for ProxyProtocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+// Services.
+
+/// Namespace and name of a Service. Keys are ordered by namespace, then by name.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct ServiceKey {
+    /// `metadata.namespace`.
+    pub namespace: CompactString,
+    /// `metadata.name`.
+    pub name: CompactString,
+}
+
+impl ServiceKey {
+    /// Creates a key from its two parts.
+    #[must_use]
+    pub fn new(namespace: &str, name: &str) -> Self {
+        Self { namespace: namespace.into(), name: name.into() }
+    }
+}
+
+/// `namespace/name`.
+impl fmt::Display for ServiceKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+/// `internalTrafficPolicy` or `externalTrafficPolicy`. The control plane replaces a policy that has
+/// no effect by `Cluster`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub enum TrafficPolicy {
+    /// Traffic may go to all endpoints of the cluster.
+    #[default]
+    Cluster,
+    /// Traffic may go only to endpoints on this node.
+    Local,
+}
+
+impl TrafficPolicy {
+    /// True for [`TrafficPolicy::Local`].
+    #[must_use]
+    pub fn is_local(self) -> bool {
+        self == Self::Local
+    }
+}
+
+impl fmt::Display for TrafficPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Cluster => "Cluster",
+            Self::Local => "Local",
+        })
+    }
+}
+
+/// `sessionAffinity: ClientIP`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ClientIpAffinity {
+    /// Idle time in seconds after which a client may be sent to another endpoint, 1 to 86,400.
+    pub timeout_seconds: u32,
+}
+
+/// One entry of `spec.ports`.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ServicePort {
+    /// The name, empty if a Service has a single unnamed port. Endpoint ports belong to the service
+    /// port with equal name and protocol; their numbers do not matter.
+    pub name: CompactString,
+    /// Transport protocol.
+    pub protocol: Protocol,
+    /// Port number on every service address.
+    pub port: u16,
+    /// NodePort, 0 for none.
+    pub node_port: u16,
+}
+
+/// A Service that the proxy programs. It has at least one ClusterIP and one port.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Service {
+    /// Namespace and name.
+    pub key: ServiceKey,
+    /// `spec.clusterIPs` in their order, at most one address of each family.
+    pub cluster_ips: Vec<IpAddr>,
+    /// `spec.externalIPs` of the Service's families.
+    pub external_ips: Vec<IpAddr>,
+    /// Addresses in `status.loadBalancer.ingress` whose ipMode is VIP or absent, of the Service's
+    /// families.
+    pub load_balancer_ips: Vec<IpAddr>,
+    /// Ports in the order of the spec.
+    pub ports: Vec<ServicePort>,
+    /// Policy for traffic to ClusterIPs.
+    pub internal_traffic_policy: TrafficPolicy,
+    /// Policy for traffic to NodePorts, externalIPs and load balancer IPs; `Cluster` if `Local` has
+    /// no effect.
+    pub external_traffic_policy: TrafficPolicy,
+    /// Session affinity, if any.
+    pub session_affinity: Option<ClientIpAffinity>,
+    /// `spec.loadBalancerSourceRanges`; an empty list admits all clients.
+    pub load_balancer_source_ranges: Vec<IpNet>,
+    /// `spec.healthCheckNodePort`, 0 for none.
+    pub health_check_node_port: u16,
+    /// `metadata.creationTimestamp`, seconds since the Unix epoch; 0 when unknown.
+    pub created_unix_seconds: i64,
+    /// Annotation `headgate.io/load-balancing`; empty for the default of the dataplane. See
+    /// [`LoadBalancing`].
+    pub load_balancing: CompactString,
+    /// Annotation `headgate.io/scheduler`; empty for the cluster's default.
+    pub scheduler: CompactString,
+    /// Annotation `headgate.io/health-check`: `tcp`, or empty for no checks. An agent makes no
+    /// checks for an unknown value.
+    pub health_check: CompactString,
+    /// Annotation `headgate.io/health-check-interval`: time between two checks of an endpoint in
+    /// milliseconds, 0 for the agent's default.
+    pub health_check_interval_ms: u32,
+    /// Annotation `headgate.io/proxy-protocol`: the header that endpoints get at the beginning of
+    /// each TCP connection. Only dataplanes with a proxy can send it.
+    pub proxy_protocol: Option<ProxyProtocol>,
+    /// Annotation `headgate.io/max-connections`: the most open connections on a node, 0 for no
+    /// limit. Only dataplanes with a proxy have limits.
+    pub max_connections: u32,
+}
+
+impl Service {
+    /// Creates a plain ClusterIP service. Callers set other fields as needed.
+    #[must_use]
+    pub fn new(key: ServiceKey, cluster_ips: Vec<IpAddr>, ports: Vec<ServicePort>) -> Self {
+        Self { key, cluster_ips, ports, ..Self::default() }
+    }
+
+    /// The most frontends that an agent accepts of one Service. The control plane has a budget of
+    /// its own, which is never higher.
+    pub const MAX_FRONTENDS: usize = 16_384;
+
+    /// Returns how much the Service asks of a node, without endpoints: the number of its addresses
+    /// with each port, where an address of a load balancer counts once for each source range, and
+    /// of its NodePorts in each family.
+    #[must_use]
+    pub fn frontend_count(&self) -> usize {
+        let ranges = self.load_balancer_source_ranges.len().max(1);
+        let load_balancer = self.load_balancer_ips.len().saturating_mul(ranges);
+        let addresses = self.cluster_ips.len() + self.external_ips.len();
+        let node_ports = self.ports.iter().filter(|port| port.node_port != 0).count() * self.cluster_ips.len();
+        load_balancer.saturating_add(addresses).saturating_mul(self.ports.len()).saturating_add(node_ports)
+    }
+
+    /// True if agents check the endpoints by opening TCP connections to them.
+    #[must_use]
+    pub fn is_checked_by_tcp(&self) -> bool {
+        self.health_check == "tcp"
+    }
+
+    /// Returns the ClusterIP of a family. A Service without a ClusterIP of a family is not
+    /// programmed in that family.
+    #[must_use]
+    pub fn cluster_ip(&self, family: Family) -> Option<IpAddr> {
+        self.cluster_ips.iter().copied().find(|address| Family::of(*address) == family)
+    }
+}
+
+#[cfg(test)]
+mod change_tests {
+    use super::*;
+
+    /// An agent keeps all endpoints in memory. It also keeps all changes of a snapshot until it has
+    /// applied them.
+    #[test]
+    fn endpoints_and_changes_are_small() {
+        assert_eq!((size_of::<Endpoint>(), size_of::<Change>()), (48, 96));
+    }
+}
+
+#[cfg(test)]
+mod endpoint_tests {
+    use super::*;
+
+    #[test]
+    fn an_endpoint_is_split_by_the_state_of_its_ports() {
+        let plain = |name: &str| EndpointPort::new(name, Protocol::Tcp, 80);
+        let not_ready = Conditions { ready: false, serving: false, terminating: false };
+        let elsewhere = Arc::new(Placement::on("node-2"));
+        let of_ports = |ports: Vec<EndpointPort>| Endpoint::new([10, 0, 0, 1].into(), ports.into());
+        let endpoint = of_ports(vec![
+            plain("a"),
+            EndpointPort { conditions: Some(not_ready), ..plain("b") },
+            EndpointPort { placement: Some(Arc::clone(&elsewhere)), ..plain("c") },
+            // This port carries conditions that are equal to the conditions of the endpoint.
+            EndpointPort { conditions: Some(Conditions::READY), ..plain("d") },
+            EndpointPort { conditions: Some(not_ready), placement: Some(Arc::default()), ..plain("e") },
+        ]);
+        let groups = [
+            of_ports(vec![plain("a"), plain("d")]),
+            Endpoint { conditions: not_ready, ..of_ports(vec![plain("b"), plain("e")]) },
+            Endpoint { placement: elsewhere, ..of_ports(vec![plain("c")]) },
+        ];
+        assert_eq!(endpoint.by_state(), groups);
+        assert!(groups.iter().all(|group| group.by_state() == std::slice::from_ref(group)));
+    }
+}
+
+#[cfg(test)]
+mod pool_tests {
+    use super::*;
+
+    #[test]
+    fn equal_values_share_one_copy_and_unused_values_are_dropped() {
+        let mut pool = Pool::<str>::default();
+        let kept = pool.get("zone-a", || "zone-a".into());
+        for number in 0..10 * SWEEP_FROM {
+            let name = number.to_string();
+            pool.get(&name, || name.as_str().into());
+        }
+        assert!(Arc::ptr_eq(&kept, &pool.get("zone-a", || "zone-a".into())));
+        assert!(pool.held.len() < 2 * SWEEP_FROM);
+    }
+}
