@@ -75,7 +75,6 @@ const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(10);
 const SHARE: usize = 3;
 
 /// All connections of a listener, or of several, before and in their handshakes.
-#[derive(Debug)]
 pub(crate) struct Handshakes {
     limits: HandshakeLimits,
     /// The share of strangers, and the share of clients with the address of a Node.
@@ -91,7 +90,6 @@ pub(crate) struct Handshakes {
     states: [&'static str; 2],
 }
 
-#[derive(Debug)]
 struct Share {
     /// The connections that wait, by network.
     waiting: Arc<Tally<Network>>,
@@ -101,7 +99,6 @@ struct Share {
 }
 
 /// The queue of one network.
-#[derive(Debug)]
 struct NetworkQueue {
     /// One permit for each handshake of the network that may run.
     places: Semaphore,
@@ -113,7 +110,6 @@ struct NetworkQueue {
 }
 
 /// One connection before or in its handshake.
-#[derive(Debug)]
 pub(crate) struct Handshake {
     handshakes: Arc<Handshakes>,
     network: Network,
