@@ -6,16 +6,16 @@
 
 mod decode;
 mod encode;
-pub mod frame;
-mod known;
 mod verification;
 
-pub use decode::{Decoder, digests_from_wire, node_from_wire, reserved_from_wire};
-pub use encode::{ChangesBuilder, References, address_to_wire, digests_to_wire, node_to_wire, reserved_to_wire};
+use bytes::{BufMut as _, Bytes, BytesMut};
 use headgate_core::{Protocol, ProxyProtocol, node_state::SourceState};
+use prost::Message;
+
+pub use decode::{Decoder, UnknownReference, digests_from_wire, node_from_wire, reserved_from_wire};
+pub use encode::{ChangesBuilder, References, address_to_wire, digests_to_wire, node_to_wire, reserved_to_wire};
 /// Rules that all programs share, for programs that do not use the core crate.
 pub use headgate_core::{dns_name::check_subdomain, errors, plaintext, printable};
-pub use known::UnknownReference;
 pub use verification::{NodeView, ServiceDigests};
 
 /// Generated from `proto/headgate/v1`.
@@ -112,3 +112,36 @@ pub const AGENTS_ONLY: &str = "this port serves only agents";
 
 /// The maximum size of a message from an agent, in bytes.
 pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;
+
+// gRPC framing of messages that many streams share.
+
+/// The length of the prefix: a compression flag and a 32-bit length (gRPC over HTTP/2,
+/// "Length-Prefixed-Message").
+pub const PREFIX_BYTES: usize = 5;
+
+/// Encodes a message once with its gRPC prefix, uncompressed. Clones of the result share its
+/// memory.
+#[must_use]
+pub fn frame(message: &impl Message) -> Bytes {
+    let length = message.encoded_len();
+    let mut buffer = BytesMut::with_capacity(PREFIX_BYTES + length);
+    buffer.put_u8(0);
+    buffer.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
+    // `BytesMut` grows as needed, so the encoding cannot fail.
+    message.encode_raw(&mut buffer);
+    buffer.freeze()
+}
+
+#[cfg(test)]
+mod frame_tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn prefix_is_flag_and_big_endian_length() {
+        let message = v1::ServiceKey { namespace: "a".into(), name: "b".into() };
+        let framed = frame(&message);
+        assert_eq!(&framed[..PREFIX_BYTES], &[0, 0, 0, 0, 6]);
+        assert_eq!(v1::ServiceKey::decode(&framed[PREFIX_BYTES..]).unwrap(), message);
+    }
+}

@@ -2,7 +2,10 @@
 
 use headgate_core::ServiceCidr;
 
-use super::{object_set::Reading, parse, problems::Findings, size};
+use super::{
+    parse,
+    problems::{Findings, Reading},
+};
 use crate::objects;
 
 /// Reads a ServiceCIDR.
@@ -12,8 +15,8 @@ pub(super) fn read(object: &objects::ServiceCidr) -> Reading<ServiceCidr> {
         return Reading { value: None, findings };
     }
     let listed = object.spec.cidrs.len();
-    if listed > size::MAX_LISTED {
-        findings.object("spec.cidrs", format!("{listed} ranges are too many: give at most {}", size::MAX_LISTED));
+    if listed > parse::MAX_LISTED {
+        findings.object("spec.cidrs", format!("{listed} ranges are too many: give at most {}", parse::MAX_LISTED));
         return Reading { value: None, findings };
     }
     let texts = object.spec.cidrs.iter().enumerate();

@@ -5,21 +5,16 @@
 //! of events. The cost of an event is proportional to what the event changes: after a change of a
 //! slice, only the addresses that differ are visited. Changes accumulate until
 //! [`Model::take`] is called. That method leaves out objects that have returned to their
-//! old value. `object_set.rs` describes the treatment of invalid objects.
+//! old value. `problems.rs` describes the treatment of invalid objects.
 
-mod annotations;
 mod cidrs;
 mod endpoints;
 mod external_ips;
-mod gates;
-mod intern;
 mod node_selector;
 mod nodes;
-mod object_set;
 mod parse;
 mod problems;
 mod services;
-mod size;
 mod slices;
 #[cfg(test)]
 mod tests;
@@ -34,10 +29,9 @@ use headgate_core::{Change, Service, ServiceCidr, ServiceKey};
 
 use self::{
     endpoints::Endpoints,
-    intern::Interner,
     nodes::SelectedNode,
-    object_set::{ObjectSet, Outcome, Reading},
-    problems::{Findings, MAX_SHOWN, Problems, Subject, and_more},
+    problems::{Findings, MAX_SHOWN, ObjectSet, Outcome, Problems, Reading, Subject, and_more},
+    slices::Interner,
 };
 pub use self::{external_ips::ExternalIps, node_selector::NodeSelector};
 use crate::{
@@ -178,7 +172,7 @@ impl Model {
     }
 
     /// The first object that is invalid as a whole. For such an object, a model with another
-    /// history may hold another version in use (`object_set.rs`).
+    /// history may hold another version in use (`problems.rs`).
     #[must_use]
     pub fn invalid(&self) -> Option<&ObjectKey> {
         self.invalid.first()
@@ -313,7 +307,7 @@ impl Model {
         });
         let old = self.endpoints.gates.id(key);
         let new = gated.map(|(id, ..)| id);
-        let change = |gates: &mut gates::Gates| {
+        let change = |gates: &mut endpoints::Gates| {
             if old != new {
                 gates.release(key);
             }

@@ -4,7 +4,12 @@ use std::net::IpAddr;
 
 use headgate_core::{Node, reach::AddressUse};
 
-use super::{intern::Interner, node_selector::NodeSelector, object_set::Reading, parse, problems::Findings, size};
+use super::{
+    node_selector::NodeSelector,
+    parse,
+    problems::{Findings, Reading},
+    slices::Interner,
+};
 use crate::objects;
 
 /// The label with the zone of a Node.
@@ -31,8 +36,8 @@ pub(super) fn read(object: &objects::Node, selector: &NodeSelector, interner: &m
     for (field, length) in
         [("spec.podCIDRs", object.spec.pod_cidrs.len()), ("status.addresses", object.status.addresses.len())]
     {
-        if length > size::MAX_LISTED {
-            findings.object(field, format!("{length} entries are too many: give at most {}", size::MAX_LISTED));
+        if length > parse::MAX_LISTED {
+            findings.object(field, format!("{length} entries are too many: give at most {}", parse::MAX_LISTED));
             return Reading { value: None, findings };
         }
     }

@@ -1,14 +1,29 @@
-//! Parses values of the API: addresses, ranges, ports, protocols, names and times.
+//! Parses values of the API: addresses, ranges, ports, protocols, names, times and annotations.
+//! Bounds the size of what is read.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv4Addr},
+};
 
 use headgate_core::{
-    Protocol,
+    Endpoint, EndpointPort, LoadBalancing, Protocol, ProxyProtocol, Service, ServiceKey, Weight,
     dns_name::check_subdomain,
+    ipvs::Scheduler,
     reach::{AddressUse, unreachable},
 };
+use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};
 use ipnet::IpNet;
 use k8s_openapi::jiff::Timestamp;
+
+use super::problems::Findings;
+use crate::objects::{
+    Annotations,
+    keys::{
+        CILIUM_WEIGHT, HEALTH_CHECK, HEALTH_CHECK_INTERVAL, LOAD_BALANCING, MAX_CONNECTIONS, PROXY_PROTOCOL, SCHEDULER,
+        WEIGHTS,
+    },
+};
 
 /// Parses an address like the API server. Numbers with leading zeros in an IPv4 address are
 /// decimal. An IPv4-mapped IPv6 address becomes the IPv4 address.
@@ -160,6 +175,215 @@ pub(super) fn unix_seconds(text: &str) -> i64 {
 pub(super) fn unix_ms(text: &str) -> u64 {
     let parsed = text.parse::<Timestamp>().map(Timestamp::as_millisecond);
     parsed.ok().and_then(|ms| u64::try_from(ms).ok()).unwrap_or_default()
+}
+
+// Annotations of Services and EndpointSlices, for settings for which the API has no field. An
+// annotation that cannot be read is ignored and reported as a problem.
+
+/// The highest limit of connections. A node has fewer ports for connections to one endpoint.
+const HIGHEST_LIMIT: u32 = 1_000_000;
+
+/// Bounds of the interval of health checks, in milliseconds.
+const INTERVAL_MS: std::ops::RangeInclusive<u64> = 500..=3_600_000;
+
+/// Reads the annotations of a Service into the service.
+pub(super) fn annotations(annotations: &Annotations, service: &mut Service, findings: &mut Findings) {
+    if let Some(name) = annotations.get(LOAD_BALANCING) {
+        match LoadBalancing::parse(name) {
+            Some(algorithm) => service.load_balancing = algorithm.as_str().into(),
+            None => {
+                let known = LoadBalancing::ALL.map(LoadBalancing::as_str).join(", ");
+                let message = format!("{} is not an algorithm for load balancing: write one of {known}", shown(name));
+                findings.annotation(LOAD_BALANCING, message, "each node uses the default of its mode");
+            }
+        }
+    }
+    if let Some(name) = annotations.get(SCHEDULER) {
+        match Scheduler::parse(name) {
+            Some(scheduler) => service.scheduler = scheduler.as_str().into(),
+            None => {
+                let known = Scheduler::ALL.map(Scheduler::as_str).join(", ");
+                let message = format!("{} is not a scheduler of IPVS: write one of {known}", shown(name));
+                findings.annotation(SCHEDULER, message, "the cluster's scheduler is used");
+            }
+        }
+    }
+    if let Some(name) = annotations.get(PROXY_PROTOCOL) {
+        service.proxy_protocol = ProxyProtocol::parse(name);
+        if service.proxy_protocol.is_none() {
+            let known = ProxyProtocol::ALL.map(ProxyProtocol::as_str).join(" or ");
+            let message = format!("{} is not a version of the PROXY protocol: write {known}", shown(name));
+            findings.annotation(PROXY_PROTOCOL, message, "its endpoints get no header");
+        }
+    }
+    if let Some(text) = annotations.get(MAX_CONNECTIONS) {
+        match text.parse() {
+            Ok(limit @ 1..=HIGHEST_LIMIT) => service.max_connections = limit,
+            _ => {
+                let message =
+                    format!("{text:?} is not a limit of connections: write a whole number from 1 to {HIGHEST_LIMIT}");
+                findings.annotation(MAX_CONNECTIONS, message, "its connections are not limited");
+            }
+        }
+    }
+    match annotations.get(HEALTH_CHECK) {
+        None => {}
+        Some("tcp") => service.health_check = "tcp".into(),
+        Some(other) => {
+            let message = format!("{} is not a kind of health check: write tcp", shown(other));
+            findings.annotation(HEALTH_CHECK, message, "its endpoints are not checked");
+        }
+    }
+    if let Some(text) = annotations.get(HEALTH_CHECK_INTERVAL) {
+        let milliseconds = milliseconds(text).filter(|milliseconds| INTERVAL_MS.contains(milliseconds));
+        match milliseconds.and_then(|milliseconds| u32::try_from(milliseconds).ok()) {
+            Some(milliseconds) => service.health_check_interval_ms = milliseconds,
+            None => {
+                let message = format!("{} is not a time between 500ms and 1h: write a time such as 5s", shown(text));
+                findings.annotation(HEALTH_CHECK_INTERVAL, message, "the agents' interval is used");
+            }
+        }
+    }
+}
+
+/// Reads Cilium's weight of all endpoints of an EndpointSlice. Without it, the weight is 1, which
+/// is Cilium's default of 100.
+pub(super) fn weight_of_all(annotations: &Annotations, findings: &mut Findings) -> Weight {
+    let Some(text) = annotations.get(CILIUM_WEIGHT) else { return Weight::default() };
+    let weight = text.trim().parse().map(Weight::from_hundredths);
+    weight.unwrap_or_else(|_| {
+        let message = format!("{} is not a weight: write a whole number from 0 to 65535", shown(text));
+        findings.annotation(CILIUM_WEIGHT, message, "the endpoints have their default weight");
+        Weight::default()
+    })
+}
+
+/// Reads the weights of some endpoints of an EndpointSlice: `10.0.0.1=3, 10.0.0.2=0`. An entry that
+/// cannot be read is left out.
+pub(super) fn weights(annotations: &Annotations, findings: &mut Findings) -> BTreeMap<IpAddr, Weight> {
+    let mut weights = BTreeMap::new();
+    let text = annotations.get(WEIGHTS).unwrap_or_default();
+    for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+        let read = entry.split_once('=').and_then(|(address, weight)| {
+            let address: IpAddr = address.trim().parse().ok()?;
+            Some((address, Weight::new(weight.trim().parse().ok()?)?))
+        });
+        let message = match read {
+            None => format!(
+                "{} is not an address with a weight: write ADDRESS=WEIGHT, with a weight from 0 to {}",
+                shown(entry),
+                Weight::MAX
+            ),
+            Some((address, weight)) => match weights.insert(address, weight) {
+                Some(earlier) if earlier != weight => format!("{address} has two weights: write it once"),
+                _ => continue,
+            },
+        };
+        findings.annotation(WEIGHTS, message, "the rest of the annotation is used");
+    }
+    weights
+}
+
+/// Parses a whole number with a unit: `500ms`, `5s`, `1m`, `1h`.
+fn milliseconds(text: &str) -> Option<u64> {
+    let digits = text.find(|c: char| !c.is_ascii_digit())?;
+    let (number, unit) = text.split_at(digits);
+    let unit_ms = match unit {
+        "ms" => 1,
+        "s" => 1_000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return None,
+    };
+    number.parse::<u64>().ok()?.checked_mul(unit_ms)
+}
+
+// Bounds of the size of one resource. A resource is never divided between messages. A resource
+// that exceeds the size limit of messages would end the stream of every agent each time the
+// resource is sent.
+
+/// Upper bound of one resource on the wire, in bytes. When a message has reached a quarter of the
+/// message limit, no further resource is added to the message. So a resource of half the limit
+/// always fits.
+pub(super) const MAX_RESOURCE_BYTES: usize = MAX_SERVER_MESSAGE_BYTES / 2;
+
+/// Upper bound of the number of zone hints of one endpoint, and of the number of its node hints.
+/// The API allows 8 hints of each kind.
+pub(super) const MAX_HINTS: usize = 64;
+
+/// Upper bound of the number of ranges of a ServiceCIDR or a Node, and of the number of addresses
+/// of a Node. The API allows 2 ranges.
+pub(super) const MAX_LISTED: usize = 256;
+
+/// Bytes of a port on the wire, without its name.
+const PORT_BYTES: usize = 12;
+
+/// Gives a Service at most `most` frontends. The ClusterIPs and NodePorts come first, then as
+/// many addresses of load balancers and externalIPs as there is room for, in their order.
+///
+/// # Errors
+/// A sentence that ends in the remedy, if there is no room for the ClusterIPs and NodePorts.
+pub(super) fn fit_frontends(service: &mut Service, most: usize, findings: &mut Findings) -> Result<(), String> {
+    let total = service.frontend_count();
+    let ports = service.ports.len();
+    let load_balancer = std::mem::take(&mut service.load_balancer_ips);
+    let external = std::mem::take(&mut service.external_ips);
+    let Some(mut room) = most.checked_sub(service.frontend_count()) else {
+        return Err(format!(
+            "{ports} ports make {} frontends of the ClusterIPs and NodePorts, and a Service may have {most}: give fewer ports, divide the \
+             Service, or raise --service-budget of the control plane",
+            service.frontend_count()
+        ));
+    };
+    let of_load_balancer = ports * service.load_balancer_source_ranges.len().max(1);
+    for (field, mut addresses, cost, served) in [
+        ("status.loadBalancer.ingress", load_balancer, of_load_balancer, &mut service.load_balancer_ips),
+        ("spec.externalIPs", external, ports, &mut service.external_ips),
+    ] {
+        let fitting = addresses.len().min(room / cost);
+        if fitting < addresses.len() {
+            let message = format!(
+                "the Service has {total} frontends (each address with each port, and for load balancers with each source range), and may \
+                 have {most}: give fewer addresses, ports or ranges, or raise --service-budget of the control plane; the first {fitting} of \
+                 {} addresses here are used",
+                addresses.len()
+            );
+            findings.part(field, message, "the others are left out");
+        }
+        addresses.truncate(fitting);
+        room -= fitting * cost;
+        *served = addresses;
+    }
+    Ok(())
+}
+
+/// Checks that a Service is small enough.
+///
+/// # Errors
+/// A sentence that ends in the remedy.
+pub(super) fn check_service(service: &Service) -> Result<(), String> {
+    let mut builder = ChangesBuilder::default();
+    builder.service(service);
+    let bytes = builder.estimated_bytes();
+    if bytes <= MAX_RESOURCE_BYTES {
+        return Ok(());
+    }
+    Err(format!(
+        "the Service takes {bytes} bytes on the wire, and at most {MAX_RESOURCE_BYTES} are allowed: give fewer ports, externalIPs, \
+         load balancer addresses or source ranges"
+    ))
+}
+
+/// Whether an endpoint that several slices define is small enough to be sent with all its ports.
+pub(super) fn may_be_sent(endpoint: &Endpoint) -> bool {
+    let mut builder = ChangesBuilder::default();
+    builder.endpoint(&ServiceKey::new("", ""), endpoint, 0);
+    builder.estimated_bytes() <= MAX_RESOURCE_BYTES
+}
+
+/// Whether a port list is small enough for an endpoint.
+pub(super) fn may_have(ports: &[EndpointPort]) -> bool {
+    ports.iter().map(|port| port.name.len() + PORT_BYTES).sum::<usize>() <= MAX_RESOURCE_BYTES
 }
 
 #[cfg(test)]

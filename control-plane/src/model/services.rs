@@ -8,7 +8,10 @@ use headgate_core::{
 };
 use ipnet::IpNet;
 
-use super::{ModelSettings, annotations, object_set::Reading, parse, problems::Findings, size};
+use super::{
+    ModelSettings, parse,
+    problems::{Findings, Reading},
+};
 use crate::objects::{self, keys};
 
 /// The API's default of `timeoutSeconds`.
@@ -48,10 +51,10 @@ pub(super) fn read(object: &objects::Service, settings: &ModelSettings) -> Readi
     read_policies(spec, &mut service, &mut findings);
     service.session_affinity = session_affinity(spec, &mut findings);
     service.created_unix_seconds = parse::unix_seconds(&object.metadata.creation_timestamp);
-    annotations::read(&object.metadata.annotations, &mut service, &mut findings);
-    let fits = size::fit_frontends(&mut service, settings.service_budget as usize / 5, &mut findings);
+    parse::annotations(&object.metadata.annotations, &mut service, &mut findings);
+    let fits = parse::fit_frontends(&mut service, settings.service_budget as usize / 5, &mut findings);
     let fits =
-        findings.checked("spec.ports", fits).and_then(|()| findings.checked("spec", size::check_service(&service)));
+        findings.checked("spec.ports", fits).and_then(|()| findings.checked("spec", parse::check_service(&service)));
     let value = fits.map(|()| service);
     Reading { value, findings }
 }

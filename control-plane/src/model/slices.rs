@@ -1,10 +1,15 @@
-//! EndpointSlices: the fields that a service proxy needs.
+//! EndpointSlices: the fields that a service proxy needs, and shared copies of their values.
 
 use std::{net::IpAddr, sync::Arc};
 
-use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey, Weight, reach::AddressUse};
+use headgate_core::{
+    Conditions, EndpointPort, Family, Hints, Placement, ServiceKey, Weight, pool::Pool, reach::AddressUse,
+};
 
-use super::{annotations, intern::Interner, object_set::Reading, parse, problems::Findings, size};
+use super::{
+    parse,
+    problems::{Findings, Reading},
+};
 use crate::objects::{self, PodId, keys};
 
 /// What a slice says about an address.
@@ -98,7 +103,7 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
         is_named &= name.is_none_or(|name| findings.checked(field, parse::label(name)).is_some());
     }
     let mut ports = ports(object, &mut findings);
-    if !size::may_have(&ports) {
+    if !parse::may_have(&ports) {
         findings.object("ports", "an endpoint may not have so many ports: give fewer ports, or shorter names");
         ports.clear();
     }
@@ -140,8 +145,8 @@ fn endpoints(
     interner: &mut Interner,
     findings: &mut Findings,
 ) -> Vec<(IpAddr, Facts)> {
-    let weights = annotations::weights(&object.metadata.annotations, findings);
-    let weight_of_all = annotations::weight_of_all(&object.metadata.annotations, findings);
+    let weights = parse::weights(&object.metadata.annotations, findings);
+    let weight_of_all = parse::weight_of_all(&object.metadata.annotations, findings);
     let mut endpoints: Vec<(IpAddr, usize, Facts)> = Vec::with_capacity(object.endpoints.len());
     for (index, written) in object.endpoints.iter().enumerate() {
         let address = address(written, family);
@@ -205,7 +210,7 @@ fn facts(
     let node = known("nodeName", &written.node_name.trim().to_lowercase(), parse::subdomain);
     let zone = known("zone", &written.zone, parse::zone);
     let mut names = |field: &str, list: &[objects::HintName], check: fn(&str) -> Result<(), String>| {
-        list.iter().take(size::MAX_HINTS).filter_map(|hint| known(field, &hint.name, check)).collect()
+        list.iter().take(parse::MAX_HINTS).filter_map(|hint| known(field, &hint.name, check)).collect()
     };
     let (for_zones, for_nodes) =
         written.hints.as_deref().map(|hints| (&*hints.for_zones, &*hints.for_nodes)).unwrap_or_default();
@@ -214,8 +219,8 @@ fn facts(
         nodes: names("hints.forNodes", for_nodes, parse::subdomain),
     };
     for (field, list) in [("hints.forZones", for_zones), ("hints.forNodes", for_nodes)] {
-        if list.len() > size::MAX_HINTS {
-            let message = format!("only the first {} hints of an endpoint count: give fewer", size::MAX_HINTS);
+        if list.len() > parse::MAX_HINTS {
+            let message = format!("only the first {} hints of an endpoint count: give fewer", parse::MAX_HINTS);
             findings.entry(format!("endpoints[{index}].{field}"), message);
         }
     }
@@ -228,5 +233,52 @@ fn facts(
         },
         placement: interner.placement(&placement),
         pod: written.pod,
+    }
+}
+
+// Shared copies of strings, lists and placements. A cluster has many endpoints, but they have few
+// different names, port lists, hints and placements.
+
+/// Shared strings, port lists, hints and placements.
+#[derive(Debug, Default)]
+pub(super) struct Interner {
+    strings: Pool<str>,
+    ports: Pool<[EndpointPort]>,
+    hints: Pool<Hints>,
+    placements: Pool<Placement>,
+}
+
+impl Interner {
+    /// The shared copy of a string; `None` for an empty string.
+    pub(super) fn string(&mut self, text: &str) -> Option<Arc<str>> {
+        (!text.is_empty()).then(|| self.strings.get(text, || text.into()))
+    }
+
+    /// The shared copy of a name, which may be empty.
+    pub(super) fn name(&mut self, text: &str) -> Arc<str> {
+        self.string(text).unwrap_or_default()
+    }
+
+    /// The shared copy of a port list, sorted and without duplicates.
+    pub(super) fn ports(&mut self, mut ports: Vec<EndpointPort>) -> Arc<[EndpointPort]> {
+        ports.sort_unstable();
+        ports.dedup();
+        self.ports.get(ports.as_slice(), || ports.as_slice().into())
+    }
+
+    /// The shared copy of hints, sorted and without duplicates; `None` if there are no
+    /// hints.
+    pub(super) fn hints(&mut self, mut hints: Hints) -> Option<Arc<Hints>> {
+        for list in [&mut hints.zones, &mut hints.nodes] {
+            list.sort_unstable();
+            list.dedup();
+        }
+        let is_empty = hints.zones.is_empty() && hints.nodes.is_empty();
+        (!is_empty).then(|| self.hints.get(&hints, || Arc::new(hints.clone())))
+    }
+
+    /// The shared copy of a placement.
+    pub(super) fn placement(&mut self, placement: &Placement) -> Arc<Placement> {
+        self.placements.get(placement, || Arc::new(placement.clone()))
     }
 }

@@ -1,12 +1,15 @@
-//! The types of objects, with the fields of the API.
+//! The types of objects, with the fields of the API; the pod of an endpoint, and what a pod with the
+//! readiness gate of Headgate needs.
+
+use std::{
+    hash::{BuildHasher as _, RandomState},
+    sync::LazyLock,
+};
 
 use compact_str::CompactString;
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 
-use super::{
-    metadata::{Metadata, first, nullable, nullable_fitting},
-    pod::PodId,
-};
+use super::{Metadata, Text, first, nullable, nullable_fitting};
 
 /// An EndpointSlice.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
@@ -47,7 +50,7 @@ pub struct SliceEndpoint {
     #[serde(default)]
     pub hints: Option<Box<SliceHints>>,
     /// The pod in `targetRef`.
-    #[serde(default, rename = "targetRef", deserialize_with = "super::pod::pod")]
+    #[serde(default, rename = "targetRef", deserialize_with = "pod")]
     pub pod: PodId,
 }
 
@@ -267,5 +270,215 @@ api_types! {
         pub status: String,
         /// The reason, which may be empty.
         pub reason: String,
+    }
+}
+
+// The pod of an endpoint, in a form that needs little memory.
+
+/// The key of the hashes. It is random, so that nobody can choose names with equal hashes.
+static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+
+/// The UID and the name of a pod, as hashes that only this process understands. The default value
+/// means that the endpoint belongs to no pod.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct PodId {
+    uid: u64,
+    name: u64,
+}
+
+impl PodId {
+    /// Creates the identity of a pod in a namespace that is not known yet.
+    #[must_use]
+    pub fn new(uid: &str, name: &str) -> Self {
+        Self { uid: HASHER.hash_one(uid), name: HASHER.hash_one(name) }
+    }
+
+    /// The pod in this namespace. Objects of other namespaces cannot name it, whatever UID they
+    /// give.
+    #[must_use]
+    pub fn in_namespace(self, namespace: &str) -> Self {
+        let name = if self.is_none() { self.name } else { HASHER.hash_one((namespace, self.name)) };
+        Self { name, ..self }
+    }
+
+    /// True if the endpoint belongs to no pod.
+    #[must_use]
+    pub fn is_none(self) -> bool {
+        self == Self::default()
+    }
+
+    /// The hash of the pod's UID.
+    #[must_use]
+    pub fn uid(self) -> u64 {
+        self.uid
+    }
+
+    /// The hash of the pod's namespace and name.
+    #[must_use]
+    pub fn name(self) -> u64 {
+        self.name
+    }
+
+    /// The hash of a namespace and a name, to compare it with [`Self::name`].
+    #[must_use]
+    pub fn name_hash(namespace: &str, name: &str) -> u64 {
+        Self::new("", name).in_namespace(namespace).name
+    }
+}
+
+/// The fields of `targetRef` that are read. A `targetRef` without UID, as people write it, counts
+/// too: the name then identifies the pod.
+#[derive(Deserialize)]
+struct TargetRef<'a> {
+    #[serde(borrow, default)]
+    kind: Option<Text<'a>>,
+    #[serde(borrow, default)]
+    name: Option<Text<'a>>,
+    #[serde(borrow, default)]
+    uid: Option<Text<'a>>,
+}
+
+/// Reads the pod in a `targetRef`, which may be `null`.
+pub(super) fn pod<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PodId, D::Error> {
+    let target = Option::<TargetRef<'de>>::deserialize(deserializer)?;
+    let Some(TargetRef { kind: Some(Text(kind)), name: Some(Text(name)), uid }) = target else {
+        return Ok(PodId::default());
+    };
+    let uid = uid.map(|Text(uid)| uid).unwrap_or_default();
+    Ok(if kind == "Pod" { PodId::new(&uid, &name) } else { PodId::default() })
+}
+
+// Whether a pod waits only for the readiness gate of Headgate (KEP-580, "Pod Readiness Gates").
+
+/// The type of the readiness gate, and of the condition that Headgate sets.
+pub const GATE: &str = "headgate.io/programmed";
+
+/// The reason that the kubelet gives in the condition `Ready` while the containers are ready, and a
+/// readiness gate is not true (`k8s.io/kubernetes` `pkg/kubelet/status/generate.go`).
+const GATES_NOT_READY: &str = "ReadinessGatesNotReady";
+
+/// What a pod with the gate needs to become ready.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GateState {
+    /// The condition of the gate is not true, and everything else is.
+    Waiting,
+    /// The condition of the gate is true, and the kubelet has not set `Ready` yet.
+    Programmed,
+    /// The pod is ready.
+    Ready,
+    /// The pod is not ready for another reason, or it is being deleted.
+    Unready,
+}
+
+impl Pod {
+    /// Whether the pod has the gate. The gates of a pod never change.
+    #[must_use]
+    pub fn has_gate(&self) -> bool {
+        self.spec.readiness_gates.iter().any(|gate| gate.condition_type == GATE)
+    }
+
+    /// What the pod needs to become ready; `None` without the gate.
+    #[must_use]
+    pub fn gate_state(&self) -> Option<GateState> {
+        if !self.has_gate() {
+            return None;
+        }
+        let is_true = |name: &str| self.condition(name).is_some_and(|condition| condition.status == "True");
+        let mut others = self.spec.readiness_gates.iter().filter(|gate| gate.condition_type != GATE);
+        let is_held_back = !is_true("ContainersReady") || !others.all(|gate| is_true(&gate.condition_type));
+        if is_held_back || !self.metadata.deletion_timestamp.is_empty() {
+            return Some(GateState::Unready);
+        }
+        let waits_for_gates = self.condition("Ready").is_none_or(|ready| ready.reason == GATES_NOT_READY);
+        Some(match (is_true(GATE), is_true("Ready")) {
+            (false, _) => GateState::Waiting,
+            (true, true) => GateState::Ready,
+            (true, false) if waits_for_gates => GateState::Programmed,
+            // Something else has made the pod unready, such as the loss of its node.
+            (true, false) => GateState::Unready,
+        })
+    }
+
+    fn condition(&self, name: &str) -> Option<&PodCondition> {
+        self.status.conditions.iter().find(|condition| condition.condition_type == name)
+    }
+}
+
+#[cfg(test)]
+mod pod_tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::objects::SliceEndpoint;
+
+    #[test]
+    fn only_a_target_ref_of_a_pod_names_a_pod() {
+        let read = |target: &str| {
+            let text = format!(r#"{{"addresses": ["10.0.0.1"], "targetRef": {target}}}"#);
+            serde_json::from_str::<SliceEndpoint>(&text).unwrap().pod
+        };
+        assert_eq!(read(r#"{"kind": "Pod", "name": "web-1", "uid": "u\u0031"}"#), PodId::new("u1", "web-1"));
+        assert_eq!(read(r#"{"kind": "Pod", "name": "web-1"}"#), PodId::new("", "web-1"));
+        for other in [r#"{"kind": "VirtualMachine", "name": "web-1", "uid": "u1"}"#, r#"{"kind": "Pod"}"#, "null"] {
+            assert!(read(other).is_none(), "{other}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod gate_tests {
+    #![allow(clippy::unwrap_used)]
+    use serde_json::json;
+
+    use super::*;
+
+    /// A pod with gates, and with conditions that are written `TYPE=STATUS` or
+    /// `TYPE=STATUS/REASON`.
+    fn state(gates: &[&str], conditions: &[&str]) -> Option<GateState> {
+        let gates: Vec<_> = gates.iter().map(|gate| json!({"conditionType": gate})).collect();
+        let condition = |text: &&str| {
+            let (name, rest) = text.split_once('=').unwrap();
+            let (status, reason) = rest.split_once('/').unwrap_or((rest, ""));
+            json!({"type": name, "status": status, "reason": reason})
+        };
+        let conditions: Vec<_> = conditions.iter().map(condition).collect();
+        let pod = json!({"spec": {"readinessGates": gates}, "status": {"conditions": conditions}});
+        serde_json::from_value::<Pod>(pod).unwrap().gate_state()
+    }
+
+    #[test]
+    fn only_a_pod_that_lacks_nothing_but_the_gate_waits() {
+        const OURS: &str = "headgate.io/programmed";
+        const NOT_YET: &str = "Ready=False/ReadinessGatesNotReady";
+        use GateState::{Programmed, Ready, Unready, Waiting};
+        let table: &[(&[&str], &[&str], Option<GateState>)] = &[
+            (&[], &["ContainersReady=True", "Ready=True"], None),
+            (&["other"], &["ContainersReady=True"], None),
+            (&[OURS], &[], Some(Unready)),
+            (&[OURS], &["ContainersReady=False"], Some(Unready)),
+            (&[OURS], &["ContainersReady=True"], Some(Waiting)),
+            (&[OURS], &["ContainersReady=True", NOT_YET], Some(Waiting)),
+            (&[OURS], &["ContainersReady=True", "headgate.io/programmed=False"], Some(Waiting)),
+            (&[OURS, "other"], &["ContainersReady=True", NOT_YET], Some(Unready)),
+            (&[OURS, "other"], &["ContainersReady=True", "other=Unknown"], Some(Unready)),
+            (&[OURS, "other"], &["ContainersReady=True", "other=True"], Some(Waiting)),
+            (&[OURS], &["ContainersReady=True", "headgate.io/programmed=True", NOT_YET], Some(Programmed)),
+            (&[OURS], &["ContainersReady=True", "headgate.io/programmed=True", "Ready=True"], Some(Ready)),
+            (&[OURS], &["ContainersReady=True", "headgate.io/programmed=True", "Ready=False"], Some(Unready)),
+            (&[OURS], &["ContainersReady=False", "headgate.io/programmed=True", NOT_YET], Some(Unready)),
+        ];
+        for (gates, conditions, expected) in table {
+            assert_eq!(state(gates, conditions), *expected, "{gates:?} {conditions:?}");
+        }
+    }
+
+    #[test]
+    fn a_pod_that_is_deleted_does_not_wait() {
+        let pod = json!({
+            "metadata": {"deletionTimestamp": "2024-01-01T00:00:00Z"},
+            "spec": {"readinessGates": [{"conditionType": GATE}]},
+            "status": {"conditions": [{"type": "ContainersReady", "status": "True"}]},
+        });
+        let pod: Pod = serde_json::from_value(pod).unwrap();
+        assert_eq!(pod.gate_state(), Some(GateState::Unready));
     }
 }

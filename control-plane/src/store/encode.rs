@@ -10,8 +10,7 @@ use bytes::Bytes;
 use compact_str::CompactString;
 use headgate_core::{Change, ServiceKey, State, digest::BUCKETS};
 use headgate_proto::{
-    ChangesBuilder, References,
-    frame::frame,
+    ChangesBuilder, References, frame,
     v1::{self, source_position::Kind},
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};

@@ -9,7 +9,7 @@ use std::{collections::BTreeSet, net::Ipv4Addr};
 use headgate_core::{
     Change, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceKey, ServicePort, digest,
 };
-use headgate_proto::{frame::PREFIX_BYTES, v1};
+use headgate_proto::{PREFIX_BYTES, v1};
 use prost::Message as _;
 use v1::server_message::Body;
 

@@ -19,7 +19,7 @@ use headgate_control_plane::{
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{Change, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort};
-use headgate_proto::{frame::PREFIX_BYTES, v1};
+use headgate_proto::{PREFIX_BYTES, v1};
 use prost::Message as _;
 use serde_json::{Value, json};
 

@@ -6,7 +6,7 @@
 //! (docs/decisions/005-own-http2-for-sync.md). With 15,000 agents, this would be 400 MB, and one
 //! core could not check the messages as fast as the replica sends them.
 
-use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES};
+use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, PREFIX_BYTES};
 
 use super::hpack::{self, Status};
 

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
 use bytes::{Buf as _, BufMut as _, Bytes};
 use headgate_core::{Change, Dirty, State, digest, reference::Referable};
-use headgate_proto::{Decoder, digests_to_wire, frame::PREFIX_BYTES, v1};
+use headgate_proto::{Decoder, PREFIX_BYTES, digests_to_wire, v1};
 use prost::Message as _;
 use tokio::{
     sync::mpsc,

@@ -18,7 +18,7 @@ use headgate_control_plane::{
 };
 use headgate_core::{Change, Dirty, State, reference::Referable};
 use headgate_proto::{
-    frame::{PREFIX_BYTES, frame},
+    PREFIX_BYTES, frame,
     v1::{self, inspect_client::InspectClient, peers_client::PeersClient, server_message::Body},
 };
 use http::Request;
@@ -464,8 +464,8 @@ async fn too_many_requests_on_one_stream_are_read_slowly() {
 }
 
 /// Sends `message` a thousand times. The server must read the copies at the pace of
-/// `serve/transport/budget.rs`, and other agents must not be affected. `read` returns the number of
-/// copies that were read.
+/// `serve/transport/connection_limits.rs`, and other agents must not be affected. `read` returns
+/// the number of copies that were read.
 async fn assert_read_slowly(
     replica: &Replica,
     sender: &mut SendStream<Bytes>,

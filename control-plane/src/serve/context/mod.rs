@@ -1,9 +1,7 @@
 //! State that all handlers of a replica share: store, metrics, settings, limits and signals.
 
 mod audit;
-mod failures;
 mod settings;
-mod signal;
 mod tally;
 mod visits;
 mod warnings;
@@ -21,10 +19,8 @@ use tokio::sync::watch;
 pub use self::settings::{EnrolmentSettings, PeerSettings, PeerTls, Ports, ReadinessSettings, Settings};
 pub(crate) use self::{
     audit::{AuditedRequest, audit_object},
-    failures::Failures,
-    signal::Signal,
-    tally::{Counted, Tally},
-    visits::{PositionWait, Visit, Visited, Visits, start as start_visits},
+    tally::{Counted, Failures, Tally},
+    visits::{PositionWait, Signal, Visit, Visited, Visits, start as start_visits},
     warnings::{Warning, Warnings},
 };
 use crate::{metrics::Metrics, store::Store};

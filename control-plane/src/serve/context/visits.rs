@@ -4,18 +4,20 @@
 //! the tasks. So one task per core visits the streams in turn. A visit to a stream without work
 //! costs some tens of nanoseconds. The visits also serve heartbeats and time limits, so that a
 //! stream needs no timer. Responses have only time limits, so a new version causes no visits to
-//! them. A [`super::Signal`] wakes a stream for events that concern only this stream.
+//! them. A [`Signal`] wakes a stream for events that concern only this stream.
 
 use std::{
     num::NonZeroUsize,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
+    task::Waker,
     thread,
     time::Duration,
 };
 
+use futures::task::AtomicWaker;
 use tokio::{
     sync::watch,
     task::{unconstrained, yield_now},
@@ -236,6 +238,53 @@ async fn change<T>(receiver: &mut watch::Receiver<T>) {
     if receiver.changed().await.is_err() {
         // The sender no longer exists, so no further change can arrive.
         std::future::pending::<()>().await;
+    }
+}
+
+// The signal that wakes one stream, and reports that the Node of the stream's agent changed.
+
+/// Wakes the task that serves a stream, for events that concern only this stream. For events that
+/// concern all streams, such as a new version, [`Visits`] visits every stream.
+#[derive(Debug)]
+pub(crate) struct Signal {
+    waker: AtomicWaker,
+    node_changed: AtomicBool,
+}
+
+impl Signal {
+    /// Returns the signal of a new stream, whose Node has not been sent yet.
+    pub(crate) fn new() -> Self {
+        Self { waker: AtomicWaker::new(), node_changed: AtomicBool::new(true) }
+    }
+
+    /// Sets the task to wake. The task must call this method before looking for work. Otherwise,
+    /// the task could miss a signal.
+    pub(crate) fn register(&self, waker: &Waker) {
+        self.waker.register(waker);
+    }
+
+    /// Wakes the stream's task, which then looks for work.
+    pub(crate) fn wake(&self) {
+        self.waker.wake();
+    }
+
+    /// Reports that the Node of the stream's agent changed, and wakes the stream's task.
+    pub(crate) fn change_node(&self) {
+        self.node_changed.store(true, Ordering::Release);
+        self.wake();
+    }
+
+    /// Returns true once after each change of the Node, and once for a new signal.
+    pub(crate) fn take_node_change(&self) -> bool {
+        // The load precedes the swap, because the value is usually false. A write would slow down
+        // other cores that read this memory.
+        self.node_changed.load(Ordering::Acquire) && self.node_changed.swap(false, Ordering::AcqRel)
+    }
+}
+
+impl Visit for Signal {
+    fn visit(&self, _: Instant) {
+        self.wake();
     }
 }
 

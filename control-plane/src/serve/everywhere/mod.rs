@@ -4,7 +4,6 @@
 //! `replicas.rs` follows the other replicas. `here.rs` answers for this replica. `judge.rs`
 //! combines the answers of one round to a verdict.
 
-mod essentials;
 mod here;
 mod judge;
 mod replicas;
@@ -61,7 +60,7 @@ impl Everywhere {
     /// Joins the other replicas, and follows them until `stopped`. Returns once they know this
     /// replica, or cannot be reached.
     pub(crate) async fn start(&self, stopped: CancellationToken) {
-        let essentials = essentials::follow(Arc::clone(&self.fleet.context), self.replicas.clone());
+        let essentials = replicas::reserve(Arc::clone(&self.fleet.context), self.replicas.clone());
         tokio::spawn(stopped.clone().run_until_cancelled_owned(essentials));
         if let Some(replicas) = &self.replicas {
             let run = Arc::clone(replicas).run();

@@ -1,5 +1,6 @@
 //! The other replicas: who they are, which nodes they know, and their answers to questions
-//! (discovery.proto, section 18). One stream to each replica carries all this.
+//! (discovery.proto, section 18). One stream to each replica carries all this. The addresses of
+//! replicas and API servers are reserved.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -10,11 +11,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use headgate_core::ServiceKey;
 use headgate_proto::{
     address_to_wire,
     v1::{self, inspect_client::InspectClient, peers_client::PeersClient},
 };
 use tokio::{
+    net::lookup_host,
     sync::watch,
     task::AbortHandle,
     time::{sleep, timeout, timeout_at},
@@ -24,14 +27,14 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity
 use super::here::Question;
 use crate::{
     serve::{
-        context::{PeerSettings, PeerTls, milliseconds},
+        context::{Context, PeerSettings, PeerTls, milliseconds},
         fleet::{Departed, Fleet},
     },
     store::positions_to_wire,
 };
 
 /// How long a connection attempt may take.
-pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A replica that does not answer a keepalive in this time has vanished.
 const KEEPALIVE: Duration = Duration::from_secs(3);
@@ -42,7 +45,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// How long the answer may take after the end of its wait.
 const ANSWER_GRACE: Duration = Duration::from_secs(2);
 
-/// The pause between two looks at the names of the replicas, and at departed nodes.
+/// The pause between two looks at the names and addresses of replicas, and at departed nodes.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The maximum size of a message: the names of all nodes.
@@ -118,7 +121,7 @@ impl Replicas {
     }
 
     /// The addresses to which the names lead.
-    pub(super) fn addresses(&self) -> Vec<SocketAddr> {
+    fn addresses(&self) -> Vec<SocketAddr> {
         self.known().links.keys().copied().collect()
     }
 
@@ -195,7 +198,7 @@ impl Replicas {
         let mut found = HashMap::new();
         let mut problem = None;
         for (host, port) in &self.settings.names {
-            match timeout(CONNECT_TIMEOUT, tokio::net::lookup_host((host.as_str(), *port))).await {
+            match timeout(CONNECT_TIMEOUT, lookup_host((host.as_str(), *port))).await {
                 Ok(Ok(addresses)) => found.extend(addresses.map(|address| (address, host.clone()))),
                 Ok(Err(error)) => problem = Some(format!("{host} does not resolve: {error}")),
                 Err(_) => problem = Some(format!("{host} does not resolve in time")),
@@ -449,4 +452,40 @@ fn peers(channel: Channel) -> PeersClient<Channel> {
 
 fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     headgate_proto::errors::chain(error)
+}
+
+// Finds the addresses and ports of replicas and API servers, which no Service gets.
+
+/// The maximum number of addresses and ports that are reserved. Those of replicas come first.
+const MAX_RESERVED: usize = 1_000;
+
+/// Tells the store where replicas and API servers are: as options and names say, and as the
+/// endpoints of their Services. A name that cannot be resolved keeps its addresses. Never returns.
+pub(super) async fn reserve(context: Arc<Context>, replicas: Option<Arc<Replicas>>) {
+    let (settings, store) = (&context.settings, &context.store);
+    let enrolment = settings.enrolment.as_ref().map(|enrolment| enrolment.listen);
+    let own: Vec<SocketAddr> = [settings.ports.agents, settings.ports.inspect].into_iter().chain(enrolment).collect();
+    let kubernetes = ServiceKey::new("default", "kubernetes");
+    let endpoints = |key: &ServiceKey| store.endpoints(key).into_iter().map(|(endpoint, _)| endpoint);
+    let ports_of = |headgate_core::Endpoint { address, ports, .. }| {
+        (0..ports.len()).map(move |index| SocketAddr::new(address, ports[index].port))
+    };
+    let mut api_servers: Vec<SocketAddr> = Vec::new();
+    loop {
+        if let Some((host, port)) = &settings.api_server
+            && let Ok(Ok(found)) = timeout(CONNECT_TIMEOUT, lookup_host((host.as_str(), *port))).await
+        {
+            api_servers = found.collect();
+        }
+        let others = replicas.as_ref().map(|replicas| replicas.addresses()).unwrap_or_default();
+        let of_service = settings.balance_service.iter().flat_map(endpoints).map(|endpoint| endpoint.address);
+        let hosts = own.iter().chain(&others).map(SocketAddr::ip).chain(of_service);
+        let of_replicas = hosts.flat_map(|host| own.iter().map(move |own| SocketAddr::new(host, own.port())));
+        let of_servers = api_servers.iter().copied().chain(endpoints(&kubernetes).flat_map(ports_of));
+        let all = of_replicas.chain(of_servers).map(|at| SocketAddr::new(at.ip().to_canonical(), at.port()));
+        // Every machine has the other addresses for itself.
+        let all = all.filter(|at| !(at.ip().is_loopback() || at.ip().is_unspecified()));
+        store.reserve(&all.take(MAX_RESERVED).collect());
+        sleep(LOOK_INTERVAL).await;
+    }
 }

@@ -1,7 +1,8 @@
-//! Data about one stream of an agent. The fleet and the API read these data.
+//! Data about one stream of an agent, which the fleet and the API read: its queries and requests, and
+//! whether it is late.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashMap, VecDeque},
     net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
@@ -15,15 +16,20 @@ use headgate_core::{
     node_state::{NodeState, SETTLED, SourceState},
 };
 use headgate_proto::v1;
+use prost::Message as _;
+use tokio::{
+    sync::mpsc::{Receiver, Sender, channel},
+    task::AbortHandle,
+};
+use tonic::Status;
 
 use super::{
-    Answers, End, Queries, Record,
+    Record,
     progress::{CountedAgent, Progress},
-    record::programmed,
-    rejections::clip,
+    record::{clip, programmed},
 };
 use crate::{
-    serve::context::{Context, Signal, milliseconds},
+    serve::context::{Context, Signal, Warning, milliseconds},
     store::{ResumeMode, Store},
     transaction::Problem,
 };
@@ -288,5 +294,340 @@ impl Agent {
             }
             (NodeState::UpToDate | NodeState::Behind | NodeState::Failing, _) => String::new(),
         }
+    }
+}
+
+// Decides whether an agent is late.
+//
+// An agent may hang or read slowly. The replica sends messages to such an agent until the socket
+// is full, which may take minutes. Each of these messages costs as much time as a message to any
+// other agent. Late agents are visited last ([`crate::serve::context::Visits`]), so that they do
+// not delay other agents.
+
+/// The time after which an agent that has not answered a version is late. A normal agent sends ACKs
+/// 150 to 350 ms apart. An agent that needs more than a second for an ACK programs its kernel
+/// slowly, so a later visit hardly delays this agent.
+const LATE_AFTER: Duration = Duration::from_secs(1);
+
+/// Measures how long an agent has not answered.
+#[derive(Debug, Default)]
+pub(crate) struct Lateness {
+    /// A version without an answer, and a time by which this version had been sent.
+    unanswered: Option<(u64, tokio::time::Instant)>,
+}
+
+impl Lateness {
+    /// Returns true if the agent is late at `now`. An agent becomes late when a version has had no
+    /// answer for [`LATE_AFTER`]. The agent stays late until it answers this version. Call this
+    /// method often, because the wait for an answer is measured from one call to the next.
+    pub(crate) fn look(&mut self, sent_version: u64, answered_version: u64, now: tokio::time::Instant) -> bool {
+        match self.unanswered {
+            Some((version, since)) if version > answered_version => now.saturating_duration_since(since) >= LATE_AFTER,
+            _ => {
+                self.unanswered = (sent_version > answered_version).then_some((sent_version, now));
+                false
+            }
+        }
+    }
+}
+
+// The queries on one stream that the agent has not answered yet (discovery.proto, section 17).
+
+/// The maximum number of unanswered queries on a stream.
+const MAX_ON_STREAM: usize = 4;
+
+/// The maximum size of the parts of an answer, in bytes.
+const MAX_ANSWER_BYTES: usize = 1 << 20;
+
+/// The maximum number of parts that wait for the client. Agents send fewer parts in an answer.
+const MAX_WAITING_PARTS: usize = 128;
+
+/// The unanswered queries on one stream.
+#[derive(Debug, Default)]
+pub(crate) struct Queries {
+    /// True if a query has not been sent yet. Each visit of the stream reads this value without a
+    /// lock.
+    has_unsent: AtomicBool,
+    open: Mutex<OpenQueries>,
+}
+
+#[derive(Debug, Default)]
+struct OpenQueries {
+    last_id: u64,
+    unanswered: Vec<Unanswered>,
+    /// True after the stream has ended.
+    is_over: bool,
+}
+
+#[derive(Debug)]
+struct Unanswered {
+    id: u64,
+    /// `None` after the query was sent.
+    unsent: Option<v1::NodeQuery>,
+    received_bytes: usize,
+    /// The parts of the answer that wait for the client.
+    parts: Sender<Result<v1::Answer, Status>>,
+}
+
+impl Queries {
+    /// Returns a query that has not been sent on the stream yet.
+    pub(crate) fn take_unsent(&self) -> Option<v1::Query> {
+        if !self.has_unsent.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut open = self.open();
+        let mut unsent = open.unanswered.iter_mut().filter(|query| query.unsent.is_some());
+        let next = unsent.next().map(|query| v1::Query { id: query.id, query: query.unsent.take() });
+        self.has_unsent.store(unsent.next().is_some(), Ordering::Release);
+        next
+    }
+
+    /// Passes a part of an answer to the client. Returns false if the query is unknown, for example
+    /// because its client has gone.
+    pub(crate) fn answer(&self, answer: v1::Answer) -> bool {
+        let mut open = self.open();
+        let Some(index) = open.unanswered.iter().position(|query| query.id == answer.id) else { return false };
+        let query = &mut open.unanswered[index];
+        query.received_bytes += answer.encoded_len();
+        let is_too_large = query.received_bytes > MAX_ANSWER_BYTES;
+        let is_last = answer.is_last || is_too_large;
+        let part = if is_too_large {
+            let text = "the answer has more than 1 MiB: ask for less, such as a single Service";
+            Err(Status::resource_exhausted(text))
+        } else {
+            Ok(answer)
+        };
+        // A client that reads too slowly loses the answer. So does a client that has gone.
+        if query.parts.try_send(part).is_err() || is_last {
+            open.unanswered.swap_remove(index);
+        }
+        true
+    }
+
+    /// Ends all queries, because the stream has ended.
+    pub(super) fn close(&self) {
+        let mut open = self.open();
+        open.is_over = true;
+        open.unanswered = Vec::new();
+    }
+
+    pub(super) fn add(&self, node: &str, query: v1::NodeQuery) -> Result<(u64, AnswerParts), Status> {
+        let mut open = self.open();
+        if open.is_over {
+            return Err(stream_ended(node));
+        }
+        if open.unanswered.len() >= MAX_ON_STREAM {
+            let text = format!("{MAX_ON_STREAM} queries already wait for the agent of node {node}: ask again later");
+            return Err(Status::resource_exhausted(text));
+        }
+        open.last_id += 1;
+        let (id, (parts, received)) = (open.last_id, channel(MAX_WAITING_PARTS));
+        open.unanswered.push(Unanswered { id, unsent: Some(query), received_bytes: 0, parts });
+        self.has_unsent.store(true, Ordering::Release);
+        Ok((id, received))
+    }
+
+    pub(super) fn remove(&self, id: u64) {
+        self.open().unanswered.retain(|query| query.id != id);
+    }
+
+    fn open(&self) -> MutexGuard<'_, OpenQueries> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+pub(super) type AnswerParts = Receiver<Result<v1::Answer, Status>>;
+
+/// The status of a query whose stream ended.
+pub(super) fn stream_ended(node: &str) -> Status {
+    let text = format!("the stream of the agent of node {node} ended, or the answer was read too slowly: ask again");
+    Status::unavailable(text)
+}
+
+// The requests of one agent for the drain barrier, and the answers that wait to be sent
+// (discovery.proto, section 18).
+
+/// The maximum number of requests on a stream that are not answered, or whose answers are not sent.
+/// An agent that keeps to the contract never has more, because it counts a request until it has the
+/// answer.
+pub(crate) const MAX_OPEN: usize = 1_024;
+
+/// The requests and answers of one stream.
+#[derive(Debug, Default)]
+pub(crate) struct Answers {
+    /// True if an answer waits. Each visit of the stream reads this value without a lock.
+    has_unsent: AtomicBool,
+    open: Mutex<OpenRequests>,
+}
+
+#[derive(Debug, Default)]
+struct OpenRequests {
+    running: HashMap<u64, AbortHandle>,
+    unsent: VecDeque<v1::BarrierAnswer>,
+}
+
+impl Answers {
+    /// Starts the work for a request. Returns false if the stream has too many requests.
+    pub(crate) fn begin(&self, id: u64, start: impl FnOnce() -> AbortHandle) -> bool {
+        let mut open = self.open();
+        let is_accepted = open.running.len() + open.unsent.len() < MAX_OPEN;
+        if is_accepted {
+            // The work cannot end before the lock is released.
+            open.running.insert(id, start());
+        }
+        is_accepted
+    }
+
+    /// Adds the answer to a request. The caller wakes the stream.
+    pub(crate) fn finish(&self, answer: v1::BarrierAnswer) {
+        let mut open = self.open();
+        if open.running.remove(&answer.id).is_some() {
+            open.unsent.push_back(answer);
+            self.has_unsent.store(true, Ordering::Release);
+        }
+    }
+
+    /// Ends a request without an answer.
+    pub(crate) fn cancel(&self, id: u64) {
+        let mut open = self.open();
+        if let Some(handle) = open.running.remove(&id) {
+            handle.abort();
+        }
+        open.unsent.retain(|answer| answer.id != id);
+    }
+
+    /// Returns the next answer to send.
+    pub(crate) fn take(&self) -> Option<v1::BarrierAnswer> {
+        if !self.has_unsent.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut open = self.open();
+        let next = open.unsent.pop_front();
+        self.has_unsent.store(!open.unsent.is_empty(), Ordering::Release);
+        next
+    }
+
+    /// Ends all requests, because the stream has ended.
+    pub(super) fn close(&self) {
+        let OpenRequests { running, .. } = std::mem::take(&mut *self.open());
+        running.values().for_each(AbortHandle::abort);
+    }
+
+    fn open(&self) -> MutexGuard<'_, OpenRequests> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+// The reason why a stream ends, its counter, and its log line.
+
+/// Why a stream ends.
+#[derive(Debug, Clone)]
+pub(crate) struct End {
+    pub(crate) status: Status,
+    /// The `reason` label of the metric that counts the end.
+    pub(crate) reason: &'static str,
+    /// True if the stream ends because of what the agent did, or because of its identity.
+    pub(crate) is_refusal: bool,
+}
+
+impl End {
+    /// Returns an end for which the agent is responsible.
+    pub(crate) fn refusal(reason: &'static str, status: Status) -> Self {
+        Self { status, reason, is_refusal: true }
+    }
+
+    /// Returns an end for which the agent is not responsible.
+    pub(crate) fn plain(reason: &'static str, status: Status) -> Self {
+        Self { status, reason, is_refusal: false }
+    }
+
+    /// Counts and logs the end of a stream. `node` is empty if the stream ends before `Hello`.
+    pub(crate) fn record(&self, context: &Context, address: SocketAddr, node: &str) {
+        let (reason, status) = (self.reason, self.status.message());
+        if self.is_refusal {
+            context.metrics.streams_rejected.of([reason]).inc();
+            if context.warnings.admit(Warning::StreamRefused, tokio::time::Instant::now()) {
+                tracing::warn!(%address, node, reason, status, "stream refused");
+            }
+        } else {
+            context.metrics.streams_ended.of([reason]).inc();
+            tracing::info!(%address, node, reason, "stream ended");
+        }
+    }
+}
+
+#[cfg(test)]
+mod lateness_tests {
+    use super::*;
+
+    #[test]
+    fn an_agent_is_late_while_it_does_not_answer() {
+        let (start, mut lateness) = (tokio::time::Instant::now(), Lateness::default());
+        let at = |ms| start + Duration::from_millis(ms);
+        // A version is sent every 50 ms, and is answered 500 ms later.
+        for ms in (0..10_000).step_by(50) {
+            assert!(!lateness.look(ms / 50, (ms / 50).saturating_sub(10), at(ms)), "after {ms} ms");
+        }
+        // An agent is not late while nothing is sent.
+        assert!(!lateness.look(200, 200, at(10_000)) && !lateness.look(200, 200, at(60_000)));
+        assert!(!lateness.look(201, 200, at(60_000)));
+        assert!(!lateness.look(210, 200, at(60_999)));
+        assert!(lateness.look(211, 200, at(61_000)) && lateness.look(211, 200, at(600_000)));
+        // After an answer to some versions, the time for the other versions starts again.
+        assert!(!lateness.look(300, 250, at(600_001)) && !lateness.look(400, 250, at(601_000)));
+        assert!(lateness.look(400, 299, at(601_001)));
+        assert!(!lateness.look(400, 400, at(601_002)));
+    }
+}
+
+#[cfg(test)]
+mod queries_tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn query() -> v1::NodeQuery {
+        let kind = v1::node_query::Kind::Status(v1::NodeStatusQuery {});
+        v1::NodeQuery { kind: Some(kind) }
+    }
+
+    fn part(id: u64, text_bytes: usize) -> v1::Answer {
+        let text = "x".repeat(text_bytes);
+        let kind = Some(v1::node_answer::Kind::Metrics(v1::MetricsText { text }));
+        v1::Answer { id, part: Some(v1::NodeAnswer { kind }), ..v1::Answer::default() }
+    }
+
+    #[test]
+    fn each_query_is_sent_once_and_the_number_is_limited() {
+        let queries = Queries::default();
+        let asked: Vec<_> = (0..MAX_ON_STREAM).map(|_| queries.add("n1", query()).unwrap()).collect();
+        let refused = queries.add("n1", query()).unwrap_err();
+        assert!(refused.message().contains("node n1"), "{refused}");
+        let sent: Vec<u64> = std::iter::from_fn(|| queries.take_unsent()).map(|query| query.id).collect();
+        assert_eq!(sent, [1, 2, 3, 4]);
+        queries.remove(asked[0].0);
+        queries.add("n1", query()).unwrap();
+        assert_eq!(queries.take_unsent().unwrap().id, 5);
+    }
+
+    #[test]
+    fn an_answer_that_is_too_large_ends_with_an_error() {
+        let queries = Queries::default();
+        let (id, mut parts) = queries.add("n1", query()).unwrap();
+        for _ in 0..5 {
+            queries.answer(part(id, 250 << 10));
+        }
+        let received: Vec<_> = std::iter::from_fn(|| parts.try_recv().ok()).collect();
+        assert_eq!(received.iter().filter(|part| part.is_ok()).count(), 4);
+        assert!(received[4].is_err() && received.len() == 5);
+        assert!(!queries.answer(part(id, 1)), "the query is over");
+    }
+
+    #[tokio::test]
+    async fn the_end_of_the_stream_ends_its_queries() {
+        let queries = Queries::default();
+        let (_, mut parts) = queries.add("n1", query()).unwrap();
+        queries.close();
+        assert!(parts.recv().await.is_none());
+        assert_eq!(queries.add("n1", query()).unwrap_err().code(), tonic::Code::Unavailable);
     }
 }

@@ -12,8 +12,8 @@ use tonic::Status;
 
 use super::{
     Agent, Fleet,
-    queries::{AnswerParts, stream_ended},
-    rejections::clip,
+    agent::{AnswerParts, stream_ended},
+    record::clip,
 };
 
 /// The maximum number of unanswered queries of a replica.

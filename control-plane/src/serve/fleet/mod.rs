@@ -1,15 +1,10 @@
 //! The agents that follow this replica, and what they have programmed.
 
 mod agent;
-mod answers;
 mod ask;
 pub(crate) mod balance;
-mod end;
-mod lateness;
 mod progress;
-mod queries;
 mod record;
-mod rejections;
 mod roster;
 
 use std::{
@@ -23,21 +18,16 @@ use headgate_proto::v1;
 use tokio::sync::{Semaphore, watch};
 use tonic::Status;
 
+pub use self::roster::Departed;
 pub(crate) use self::{
-    agent::Agent,
-    answers::{Answers, MAX_OPEN},
+    agent::{Agent, End, Lateness, MAX_OPEN},
     ask::Asked,
-    end::End,
-    lateness::Lateness,
     progress::Progress,
-    queries::Queries,
-    record::Record,
-    rejections::{Rejections, clip},
+    record::{Record, Rejections, clip},
     roster::Roster,
 };
 use super::context::Context;
 use crate::{objects::PodId, store::NodeObserver, transaction::Problem};
-pub use roster::Departed;
 
 /// The maximum number of rejections that are problems of the fleet.
 const MAX_REJECTED: usize = 1_000;

@@ -1,8 +1,6 @@
 //! The messages of one stream of deltas: what the replica sends to the agent, and what the agent
 //! answers. [`super::transport`] reads and writes the connection.
 
-mod hello;
-mod inbound;
 mod session;
 mod snapshot_queue;
 mod standing;
@@ -11,8 +9,7 @@ use std::sync::Arc;
 
 use self::snapshot_queue::SnapshotQueue;
 pub(crate) use self::{
-    inbound::{closed_by_agent, malformed, too_large},
-    session::{Session, closed_before_hello, no_hello_in_time, stopping},
+    session::{Session, closed_before_hello, closed_by_agent, malformed, no_hello_in_time, stopping, too_large},
     standing::{ANSWERED, standing},
 };
 use super::{

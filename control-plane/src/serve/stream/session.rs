@@ -1,5 +1,5 @@
-//! One stream to an agent: the session decides which message is sent next. The connection requests
-//! one message at a time.
+//! One stream to an agent: the session checks its `Hello`, handles its messages, and decides which
+//! message is sent next. The connection requests one message at a time.
 //!
 //! There is no queue between the store and the connection. When the connection can send a message,
 //! the session looks up the next message at its cursor. So a connection that is blocked needs no
@@ -10,30 +10,29 @@
 use std::{
     collections::BTreeMap,
     sync::{Arc, atomic::Ordering},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use bytes::Bytes;
-use headgate_core::node_state::SourceState;
-use headgate_proto::{node_to_wire, v1};
+use headgate_core::{dns_name::check_subdomain, node_state::SourceState};
+use headgate_proto::{
+    node_to_wire,
+    v1::{self, agent_message::Body as Received, server_message::Body},
+};
 use tokio::time::Instant;
 use tonic::Status;
-use v1::server_message::Body;
 
-use super::{
-    Streams,
-    hello::{self, Admitted},
-    inbound,
-    snapshot_queue::Ticket,
-};
+use super::{Streams, snapshot_queue::Ticket};
 use crate::{
     identity::{Expiry, Peer},
-    metrics::kind_name,
+    metrics::{Metrics, kind_name},
     serve::{
         context::{Context, Lifecycle, PositionWait, Signal, Warning, milliseconds},
-        fleet::{Agent, End, Lateness, balance},
+        fleet::{Agent, End, Lateness, balance, clip},
     },
-    store::{BehindWait, Cursor, NotYet, OwnNode, ResumeMode, Resumption, Wait, positions_to_wire, server_frame},
+    store::{
+        BehindWait, Cursor, NotYet, OwnNode, Resume, ResumeMode, Resumption, Wait, positions_to_wire, server_frame,
+    },
     transaction::SourceKind,
 };
 
@@ -119,11 +118,11 @@ impl Session {
         signal: &Arc<Signal>,
         now: Instant,
     ) -> Result<Self, End> {
-        let Some(v1::agent_message::Body::Hello(hello)) = &first.body else {
+        let Some(Received::Hello(hello)) = &first.body else {
             let text = "the first message of a stream must be Hello";
             return Err(End::refusal("no_hello", Status::invalid_argument(text)));
         };
-        let admitted = hello::admit(hello, peer, &streams.context)?;
+        let admitted = admit(hello, peer, &streams.context)?;
         if !streams.everywhere.is_announced() {
             let text = "this replica starts, and the other replicas do not know it yet: try again";
             return Err(End::plain("starting", Status::unavailable(text)));
@@ -212,7 +211,7 @@ impl Session {
     ///
     /// The end of the stream.
     pub(crate) fn take(&self, message: v1::AgentMessage, now: Instant) -> Result<(), End> {
-        inbound::take(message, &self.agent, &self.streams, now)
+        take(message, &self.agent, &self.streams, now)
     }
 
     /// Returns why the stream has to end, or `None` if the stream continues.
@@ -394,4 +393,149 @@ impl Drop for Session {
         let end = self.end(now).unwrap_or_else(|| End::plain("disconnected", Status::ok("")));
         end.record(&self.streams.context, self.agent.address, &self.agent.node);
     }
+}
+
+// Handles the messages that an agent sends after its `Hello`.
+
+/// Returns the end of a stream on which a message is longer than discovery.proto allows.
+pub(crate) fn too_large() -> End {
+    let text = format!("a message of an agent may have {} bytes at most", headgate_proto::MAX_AGENT_MESSAGE_BYTES);
+    End::refusal("message_too_large", Status::resource_exhausted(text))
+}
+
+/// Returns the end of a stream on which a message cannot be decoded.
+pub(crate) fn malformed(problem: &str) -> End {
+    let text = format!("not a headgate.v1.AgentMessage: {problem}");
+    End::refusal("malformed_message", Status::invalid_argument(text))
+}
+
+/// Returns the end of a stream that the agent has closed after a complete message.
+pub(crate) fn closed_by_agent() -> End {
+    End::plain("closed_by_agent", Status::ok(""))
+}
+
+/// Handles one message.
+///
+/// # Errors
+///
+/// The end of the stream, after a message that may only be the first.
+fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Streams, now: Instant) -> Result<(), End> {
+    let Context { metrics, warnings, .. } = &*streams.context;
+    let Some(body) = message.body else {
+        // The message is empty, or has a type that only newer agents send (discovery.proto, section
+        // 12).
+        metrics.agent_messages_ignored.of(["unknown_message"]).inc();
+        return Ok(());
+    };
+    match body {
+        Received::Hello(_) | Received::Standing(_) => {
+            let text = "Hello and a request for the standing may be only the first message of a stream";
+            return Err(End::refusal("second_hello", Status::invalid_argument(text)));
+        }
+        Received::Ack(ack) => {
+            metrics.agent_messages.of(["ack"]).inc();
+            if was_sent(ack.version, agent, metrics) {
+                agent.ack(&ack, now.into_std());
+            }
+        }
+        Received::Nack(nack) => {
+            metrics.agent_messages.of(["nack"]).inc();
+            metrics.rejected_resources.inc_by(nack.rejections.len() as u64);
+            if let Some(first) = nack.rejections.first()
+                && warnings.admit(Warning::Rejected, now)
+            {
+                let count = nack.rejections.len();
+                // The texts come from a peer, so they are cut before they are logged.
+                let (resource, field, reason) = (clip(&first.resource), clip(&first.field), clip(&first.reason));
+                tracing::warn!(node = %agent.node, version = nack.version, count, resource, field, reason, "agent cannot use resources");
+            }
+            agent.update(|record| record.nack(&nack));
+        }
+        Received::ApplyFailed(failed) => {
+            metrics.agent_messages.of(["apply_failed"]).inc();
+            if warnings.admit(Warning::ApplyFailed, now) {
+                tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = clip(&failed.error), "agent failed to program its kernel and retries");
+            }
+            if failed.version <= agent.sent_version() {
+                agent.answered(failed.version);
+            }
+            agent.update(|record| record.failed(&failed));
+        }
+        Received::Answer(answer) => {
+            metrics.agent_messages.of(["answer"]).inc();
+            if !agent.queries.answer(answer) {
+                metrics.agent_messages_ignored.of(["unknown_query"]).inc();
+            }
+        }
+        Received::Barrier(request) => {
+            metrics.agent_messages.of(["barrier"]).inc();
+            streams.barrier.begin(agent, request)?;
+        }
+        Received::Status(status) => {
+            metrics.agent_messages.of(["status"]).inc();
+            agent.update(|record| record.status(&status));
+        }
+    }
+    Ok(())
+}
+
+/// Returns true if `version` was sent on this stream. An ACK of any other version is ignored: the
+/// ACK may name a version of the replica that the agent followed before.
+fn was_sent(version: u64, agent: &Agent, metrics: &Metrics) -> bool {
+    let was_sent = version <= agent.sent_version();
+    if !was_sent {
+        metrics.agent_messages_ignored.of(["version_not_sent"]).inc();
+        tracing::debug!(node = %agent.node, version, sent = agent.sent_version(), "ACK of a version that was not sent");
+    }
+    was_sent
+}
+
+// Checks the `Hello` of an agent.
+
+/// The contents of an accepted `Hello`.
+#[derive(Debug)]
+struct Admitted {
+    node: Arc<str>,
+    resume: Option<Resume>,
+}
+
+/// Checks a `Hello` against the identity that the peer has proved.
+///
+/// # Errors
+///
+/// The end of the stream, with the status that discovery.proto specifies. The agent may retry with
+/// another `Hello`.
+fn admit(hello: &v1::Hello, peer: &Peer, context: &Context) -> Result<Admitted, End> {
+    admit_node(&hello.node_name, peer, context)?;
+    let resume = hello.resume.as_ref().map(resume).transpose()?;
+    Ok(Admitted { node: hello.node_name.as_str().into(), resume })
+}
+
+/// Checks the name of an agent's node against the identity that the peer has proved, and with
+/// `--streams-from-node-address` against its address.
+///
+/// # Errors
+///
+/// The end of the stream, as for [`admit`].
+pub(super) fn admit_node(node_name: &str, peer: &Peer, context: &Context) -> Result<(), End> {
+    check_subdomain(node_name)
+        .map_err(|problem| End::refusal("invalid_hello", Status::invalid_argument(format!("node_name: {problem}"))))?;
+    peer.may_follow(node_name, SystemTime::now())
+        .map_err(|denied| End::refusal(denied.reason(), Status::from(denied)))?;
+    let address = peer.address.ip().to_canonical();
+    let known = context.settings.streams_from_node_address.then(|| context.store.node(node_name).node);
+    if known.is_none_or(|node| node.is_some_and(|node| node.addresses.contains(&address))) {
+        return Ok(());
+    }
+    let text = format!(
+        "the control plane knows no Node {node_name} with the address {address}; if addresses are translated on the way, start it without --streams-from-node-address"
+    );
+    Err(End::refusal("node_address", Status::permission_denied(text)))
+}
+
+fn resume(wire: &v1::Resume) -> Result<Resume, End> {
+    Resume::from_wire(wire).ok_or_else(|| {
+        let text = "Hello.resume.digests: must have one sum of 16 bytes and one count for each of 1,024 buckets";
+        End::refusal("invalid_hello", Status::invalid_argument(text))
+    })
 }

@@ -12,7 +12,7 @@ use headgate_core::node_state::SourceState;
 use headgate_proto::v1::{self, server_message::Body};
 use tokio::time::Instant;
 
-use super::{Streams, hello, session};
+use super::{Streams, session};
 use crate::{
     identity::Peer,
     serve::{
@@ -37,7 +37,7 @@ pub(crate) fn standing(
     request: &v1::StandingRequest,
     now: Instant,
 ) -> Result<Bytes, End> {
-    hello::admit_node(&request.node_name, peer, &streams.context)?;
+    session::admit_node(&request.node_name, peer, &streams.context)?;
     session::admit_stream(streams, peer, &request.node_name, now)?;
     let context = &streams.context;
     let store = &context.store;

@@ -1,15 +1,19 @@
 //! The general server: a connection for everything except streams of agents. The general server is
-//! hyper's HTTP/2 server in front of tonic's services.
+//! hyper's HTTP/2 server in front of tonic's services. It closes connections whose clients do not read
+//! a response.
 
 use std::{
     io,
     pin::{Pin, pin},
-    sync::Arc,
-    task::{Context, Poll, ready},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{self, Poll, Wake, Waker, ready},
     time::{Duration, SystemTime},
 };
 
+use bytes::Bytes;
+use futures::task::AtomicWaker;
 use http::Request;
+use http_body::{Frame, SizeHint};
 use hyper::{body::Incoming, server::conn::http2, service::service_fn};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::{
@@ -17,18 +21,19 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 use tokio_util::sync::CancellationToken;
-use tonic::{body::Body, service::Routes};
+use tonic::{Status, body::Body, service::Routes};
 use tower::Service as _;
 
 use super::{
     KEEPALIVE,
-    budget::Budget,
-    connection_limits::HeldConnection,
+    connection_limits::{Budget, HeldConnection},
     listener::Connection,
-    stalled_responses::{Caller, Watched},
     sync_connection::PREFACE,
 };
-use crate::serve::context;
+use crate::{
+    identity::Peer,
+    serve::context::{AuditedRequest, Context, Visit, Visited},
+};
 
 /// The maximum number of requests that a connection may have open at the same time, and the number
 /// for a replica, which asks for each pod that waits.
@@ -42,7 +47,7 @@ const REQUEST_WINDOW_BYTES: u32 = 65_535;
 #[derive(Clone)]
 pub(crate) struct General {
     pub(crate) routes: Routes,
-    pub(crate) context: Arc<context::Context>,
+    pub(crate) context: Arc<Context>,
     /// The server sends GOAWAY on every connection when this token is cancelled.
     pub(crate) shutdown: CancellationToken,
     /// The server closes every connection when this token is cancelled.
@@ -79,7 +84,7 @@ impl General {
             async move {
                 let (mut head, body) = request.into_parts();
                 head.extensions.insert(caller.peer.clone());
-                let audited = context::AuditedRequest::begin(&caller.peer, &mut head);
+                let audited = AuditedRequest::begin(&caller.peer, &mut head);
                 let response = routes.call(Request::from_parts(head, Body::new(body))).await;
                 if let (Some(audited), Ok(response)) = (audited, &response) {
                     audited.record(&context, response.headers());
@@ -125,7 +130,11 @@ impl<R> Budgeted<R> {
 }
 
 impl<R: AsyncRead + Unpin> AsyncRead for Budgeted<R> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut task::Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         if let Some(pause) = &mut self.pause {
             ready!(pause.as_mut().poll(cx));
         }
@@ -146,6 +155,112 @@ impl<R: AsyncRead + Unpin> AsyncRead for Budgeted<R> {
         self.budget.spend(bytes, now);
         self.pause = self.budget.pause(now).map(|pause| Box::pin(sleep(pause)));
         Poll::Ready(Ok(()))
+    }
+}
+
+// Closes connections of the general server whose clients do not read a response.
+//
+// A client can leave its flow-control window at zero (RFC 9113, 6.9) and still answer pings. The
+// response would then stay in memory for ever, because the server requests more data from a body
+// only when the window has room. So the server closes the connection of a client that reads
+// nothing of a pending response for some time.
+
+/// The client of a request, and its connection.
+#[derive(Debug, Clone)]
+struct Caller {
+    peer: Peer,
+    /// Cancelling this token closes the connection.
+    closed: CancellationToken,
+}
+
+/// The state of one response.
+struct Response {
+    context: Arc<Context>,
+    caller: Caller,
+    /// Wakes the server's task for the response.
+    server: AtomicWaker,
+    /// The time since which the response has had data that the client does not read; `None` while
+    /// the response has no such data.
+    pending_since: Mutex<Option<Instant>>,
+}
+
+impl Response {
+    fn pending_since(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.pending_since.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_pending(&self) {
+        self.pending_since().get_or_insert_with(Instant::now);
+    }
+
+    fn limit(&self) -> Duration {
+        self.context.settings.stalled_response_timeout
+    }
+}
+
+impl Wake for Response {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.set_pending();
+        self.server.wake();
+    }
+}
+
+impl Visit for Response {
+    fn visit(&self, now: Instant) {
+        if self.pending_since().take_if(|since| *since + self.limit() <= now).is_some() {
+            self.context.metrics.stalled_responses.inc();
+            let (address, seconds) = (self.caller.peer.address, self.limit().as_secs());
+            tracing::info!(%address, seconds, "connection closed: the client does not read a response");
+            self.caller.closed.cancel();
+        }
+    }
+}
+
+/// The body of a response. If the client does not read the body, the connection is closed.
+struct Watched {
+    body: Body,
+    response: Arc<Response>,
+    _visited: Visited,
+}
+
+impl Watched {
+    /// Watches whether `caller` reads `body`.
+    fn new(body: Body, context: &Arc<Context>, caller: Caller) -> Self {
+        let pending_since = Mutex::new(Some(Instant::now()));
+        let response =
+            Arc::new(Response { context: Arc::clone(context), caller, server: AtomicWaker::new(), pending_since });
+        let visited = context.visits.add_timed(Arc::<Response>::clone(&response));
+        Self { body, response, _visited: visited }
+    }
+}
+
+impl http_body::Body for Watched {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut task::Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = self.get_mut();
+        this.response.server.register(cx.waker());
+        // The server asks for data only if the client's window has room.
+        *this.response.pending_since() = None;
+        let waker = Waker::from(Arc::clone(&this.response));
+        let polled = Pin::new(&mut this.body).poll_frame(&mut task::Context::from_waker(&waker));
+        if let Poll::Ready(Some(_)) = &polled {
+            this.response.set_pending();
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 
@@ -181,7 +296,7 @@ mod tests {
         let metrics = Arc::<Metrics>::default();
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let settings = Settings { hello_timeout: Duration::from_secs(600), ..Settings::default() };
-        let context = context::Context::new(store, metrics, settings);
+        let context = Context::new(store, metrics, settings);
         let (shutdown, stopped) = (CancellationToken::new(), CancellationToken::new());
         let general = General { routes: Routes::default(), context, shutdown, stopped };
         let connection = Connection { io: Either::Left(Either::Left(io)), peer, denied_by: Vec::new() };

@@ -90,7 +90,6 @@ pub(crate) struct Handshakes {
     states: [&'static str; 2],
 }
 
-#[derive(Debug)]
 struct Share {
     /// The connections that wait, by network.
     waiting: Arc<Tally<Network>>,
@@ -100,7 +99,6 @@ struct Share {
 }
 
 /// The queue of one network.
-#[derive(Debug)]
 struct NetworkQueue {
     /// One permit for each handshake of the network that may run.
     places: Semaphore,

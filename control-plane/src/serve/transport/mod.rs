@@ -4,14 +4,11 @@
 //! connection. On the other port, the *general server*, [`general_connection`], answers everything
 //! else. This module does not depend on the services of the general server.
 
-mod budget;
-mod client_verifier;
 mod connection_limits;
 mod general_connection;
 mod handshakes;
 mod listener;
 mod server;
-mod stalled_responses;
 mod sync_connection;
 pub mod tls;
 

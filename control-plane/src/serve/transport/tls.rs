@@ -3,6 +3,7 @@
 //! At the start, it is an error if files are missing or malformed or do not match each other.
 //! Later, the last good files stay in use until all files are good again. A reload does not affect
 //! open connections: each handshake uses the configuration that is current when it begins.
+//! `ClientVerifier` verifies the certificates of clients.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -11,12 +12,24 @@ use std::{
 
 use arc_swap::ArcSwap;
 use headgate_tls::{Denied, FileError, Files, Loaded, Material, Reloader, Validity, date};
-use rustls::{ServerConfig, crypto::ring, server::NoServerSessionStorage, sign::SingleCertAndKey};
+use rustls::{
+    CertificateError, DigitallySignedStruct, DistinguishedName, Error, RootCertStore, ServerConfig, SignatureScheme,
+    client::danger::HandshakeSignatureValid,
+    crypto::{CryptoProvider, ring},
+    pki_types::{CertificateDer, UnixTime},
+    server::{
+        NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier,
+        danger::{ClientCertVerified, ClientCertVerifier},
+    },
+    sign::SingleCertAndKey,
+};
 use tokio::{sync::watch, task::spawn_blocking, time::sleep};
 use tokio_util::sync::CancellationToken;
 
-use super::client_verifier::ClientVerifier;
-use crate::metrics::Metrics;
+use crate::{
+    identity::{self, Identity},
+    metrics::Metrics,
+};
 
 /// How often the files are read. What one read alone finds does not count, because programs write
 /// certificate, key and authorities one after the other.
@@ -192,6 +205,84 @@ fn configs(material: &Material) -> Result<Configs, rustls::Error> {
     streams.send_tls13_tickets = TICKETS;
     let enrolment = config(false, "http/1.1")?;
     Ok(Configs { streams: Arc::new(streams), enrolment: Arc::new(enrolment), denied: material.denied.clone() })
+}
+
+// Verifies the certificates of clients. Each role has its authorities: those of nodes sign only
+// for nodes, so who has their key, as each replica has for enrolment, is no reader and no replica.
+
+/// The verifiers of the roles, and what is denied in each role.
+#[derive(Debug)]
+struct ClientVerifier {
+    nodes: Arc<dyn ClientCertVerifier>,
+    others: Arc<dyn ClientCertVerifier>,
+    denied: Denied,
+    is_mandatory: bool,
+}
+
+impl ClientVerifier {
+    /// Returns a verifier for clients that need a certificate if `is_mandatory`.
+    ///
+    /// # Errors
+    ///
+    /// There is no authority.
+    fn new(
+        material: &Material,
+        provider: &Arc<CryptoProvider>,
+        is_mandatory: bool,
+    ) -> Result<Self, VerifierBuilderError> {
+        let verifier = |roots: &RootCertStore| {
+            WebPkiClientVerifier::builder_with_provider(Arc::new(roots.clone()), Arc::clone(provider)).build()
+        };
+        let others = verifier(&material.authorities)?;
+        let nodes = verifier(&material.node_authorities)?;
+        Ok(Self { nodes, others, denied: material.denied.clone(), is_mandatory })
+    }
+}
+
+impl ClientCertVerifier for ClientVerifier {
+    fn client_auth_mandatory(&self) -> bool {
+        self.is_mandatory
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        // A client has one certificate, and needs no hint to choose it.
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let identity = identity::from_certificate(certificate).ok().map(|(identity, _)| identity);
+        let verifier = if matches!(identity, Some(Identity::Node(_))) { &self.nodes } else { &self.others };
+        let verified = verifier.verify_client_cert(certificate, intermediates, now)?;
+        let entries = Denied::entries_of(certificate, identity.and_then(|identity| identity.uri()));
+        if self.denied.contains(&entries) { Err(CertificateError::Revoked.into()) } else { Ok(verified) }
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.others.verify_tls12_signature(message, certificate, signed)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.others.verify_tls13_signature(message, certificate, signed)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.others.supported_verify_schemes()
+    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
 //! Objects from a Kubernetes API server, with one watch for each kind.
 
-mod plan;
 mod watch;
 mod wire;
 

@@ -1,5 +1,5 @@
-//! Lists one kind and then watches it, until shutdown. `super::plan` decides which request comes
-//! next. This module sends the requests, and passes on what arrives.
+//! Lists one kind and then watches it, until shutdown. [`Plan`] decides which request comes next.
+//! [`Watch`] sends the requests, and passes on what arrives.
 //!
 //! A list is passed on only when it is complete, so a list that breaks removes nothing. A watch
 //! resumes after the last event that was decoded, so a watch that breaks loses nothing.
@@ -10,7 +10,7 @@ use futures::{
     FutureExt as _,
     future::{BoxFuture, OptionFuture},
 };
-use http::{HeaderValue, header};
+use http::{HeaderValue, StatusCode, header};
 use http_body_util::{BodyExt as _, Limited};
 use kube::{
     Client,
@@ -25,8 +25,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Contact,
-    plan::{Cause, Plan, PlanEvent, Step},
-    wire::{self, Failure, Line, Lines, Listed},
+    wire::{self, BackOff, Failure, Line, Lines, Listed},
 };
 use crate::{
     model::Event,
@@ -391,3 +390,439 @@ pub(super) fn source_kind(kind: ObjectKind) -> SourceKind {
         ObjectKind::Pod => SourceKind::Pods,
     }
 }
+
+// Decides what the watch of one kind does next. [`Plan::next`] opens no connection and reads no
+// clock. [`Watch`] applies its steps.
+//
+// The question is: has the watch brought every change? A kind may have no change for hours, and a
+// server sends a bookmark only if its cache has moved on. So silence proves nothing. Instead, a
+// watch runs in cycles of about a minute (decision 34, with the reasons):
+//
+// ```text
+// watch opened            small list: version R        bookmark or change       the watch ends
+// ├───────────────────────────────┼──────────────────────────┼───────────────────────────┤
+// 0                          end - LEAD                    end - 2 s              limit = end
+// ```
+//
+// A list without a version is a consistent read: R is the current version of the server's
+// database. If the watch is at R, or reaches R, it has brought every change up to R. The cycle
+// then starts again, without a list.
+//
+// If the watch does not reach R, it is opened again for a short time, and the kind is listed
+// meanwhile. The objects decide. If the list has an object with a version that the watch does not
+// bring within [`GRACE`], the watch is stuck, and the source is cut off until a watch brings
+// something. Otherwise the server only sends no bookmarks, and the source is not cut off. The list
+// replaces what is known in both cases.
+//
+// If a change does not arrive, the source is cut off within 90 s. The worst case is a change right
+// after the answer with R, in a cluster without other changes, and a list that is not answered. By
+// default, these times add up to 82 s:
+//
+// - the rest of that cycle: LEAD (8 s), and [`GRACE`] (2 s) if its watch does not end;
+// - the next cycle: 60 to 62 s;
+// - the time for which requests may fail: `super::FAILING_LIMIT` (10 s).
+
+/// How long a watch may continue after its time limit. Then it counts as dead.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// The time limit of a watch that is opened to reach a version soon. Servers send a bookmark in
+/// such a watch after one or two seconds.
+const SHORT_WATCH: Duration = Duration::from_secs(3);
+
+/// The server is asked at least this long before the end of a cycle, because the last bookmark of a
+/// watch comes about 2 s before its end.
+const LEAST_LEAD: Duration = Duration::from_secs(4);
+
+/// A pause follows a watch that ends within this time, even without a failure. Without the pause, a
+/// server that ends every watch immediately would receive one request after the other.
+const SHORTEST_WATCH: Duration = Duration::from_secs(1);
+
+/// The time limit of a streaming list. The watch that continues it ends with the cycle.
+const STREAMING_LIST: Duration = Duration::from_secs(290);
+
+/// If the server does not have a kind, the kind is listed again after about this time. Each answer
+/// confirms the state of the kind.
+const ABSENT_PAUSE: Duration = Duration::from_secs(50);
+
+/// A watch that does not end at its time limit.
+const DEAD: &str = "a watch did not end at its time limit, and has been open";
+
+/// So many breaks at one version lead to a list, if the server caused them.
+const BREAKS_BEFORE_LIST: u32 = 2;
+
+/// How long before the end of a cycle the server is asked for its version.
+fn lead(silence: Duration) -> Duration {
+    (silence * 2 / 15).max(LEAST_LEAD).min(silence / 2)
+}
+
+/// What has happened.
+#[derive(Debug)]
+enum PlanEvent {
+    /// The pause is over.
+    Paused,
+    /// The list with this version is complete, and its objects are passed on.
+    Listed(String),
+    /// The list that [`Step::Check`] asked for is complete.
+    Checked(Listed),
+    /// The watch brought a change or a bookmark with this version.
+    Line(String),
+    /// The server answered the small request with its version.
+    Asked(String),
+    /// An agent has seen this version at another replica.
+    Wanted(u64),
+    /// [`Plan::wakes_at`] has come.
+    Time,
+    /// The server ended the watch.
+    Ended,
+    /// The list or the watch failed.
+    Failed(Failure),
+}
+
+/// What to do.
+#[derive(Debug)]
+enum Step {
+    /// The open watch continues.
+    Stay,
+    /// The open watch continues. The kind was current when the server was asked.
+    Current,
+    /// The open watch continues, and the server is asked for its version.
+    Ask,
+    /// The open watch continues, and the kind is listed in pages.
+    Check,
+    /// The open watch is dropped, and the objects of this list are passed on.
+    TakeList {
+        /// The list that [`PlanEvent::Checked`] brought.
+        list: Listed,
+        /// Whether the list shows a change that the watch has not brought.
+        is_stuck: bool,
+    },
+    /// The open watch is dropped. [`PlanEvent::Paused`] follows after the pause.
+    Pause {
+        /// The length of the pause.
+        pause: Duration,
+        /// Why the watch is dropped.
+        cause: Cause,
+        /// Whether the kind counts as listed and empty.
+        is_empty: bool,
+    },
+    /// The kind is listed in pages.
+    List,
+    /// A watch with a time limit is opened. It begins after this version, or with all objects (a
+    /// streaming list).
+    Watch(Option<String>, Duration),
+}
+
+/// Why a list or a watch is over.
+#[derive(Debug)]
+enum Cause {
+    /// It has done its work.
+    Done,
+    /// It failed.
+    Failed(Failure),
+    /// The server does not know an option. The next request does without the option.
+    Lacks(Failure, &'static str),
+    /// The server does not have the kind.
+    Absent,
+    /// The watch has not reached the version of the server.
+    Behind,
+}
+
+/// What the server has shown in this cycle, in the order of time.
+#[derive(Debug)]
+enum Proof {
+    /// It was not asked.
+    Due,
+    /// It was asked when the watch was at this version, and has not answered.
+    Asked(Option<u64>),
+    /// It has this version, which the watch has not reached.
+    Behind(u64),
+    /// The watch has reached the version that the server had when it was asked.
+    Shown,
+    /// The watch has not reached that version, so the kind is listed. The list is kept with the
+    /// time when it was complete.
+    Checking(Option<(Instant, Listed)>),
+}
+
+/// The state of the watch of one kind.
+#[derive(Debug)]
+struct Plan {
+    kind: ObjectKind,
+    /// The length of a cycle without the jitter.
+    silence: Duration,
+    back_off: BackOff,
+    /// True if the server has no streaming lists.
+    is_streaming_refused: bool,
+    /// True after a streaming list has failed: the next list is read in pages. For example, a proxy
+    /// may break streaming lists, or etcd may not report progress.
+    is_paged: bool,
+    /// True after the server has refused the field selector. The model ignores the objects that the
+    /// selector would have excluded.
+    is_selector_refused: bool,
+    /// The version of the last list, change or bookmark; `None` before a list.
+    version: Option<String>,
+    is_listed: bool,
+    /// True until a streaming list is complete.
+    is_streaming_list: bool,
+    /// Breaks at this version that the server caused.
+    breaks: u32,
+    proof: Proof,
+    /// The version that an agent has seen at another replica.
+    wanted: u64,
+    cycle_ends: Instant,
+    /// When the next small list, or the list of a check, is sent.
+    ask_at: Option<Instant>,
+    opened: Instant,
+    /// The time limit of the open watch.
+    limit: Duration,
+    /// When the open watch counts as over, if the server does not end it.
+    over_at: Instant,
+    /// Whether the open watch, or the next watch, is short.
+    is_short: bool,
+}
+
+impl Plan {
+    /// A kind that has not been listed. `silence` is the length of a cycle: after so much silence
+    /// the server has to show that nothing has changed.
+    fn new(kind: ObjectKind, silence: Duration, rng: fastrand::Rng, now: Instant) -> Self {
+        Self {
+            kind,
+            silence,
+            back_off: BackOff::new(rng),
+            is_streaming_refused: false,
+            is_paged: false,
+            is_selector_refused: false,
+            version: None,
+            is_listed: false,
+            is_streaming_list: false,
+            breaks: 0,
+            proof: Proof::Due,
+            wanted: 0,
+            cycle_ends: now,
+            ask_at: None,
+            opened: now,
+            limit: Duration::ZERO,
+            over_at: now,
+            is_short: false,
+        }
+    }
+
+    /// The label selector and the field selector. The selectors exclude objects that a service
+    /// proxy does not serve. An object that no longer matches arrives as a deletion.
+    fn selectors(&self) -> [Option<&'static str>; 2] {
+        match self.kind {
+            ObjectKind::Service => {
+                let field_selector = (!self.is_selector_refused).then_some("spec.clusterIP!=None");
+                [Some("!service.kubernetes.io/service-proxy-name"), field_selector]
+            }
+            ObjectKind::EndpointSlice => [Some("!service.kubernetes.io/headless"), None],
+            ObjectKind::Node | ObjectKind::ServiceCidr | ObjectKind::Pod => [None, None],
+        }
+    }
+
+    /// When [`PlanEvent::Time`] is due while a watch is open.
+    fn wakes_at(&self) -> Instant {
+        self.ask_at.map_or(self.over_at, |ask_at| ask_at.min(self.over_at))
+    }
+
+    /// Whether the next watch continues at the last version.
+    fn resumes(&self) -> bool {
+        self.version.is_some()
+    }
+
+    /// Whether the kind is listed because the watch has not reached the version of the server. Only
+    /// the list shows that the kind is current.
+    fn is_checking(&self) -> bool {
+        matches!(self.proof, Proof::Checking(_))
+    }
+
+    /// Decides what to do after `event`, which happened at `now`.
+    fn next(&mut self, event: PlanEvent, now: Instant) -> Step {
+        match event {
+            PlanEvent::Paused => self.send(now),
+            PlanEvent::Checked(list) => {
+                self.proof = Proof::Checking(Some((now, list)));
+                Step::Stay
+            }
+            PlanEvent::Listed(version) => {
+                self.version = Some(version);
+                (self.is_listed, self.breaks) = (true, 0);
+                self.new_cycle(now);
+                if std::mem::take(&mut self.is_streaming_list) {
+                    self.over_at = self.cycle_ends + GRACE;
+                    return Step::Stay;
+                }
+                pause(Duration::ZERO, Cause::Done)
+            }
+            PlanEvent::Line(version) => {
+                self.version = Some(version);
+                self.breaks = 0;
+                self.back_off.reset();
+                if matches!(self.proof, Proof::Behind(theirs) if self.number() >= Some(theirs)) {
+                    self.proof = Proof::Shown;
+                }
+                Step::Stay
+            }
+            // The list of a check shows more than this answer.
+            PlanEvent::Asked(_) if self.is_checking() => Step::Stay,
+            PlanEvent::Asked(theirs) => self.asked(theirs.parse().ok(), now),
+            PlanEvent::Wanted(version) => {
+                self.wanted = version;
+                let is_ahead = self.number().is_some_and(|ours| ours < version);
+                // What is under way reaches the version, too.
+                let is_under_way = self.is_short || matches!(self.proof, Proof::Asked(_) | Proof::Checking(_));
+                if is_ahead && !is_under_way { self.ask(now) } else { Step::Stay }
+            }
+            PlanEvent::Time if now >= self.over_at => self.watch_is_over(false, now),
+            PlanEvent::Time if self.ask_at.is_none_or(|ask_at| now < ask_at) => Step::Stay,
+            PlanEvent::Time if self.is_checking() => {
+                self.ask_at = None;
+                Step::Check
+            }
+            PlanEvent::Time => self.ask(now),
+            PlanEvent::Ended => self.watch_is_over(true, now),
+            PlanEvent::Failed(failure) => self.failed(failure, now),
+        }
+    }
+
+    fn send(&mut self, now: Instant) -> Step {
+        self.opened = now;
+        self.is_streaming_list = false;
+        match self.version.clone() {
+            Some(version) => {
+                let (left, short) = (self.cycle_ends.saturating_duration_since(now), SHORT_WATCH.min(self.silence));
+                self.is_short |= left < short;
+                let limit = if self.is_short { short } else { left };
+                // Servers read whole seconds.
+                self.limit = Duration::from_secs(limit.as_secs() + u64::from(limit.subsec_nanos() > 0));
+                self.over_at = now + self.limit + GRACE;
+                Step::Watch(Some(version), self.limit)
+            }
+            None if self.is_streaming_refused || std::mem::take(&mut self.is_paged) => Step::List,
+            None => {
+                self.is_streaming_list = true;
+                self.limit = STREAMING_LIST;
+                Step::Watch(None, STREAMING_LIST)
+            }
+        }
+    }
+
+    fn ask(&mut self, now: Instant) -> Step {
+        self.proof = Proof::Asked(self.number());
+        self.ask_at = self.cycle_ends.checked_sub(lead(self.silence)).filter(|ask_at| *ask_at > now);
+        Step::Ask
+    }
+
+    fn asked(&mut self, theirs: Option<u64>, now: Instant) -> Step {
+        match (theirs, self.number()) {
+            // After a restore of a backup, a watch from a higher version would receive nothing.
+            (Some(theirs), Some(ours)) if matches!(self.proof, Proof::Asked(before) if Some(theirs) < before) => {
+                self.failed(Failure::went_back(ours, theirs), now)
+            }
+            (Some(theirs), Some(ours)) if theirs > ours => {
+                self.proof = Proof::Behind(theirs);
+                if (ours + 1..=theirs).contains(&self.wanted) {
+                    self.is_short = true;
+                    return pause(Duration::ZERO, Cause::Done);
+                }
+                Step::Stay
+            }
+            // Versions that are not numbers cannot be compared.
+            _ => {
+                self.proof = Proof::Shown;
+                Step::Current
+            }
+        }
+    }
+
+    fn watch_is_over(&mut self, is_clean: bool, now: Instant) -> Step {
+        let (is_cycle_over, is_dead) = (now >= self.cycle_ends, !is_clean && now >= self.opened + self.limit);
+        let was_short = std::mem::take(&mut self.is_short);
+        match &mut self.proof {
+            Proof::Checking(kept) => match kept.take_if(|(complete, _)| now >= *complete + GRACE) {
+                Some((_, list)) => {
+                    self.new_cycle(now);
+                    if self.number() < Some(list.version.parse().unwrap_or(u64::MAX)) {
+                        return Step::TakeList { is_stuck: self.number() < list.newest(), list };
+                    }
+                }
+                None => self.is_short = true,
+            },
+            Proof::Asked(_) | Proof::Behind(_) if is_cycle_over || was_short => {
+                self.proof = Proof::Checking(None);
+                (self.is_short, self.ask_at) = (true, Some(now));
+                if !is_dead {
+                    return pause(Duration::ZERO, Cause::Behind);
+                }
+                return self.failed(Failure::silent(DEAD, self.limit), now);
+            }
+            _ if is_dead => return self.failed(Failure::silent(DEAD, self.limit), now),
+            Proof::Shown if is_cycle_over => self.new_cycle(now),
+            _ => {}
+        }
+        if now - self.opened < SHORTEST_WATCH {
+            return pause(self.back_off.pause(None), Cause::Done);
+        }
+        self.back_off.reset();
+        pause(Duration::ZERO, Cause::Done)
+    }
+
+    fn failed(&mut self, failure: Failure, now: Instant) -> Step {
+        let was_streaming_list = std::mem::take(&mut self.is_streaming_list);
+        if failure.code == Some(StatusCode::NOT_FOUND) && self.kind == ObjectKind::ServiceCidr {
+            let pause = ABSENT_PAUSE.mul_f64(0.8 + 0.2 * self.back_off.rng.f64());
+            return Step::Pause {
+                pause,
+                cause: Cause::Absent,
+                is_empty: !std::mem::replace(&mut self.is_listed, true),
+            };
+        }
+        if failure.code == Some(StatusCode::BAD_REQUEST) && self.selectors()[1].is_some() {
+            self.is_selector_refused = true;
+            let what =
+                "the server refuses the field selector, as Kubernetes before 1.31 does; the watch continues without it";
+            return pause(Duration::ZERO, Cause::Lacks(failure, what));
+        }
+        if was_streaming_list && failure.refuses_streaming() {
+            self.is_streaming_refused = true;
+            let what = "the server has no streaming lists; lists are read by pages";
+            return pause(Duration::ZERO, Cause::Lacks(failure, what));
+        }
+        self.is_paged |= was_streaming_list;
+        self.breaks += u32::from(failure.is_fault_of_server() && self.resumes());
+        if failure.needs_list || self.breaks >= BREAKS_BEFORE_LIST {
+            (self.version, self.proof) = (None, Proof::Due);
+        }
+        if let Proof::Checking(kept) = &mut self.proof {
+            *kept = None;
+        }
+        // After a break, the server may be another one, or may have been restored from a backup.
+        self.ask_at = Some(now);
+        let is_retried_at_once = was_streaming_list && failure.retry_after.is_none();
+        let pause = if is_retried_at_once { Duration::ZERO } else { self.back_off.pause(failure.retry_after) };
+        // Without the objects of an optional kind the replica serves all the same.
+        let gives_up = !self.kind.is_essential() && !was_streaming_list && !self.is_listed;
+        self.is_listed |= gives_up;
+        Step::Pause { pause, cause: Cause::Failed(failure), is_empty: gives_up }
+    }
+
+    fn new_cycle(&mut self, now: Instant) {
+        // Replicas that started together do not ask together for long. The limits of watches are
+        // whole seconds.
+        let jitter = Duration::from_secs(self.back_off.rng.u64(0..=self.silence.as_secs() / 30));
+        self.cycle_ends = now + self.silence + jitter;
+        self.ask_at = Some(self.cycle_ends - lead(self.silence));
+        (self.proof, self.is_short) = (Proof::Due, false);
+    }
+
+    fn number(&self) -> Option<u64> {
+        self.version.as_ref()?.parse().ok()
+    }
+}
+
+fn pause(pause: Duration, cause: Cause) -> Step {
+    Step::Pause { pause, cause, is_empty: false }
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod plan_tests;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use bytes::Bytes;
 use headgate_core::{Change, Dirty, State, digest, reference::Referable};
-use headgate_proto::{Decoder, MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES, v1};
+use headgate_proto::{Decoder, MAX_SERVER_MESSAGE_BYTES, PREFIX_BYTES, v1};
 use prost::Message as _;
 use v1::server_message::Body;
 

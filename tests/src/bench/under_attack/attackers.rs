@@ -13,8 +13,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use bytes::Bytes;
 use headgate_proto::{
-    address_to_wire,
-    frame::frame,
+    address_to_wire, frame,
     v1::{self, agent_message::Body},
 };
 use serde_json::{Value, json};

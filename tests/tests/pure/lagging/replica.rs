@@ -9,7 +9,7 @@ use headgate_control_plane::{
 };
 use headgate_core::{Change, Dirty, State};
 use headgate_node_agent::session::stream::Standing;
-use headgate_proto::{frame::PREFIX_BYTES, node_to_wire, v1};
+use headgate_proto::{PREFIX_BYTES, node_to_wire, v1};
 use prost::Message as _;
 use tokio::time::Instant;
 use v1::{server_message::Body, source_position::Kind};

@@ -14,7 +14,7 @@ use headgate_control_plane::{
 };
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, ServiceKey};
 use headgate_proto::{
-    frame::frame,
+    frame,
     v1::{self, agent_message::Body, barrier_answer::Result as Outcome},
 };
 use tokio::{net::TcpStream, time::timeout};

@@ -3,7 +3,7 @@
 use std::{fs, path::Path};
 
 use headgate_core::digest::Digests;
-use headgate_proto::{digests_to_wire, frame::frame, v1};
+use headgate_proto::{digests_to_wire, frame, v1};
 use rcgen::{CertificateParams, DnType, KeyPair, SanType};
 use v1::agent_message::Body;
 

@@ -53,7 +53,7 @@ use std::{
 };
 
 use headgate_control_plane::objects::ObjectKind;
-use headgate_proto::frame::PREFIX_BYTES;
+use headgate_proto::PREFIX_BYTES;
 use headgate_tests::fuzz::{Run, corpus, mutate, mutate_sequence};
 use peakmem_alloc::{INSTRUMENTED_SYSTEM, PeakMemAlloc, PeakMemAllocTrait as _};
 

@@ -12,7 +12,7 @@ use headgate_core::{
     ServicePort,
 };
 use headgate_node_agent::persist;
-use headgate_proto::{ChangesBuilder, References, frame::frame, v1};
+use headgate_proto::{ChangesBuilder, References, frame, v1};
 use prost::Message as _;
 use v1::server_message::Body;
 

@@ -5,7 +5,7 @@
 #[path = "input_tests.rs"]
 mod input_tests;
 
-use headgate_proto::{MAX_AGENT_MESSAGE_BYTES, frame::PREFIX_BYTES};
+use headgate_proto::{MAX_AGENT_MESSAGE_BYTES, PREFIX_BYTES};
 use tonic::Status;
 
 /// The length of a frame's header.

@@ -2,7 +2,7 @@
 use std::{net::Ipv4Addr, time::Duration};
 
 use headgate_core::{Change, Service, ServiceKey};
-use headgate_proto::frame::frame;
+use headgate_proto::frame;
 use proptest::prelude::*;
 
 use super::*;

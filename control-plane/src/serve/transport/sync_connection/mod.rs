@@ -36,7 +36,10 @@ use tokio::{
 };
 use tokio_util::either::Either;
 
-use super::{budget::Budget, connection_limits::HeldConnection, listener};
+use super::{
+    connection_limits::{Budget, HeldConnection},
+    listener,
+};
 use crate::{
     identity::Peer,
     serve::{
