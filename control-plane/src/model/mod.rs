@@ -30,7 +30,7 @@ use std::{
     sync::Arc,
 };
 
-use headgate_core::{Change, Service, ServiceCidr, ServiceKey};
+use headgate_core::{Change, ServiceCidr, ServiceKey};
 
 use self::{
     endpoints::Endpoints,
@@ -38,6 +38,7 @@ use self::{
     nodes::SelectedNode,
     object_set::{ObjectSet, Outcome, Reading},
     problems::{Findings, MAX_SHOWN, Problems, Subject, and_more},
+    size::Fitted,
 };
 pub use self::{external_ips::ExternalIps, node_selector::NodeSelector, size::ServiceBudget};
 use crate::{
@@ -77,7 +78,7 @@ impl Event {
 /// The objects in use, and the changes that have not been taken yet.
 #[derive(Debug, Default)]
 pub struct Model {
-    services: ObjectSet<ServiceKey, Service>,
+    services: ObjectSet<ServiceKey, Fitted>,
     endpoints: Endpoints,
     nodes: ObjectSet<Arc<str>, SelectedNode>,
     agent_nodes: NodeSelector,
@@ -196,7 +197,7 @@ impl Model {
                     gone.extend(removed);
                     continue;
                 }
-                Some(Some(service)) => changes.push(untriggered(Change::from(service))),
+                Some(Some(fitted)) => changes.push(untriggered(Change::from(fitted.service))),
                 None => {}
             }
             changes.extend(removed);
@@ -261,8 +262,8 @@ impl Model {
     fn put_object(&mut self, key: &ObjectKey, object: &Object, origin: &str, trigger_is_new: bool) -> usize {
         let outcome = match object {
             Object::Service(object) => {
-                let reading = services::read(object, &self.external_ips, self.endpoints.budget);
-                self.services.put(service_key(key), reading)
+                let Reading { value, findings } = services::read(object, &self.external_ips, self.endpoints.budget);
+                self.put_service(key, Reading { value: value.map(Fitted::from), findings })
             }
             Object::EndpointSlice(object) => {
                 let reading = slices::read(object, &mut self.interner);
@@ -282,7 +283,7 @@ impl Model {
     /// a usable value.
     fn put_nothing(&mut self, key: &ObjectKey, findings: Findings, origin: &str) -> usize {
         let outcome = match key.kind {
-            ObjectKind::Service => self.services.put(service_key(key), Reading { value: None, findings }),
+            ObjectKind::Service => self.put_service(key, Reading { value: None, findings }),
             ObjectKind::EndpointSlice => {
                 self.endpoints.put(key, Reading { value: None, findings }, false, &mut self.interner)
             }
@@ -291,6 +292,14 @@ impl Model {
             ObjectKind::Pod => Outcome { findings, ..self.put_pod(key, None) },
         };
         self.report(key, outcome, origin)
+    }
+
+    fn put_service(&mut self, key: &ObjectKey, reading: Reading<Fitted>) -> Outcome {
+        let service = service_key(key);
+        let outcome = self.services.put(service.clone(), reading);
+        let ports = self.services.get(&service).map_or(0, |fitted| fitted.service.ports.len());
+        self.endpoints.set_service_ports(service, ports, &mut self.interner);
+        outcome
     }
 
     /// Applies a version of a pod, or its removal. A pod without UID cannot be told from the next
@@ -365,12 +374,21 @@ impl Model {
 
     fn report_budgets(&mut self) -> usize {
         let mut new_problems = 0;
+        for service in self.endpoints.take_resized() {
+            let (endpoints, budget) = (self.endpoints.counts(&service), self.endpoints.budget);
+            let message = self.services.amend(&service, |fitted| fitted.fit(endpoints, budget)).flatten();
+            let object = format!("Service {service}");
+            let field = "spec.externalIPs".to_owned();
+            let problem = message.map(|message| Problem { object, field, message, ..Problem::default() });
+            new_problems += self.problems.set(Subject::Addresses(service), problem.into_iter().collect());
+        }
         for (service, excess) in self.endpoints.take_excesses() {
             let problem = excess.map(|endpoints::Excess { endpoint_ports, left_out, first }| Problem {
                 object: format!("Service {service}"),
                 field: "endpoints".to_owned(),
                 message: format!(
-                    "its EndpointSlices have {endpoint_ports} endpoint ports (each address with each port), and a Service may have {}: give \
+                    "its EndpointSlices have {endpoint_ports} endpoint ports (each address with each port of its slice, or of the Service \
+                     if it has more), and a Service may have {}: give \
                      fewer endpoints or ports, divide the Service, or raise --service-budget of the control plane; {left_out} of the slices, \
                      such as {first}, are left out",
                     self.endpoints.budget.endpoint_ports

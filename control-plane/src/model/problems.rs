@@ -125,6 +125,8 @@ pub(super) enum Subject {
     Slices(ServiceKey),
     /// The slices of a service, if they are over its budget.
     Budget(ServiceKey),
+    /// The external addresses of a service for which its endpoints leave no room.
+    Addresses(ServiceKey),
     /// A location that is not an object, such as a file.
     Location(String),
 }

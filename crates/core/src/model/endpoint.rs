@@ -183,6 +183,13 @@ pub struct PortState<'a> {
 }
 
 impl Endpoint {
+    /// True if one of its ports has another weight than 1.
+    #[must_use]
+    pub fn is_weighted(&self) -> bool {
+        let of_ports = self.ports.iter().filter_map(|port| port.placement.as_ref());
+        of_ports.chain([&self.placement]).any(|placement| placement.weight != Weight::default())
+    }
+
     /// Creates a ready endpoint without node, zone and hints. Callers set other fields as needed.
     #[must_use]
     pub fn new(address: IpAddr, ports: Arc<[EndpointPort]>) -> Self {
