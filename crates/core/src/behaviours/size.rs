@@ -94,17 +94,11 @@ impl ServiceSize {
     /// full stop.
     #[must_use]
     pub fn excess(self) -> Option<String> {
-        self.excess_over([Service::MAX_FRONTENDS, MAX_PORT_ENDPOINTS, MAX_DESTINATIONS])
-    }
-
-    /// Like [`Self::excess`], with other limits.
-    #[must_use]
-    pub fn excess_over(self, most: [usize; 3]) -> Option<String> {
         let Self { ports, frontends, virtual_servers, endpoints, .. } = self;
         let limits = [
-            (frontends, most[0], "addresses with ports"),
-            (ports * endpoints, most[1], "endpoints of ports"),
-            (virtual_servers * endpoints, most[2], "endpoints of addresses with ports"),
+            (frontends, Service::MAX_FRONTENDS, "addresses with ports"),
+            (ports * endpoints, MAX_PORT_ENDPOINTS, "endpoints of ports"),
+            (virtual_servers * endpoints, MAX_DESTINATIONS, "endpoints of addresses with ports"),
         ];
         let (found, limit, what) = limits.into_iter().find(|(found, limit, _)| found > limit)?;
         Some(format!(
