@@ -164,9 +164,10 @@ pub struct Options {
     pub uncovered_after_seconds: u32,
 
     /// How much one Service may ask of every node: the most endpoint ports of its EndpointSlices
-    /// (each address with each port), and a fifth of this number as the most frontends (each
-    /// address with each port, for load balancers with each source range, and each NodePort).
-    /// Slices and external addresses beyond it are left out
+    /// (each address with each port of the slice or the Service, whichever has more), a fifth of
+    /// this number as the most frontends (each address with each port, for load balancers with each
+    /// source range, and each NodePort), and four times this number as the most endpoints of all
+    /// frontends of a family. Slices and external addresses beyond it are left out
     #[arg(long, value_name = "ENTRIES", default_value_t = ModelSettings::SERVICE_BUDGET, value_parser = clap::value_parser!(u32).range(1_000..=i64::from(ModelSettings::MAX_SERVICE_BUDGET)))]
     pub service_budget: u32,
 

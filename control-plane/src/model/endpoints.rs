@@ -47,41 +47,119 @@ type HeldSlice = (Arc<Slice>, bool);
 /// The slice that counts, and a slice that contradicts the first slice.
 pub(super) type Conflict = [Arc<ObjectKey>; 2];
 
-/// The sizes of the slices of a service, in endpoint ports.
+/// The size of a slice, used or left out.
+#[derive(Debug)]
+struct Size {
+    key: Arc<ObjectKey>,
+    /// The numbers of its endpoints in each family.
+    endpoints: [usize; 2],
+    ports: usize,
+    is_left_out: bool,
+}
+
+impl Size {
+    fn of(key: &Arc<ObjectKey>, slice: &Slice) -> Self {
+        let is_v6 = slice.endpoints.first().is_some_and(|(address, _)| address.is_ipv6());
+        let count = slice.endpoints.len();
+        let endpoints = if is_v6 { [0, count] } else { [count, 0] };
+        Self { key: Arc::clone(key), endpoints, ports: slice.ports.len(), is_left_out: false }
+    }
+
+    /// The endpoint ports. A node compares each endpoint with each port of the Service, and the
+    /// model keeps endpoints without ports, and slices without endpoints.
+    fn endpoint_ports(&self, service_ports: usize) -> usize {
+        (self.endpoints.iter().sum::<usize>() * self.ports.max(service_ports).max(1)).max(1)
+    }
+}
+
+/// The sizes of the slices of a service.
 #[derive(Debug, Default)]
 struct Sizes {
-    total: usize,
+    /// The number of ports of the Service.
+    service_ports: usize,
     /// The slices in the order of their names, also those that are left out.
-    slices: Vec<(Arc<ObjectKey>, usize)>,
-    /// Whether slices were left out.
-    is_over: bool,
+    slices: Vec<Size>,
+    /// The place of the first change since the last choice.
+    changed_from: Option<usize>,
+    /// The endpoint ports of all slices, and of those that are used.
+    total: usize,
+    used: usize,
+    /// The endpoints of all slices, of each family.
+    endpoints: [usize; 2],
 }
 
 impl Sizes {
     /// Sets the size of a slice; `None` removes the slice.
-    fn set(&mut self, key: &Arc<ObjectKey>, size: Option<usize>) {
-        let place = self.slices.partition_point(|(other, _)| other < key);
-        if self.slices.get(place).is_some_and(|(other, _)| other == key) {
-            self.total -= self.slices.remove(place).1;
+    fn set(&mut self, key: &Arc<ObjectKey>, size: Option<Size>) {
+        let place = self.slices.binary_search_by(|other| other.key.cmp(key));
+        let old = place.ok().map(|at| self.slices.remove(at));
+        let at = place.unwrap_or_else(|at| at);
+        let facts = |size: &Size| (size.endpoints, size.ports);
+        if old.as_ref().map(facts) != size.as_ref().map(facts) {
+            self.changed_from = Some(at);
         }
-        if let Some(size) = size {
-            self.slices.insert(place, (Arc::clone(key), size));
-            self.total += size;
+        let is_left_out = old.as_ref().is_some_and(|old| old.is_left_out);
+        if let Some(size) = size.map(|size| Size { is_left_out, ..size }) {
+            self.count(&size, usize::wrapping_add);
+            self.slices.insert(at, size);
         }
+        old.iter().for_each(|old| self.count(old, usize::wrapping_sub));
     }
 
-    /// The slices for which the budget has no room.
-    fn over(&self, settings: &ModelSettings) -> BTreeSet<Arc<ObjectKey>> {
-        let mut room = settings.service_budget as usize;
-        if self.total <= room {
-            return BTreeSet::new();
+    fn count(&mut self, size: &Size, change: fn(usize, usize) -> usize) {
+        let endpoint_ports = size.endpoint_ports(self.service_ports);
+        self.total = change(self.total, endpoint_ports);
+        self.used = change(self.used, if size.is_left_out { 0 } else { endpoint_ports });
+        self.endpoints = [0, 1].map(|family| change(self.endpoints[family], size.endpoints[family]));
+    }
+
+    fn set_service_ports(&mut self, ports: usize) {
+        let slices = std::mem::take(&mut self.slices);
+        *self = Self { service_ports: ports, ..Self::default() };
+        slices.iter().for_each(|size| self.count(size, usize::wrapping_add));
+        (self.slices, self.changed_from) = (slices, Some(0));
+    }
+
+    /// Chooses the slices for which a budget has room, if that may have changed. Returns the slices
+    /// that were used and are not, or the reverse. The cost grows with the slices that follow the
+    /// one that has changed, if the service is or was over its budget.
+    fn choose(&mut self, budget: usize, visits: &Cell<u64>) -> Vec<Arc<ObjectKey>> {
+        let mut moved = Vec::new();
+        let may_move = self.total > budget || self.used < self.total;
+        let Some(first) = self.changed_from.filter(|_| may_move) else { return moved };
+        let ports = self.service_ports;
+        let used = self.slices[first..].iter().filter(|size| !size.is_left_out);
+        self.used -= used.map(|size| size.endpoint_ports(ports)).sum::<usize>();
+        for size in &mut self.slices[first..] {
+            visits.update(|visits| visits + 1);
+            let used = self.used + size.endpoint_ports(ports);
+            let is_over = used > budget;
+            self.used = if is_over { self.used } else { used };
+            if std::mem::replace(&mut size.is_left_out, is_over) != is_over {
+                moved.push(Arc::clone(&size.key));
+            }
         }
-        let is_over = |(_, size): &&(Arc<ObjectKey>, usize)| {
-            let rest = room.checked_sub(*size);
-            room = rest.unwrap_or(room);
-            rest.is_none()
-        };
-        self.slices.iter().filter(is_over).map(|(key, _)| Arc::clone(key)).collect()
+        moved
+    }
+
+    fn leaves_out(&self, key: &ObjectKey) -> bool {
+        self.slices.binary_search_by(|size| (*size.key).cmp(key)).is_ok_and(|at| self.slices[at].is_left_out)
+    }
+
+    /// What is left out of a service with this budget; `None` if nothing is.
+    fn excess(&self, service: &ServiceKey, budget: usize) -> Option<Problem> {
+        let slices = if self.used < self.total { &*self.slices } else { &[] };
+        let mut left_out = slices.iter().filter(|size| size.is_left_out);
+        let first = &left_out.next()?.key;
+        let message = format!(
+            "its EndpointSlices have {} endpoint ports (each address with each port of its slice, or of the Service if it has more), \
+             and a Service may have {budget}: give fewer endpoints or ports, divide the Service, or raise --service-budget of the control \
+             plane; {} of the slices, such as {first}, are left out",
+            self.total,
+            1 + left_out.count()
+        );
+        let (object, field) = (format!("Service {service}"), "endpoints".to_owned());
+        Some(Problem { object, field, message, ..Problem::default() })
     }
 }
 
@@ -107,8 +185,9 @@ pub(super) struct Endpoints {
     slices: HashMap<Arc<ObjectKey>, Arc<Slice>>,
     sizes: HashMap<ServiceKey, Sizes>,
     pub(super) settings: Arc<ModelSettings>,
-    /// The services that were or are over the budget, and whose slices have changed; `None` if they
-    /// now fit.
+    /// The services since the last taking that have changed, or whose number of endpoints may have.
+    pub(super) resized: BTreeSet<ServiceKey>,
+    /// The services whose slices or ports have changed, and what is over their budget.
     pub(super) excesses: Vec<(ServiceKey, Option<Problem>)>,
     /// The slices of each service, for IPv4 and for IPv6.
     services: [HashMap<ServiceKey, Carriers>; 2],
@@ -153,45 +232,55 @@ impl Endpoints {
         };
         let new = slice.map(Arc::new);
         let services: BTreeSet<_> = old.iter().chain(&new).map(|slice| slice.service.clone()).collect();
+        let mut moved = Vec::new();
         for service in &services {
-            let own = new.as_ref().filter(|new| new.service == *service).map(|new| new.endpoint_ports());
-            self.sizes.entry(service.clone()).or_default().set(&key, own);
+            let sizes = self.sizes.entry(service.clone()).or_default();
+            let of_service = new.as_ref().filter(|new| new.service == *service);
+            sizes.set(&key, of_service.map(|slice| Size::of(&key, slice)));
+            moved.extend(sizes.choose(self.settings.service_budget as usize, &self.visits));
         }
-        let fits = |slice: &&Arc<Slice>| !self.sizes[&slice.service].over(&self.settings).contains(&key);
+        moved.retain(|other| *other != key);
+        let fits = |slice: &&Arc<Slice>| !self.sizes[&slice.service].leaves_out(&key);
         self.set(&key, new.as_ref().filter(fits), trigger_is_new, interner);
         self.held.extend(new.map(|new| (key, (new, is_good))));
-        services.iter().for_each(|service| self.settle(service, interner));
+        self.settle(services, moved, interner);
     }
 
-    /// Leaves out or uses slices of a service after the size of one of them has changed.
-    fn settle(&mut self, service: &ServiceKey, interner: &mut Interner) {
-        let Some(sizes) = self.sizes.get_mut(service) else { return };
-        let over = sizes.over(&self.settings);
-        if std::mem::replace(&mut sizes.is_over, !over.is_empty()) || sizes.is_over {
-            let problem = over.first().map(|first| Problem {
-                object: format!("Service {service}"),
-                field: "endpoints".to_owned(),
-                message: format!(
-                    "its EndpointSlices have {} endpoint ports (each address with each port), and a Service may have {}: give \
-                     fewer endpoints or ports, divide the Service, or raise --service-budget of the control plane; {} of the slices, \
-                     such as {first}, are left out",
-                    sizes.total,
-                    self.settings.service_budget,
-                    over.len()
-                ),
-                ..Problem::default()
-            });
-            self.excesses.push((service.clone(), problem));
-            let is_wrong = |key: &&Arc<ObjectKey>| over.contains(*key) == self.slices.contains_key(*key);
-            let wrong: Vec<_> = sizes.slices.iter().map(|(key, _)| key).filter(is_wrong).cloned().collect();
-            for key in wrong {
-                let slice = Arc::clone(&self.held[&key].0);
-                self.set(&key, Some(&slice).filter(|_| !over.contains(&key)), false, interner);
+    /// Leaves out or uses slices of services after the size of one of them, or the number of ports
+    /// of a service, has changed.
+    fn settle(&mut self, services: BTreeSet<ServiceKey>, moved: Vec<Arc<ObjectKey>>, interner: &mut Interner) {
+        for key in moved {
+            let (slice, is_used) = (Arc::clone(&self.held[&key].0), self.slices.contains_key(&key));
+            self.set(&key, Some(&slice).filter(|_| !is_used), false, interner);
+        }
+        for service in services {
+            let Some(sizes) = self.sizes.get_mut(&service) else { continue };
+            if sizes.changed_from.take().is_none() {
+                continue;
             }
+            self.excesses.push((service.clone(), sizes.excess(&service, self.settings.service_budget as usize)));
+            if sizes.slices.is_empty() && sizes.service_ports == 0 {
+                self.sizes.remove(&service);
+            }
+            self.resized.insert(service);
         }
-        if self.sizes.get(service).is_some_and(|sizes| sizes.slices.is_empty()) {
-            self.sizes.remove(service);
+    }
+
+    /// Takes in a Service with this number of ports; 0 without the Service.
+    pub(super) fn set_service_ports(&mut self, service: ServiceKey, ports: usize, interner: &mut Interner) {
+        self.resized.insert(service.clone());
+        if self.sizes.get(&service).map_or(0, |sizes| sizes.service_ports) != ports {
+            let sizes = self.sizes.entry(service.clone()).or_default();
+            sizes.set_service_ports(ports);
+            let moved = sizes.choose(self.settings.service_budget as usize, &self.visits);
+            self.settle([service].into(), moved, interner);
         }
+    }
+
+    /// At most how many endpoints a service has in each family.
+    pub(super) fn counts(&self, service: &ServiceKey) -> [usize; 2] {
+        let Some(sizes) = self.sizes.get(service) else { return [0; 2] };
+        sizes.endpoints.map(|count| count.min(self.settings.service_budget as usize / sizes.service_ports.max(1)))
     }
 
     /// The keys of all slices, used or left out.

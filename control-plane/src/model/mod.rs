@@ -25,11 +25,12 @@ use std::{
     sync::Arc,
 };
 
-use headgate_core::{Change, Service, ServiceCidr, ServiceKey};
+use headgate_core::{Change, ServiceCidr, ServiceKey};
 
 use self::{
     endpoints::Endpoints,
     nodes::SelectedNode,
+    parse::Fitted,
     problems::{Findings, MAX_SHOWN, ObjectSet, Outcome, Problems, Reading, Subject, and_more},
     slices::Interner,
 };
@@ -75,10 +76,11 @@ pub struct ModelSettings {
     pub reads_pods: bool,
     /// Which Nodes should have an agent.
     pub agent_nodes: NodeSelector,
-    /// How much one Service may ask of every node: the most endpoint ports of its EndpointSlices
-    /// (each address with each port of its slice), and, as a fifth of this number, the most
-    /// [frontends](Service::frontend_count). A node needs about five rules or elements of maps for
-    /// a frontend, and one or two for an endpoint port.
+    /// How much one Service may ask of every node: the most endpoint ports of its EndpointSlices, as
+    /// a fifth of this number, the most [frontends](Service::frontend_count), and, as its fourfold,
+    /// the most destinations in one family: endpoints of [virtual
+    /// servers](Service::virtual_servers). A node needs about five rules or elements of maps for a
+    /// frontend, one or two for an endpoint port, and in mode IPVS one for a destination.
     pub service_budget: u32,
     /// Which externalIPs Services may have.
     pub external_ips: ExternalIps,
@@ -88,9 +90,16 @@ impl ModelSettings {
     /// The default of `service_budget`.
     pub const SERVICE_BUDGET: u32 = 50_000;
 
-    /// The largest `service_budget`. A fifth of it is below [`Service::MAX_FRONTENDS`], so agents
-    /// accept what the control plane sends.
+    /// The largest `service_budget`. Agents accept what the control plane sends: this is their
+    /// limit of [endpoint ports](headgate_core::size::MAX_PORT_ENDPOINTS), four times this is that
+    /// of [destinations](headgate_core::size::MAX_DESTINATIONS), and a fifth is below
+    /// [`Service::MAX_FRONTENDS`].
     pub const MAX_SERVICE_BUDGET: u32 = 65_536;
+
+    /// The most destinations. The ClusterIP and the NodePort of each port take at most half of them.
+    fn destinations(&self) -> usize {
+        self.service_budget as usize * 4
+    }
 }
 
 impl Default for ModelSettings {
@@ -104,7 +113,7 @@ impl Default for ModelSettings {
 #[derive(Debug, Default)]
 pub struct Model {
     settings: Arc<ModelSettings>,
-    services: ObjectSet<ServiceKey, Service>,
+    services: ObjectSet<ServiceKey, Fitted>,
     endpoints: Endpoints,
     nodes: ObjectSet<Arc<str>, SelectedNode>,
     service_cidrs: ObjectSet<Box<str>, ServiceCidr>,
@@ -203,7 +212,7 @@ impl Model {
                     gone.extend(removed);
                     continue;
                 }
-                Some(Some(service)) => changes.push(untriggered(Change::from(service))),
+                Some(Some(fitted)) => changes.push(untriggered(Change::from(fitted.service))),
                 None => {}
             }
             changes.extend(removed);
@@ -267,7 +276,10 @@ impl Model {
 
     fn put_object(&mut self, key: &ObjectKey, object: &Object, origin: &str, trigger_is_new: bool) -> usize {
         let outcome = match object {
-            Object::Service(object) => self.services.put(service_key(key), services::read(object, &self.settings)),
+            Object::Service(object) => {
+                let Reading { value, findings } = services::read(object, &self.settings);
+                self.put_service(key, Reading { value: value.map(Fitted::from), findings })
+            }
             Object::EndpointSlice(object) => {
                 let reading = slices::read(object, &mut self.interner);
                 self.endpoints.put(key, reading, trigger_is_new, &mut self.interner)
@@ -286,7 +298,7 @@ impl Model {
     /// a usable value.
     fn put_nothing(&mut self, key: &ObjectKey, findings: Findings, origin: &str) -> usize {
         let outcome = match key.kind {
-            ObjectKind::Service => self.services.put(service_key(key), Reading { value: None, findings }),
+            ObjectKind::Service => self.put_service(key, Reading { value: None, findings }),
             ObjectKind::EndpointSlice => {
                 self.endpoints.put(key, Reading { value: None, findings }, false, &mut self.interner)
             }
@@ -295,6 +307,14 @@ impl Model {
             ObjectKind::Pod => Outcome { findings, ..self.put_pod(key, None) },
         };
         self.report(key, outcome, origin)
+    }
+
+    fn put_service(&mut self, key: &ObjectKey, reading: Reading<Fitted>) -> Outcome {
+        let service = service_key(key);
+        let outcome = self.services.put(service.clone(), reading);
+        let ports = self.services.get(&service).map_or(0, |fitted| fitted.service.ports.len());
+        self.endpoints.set_service_ports(service, ports, &mut self.interner);
+        outcome
     }
 
     /// Applies a version of a pod, or its removal. A pod without UID cannot be told from the next
@@ -368,6 +388,13 @@ impl Model {
 
     fn report_budgets(&mut self) -> usize {
         let mut new_problems = 0;
+        for service in std::mem::take(&mut self.endpoints.resized) {
+            let (endpoints, most) = (self.endpoints.counts(&service), self.settings.destinations());
+            let message = self.services.amend(&service, |fitted| fitted.fit(endpoints, most)).flatten();
+            let (object, field) = (format!("Service {service}"), "spec.externalIPs".to_owned());
+            let problem = message.map(|message| Problem { object, field, message, ..Problem::default() });
+            new_problems += self.problems.set(Subject::Addresses(service), problem.into_iter().collect());
+        }
         for (service, problem) in std::mem::take(&mut self.endpoints.excesses) {
             new_problems += self.problems.set(Subject::Budget(service), problem.into_iter().collect());
         }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use headgate_core::{
-    Endpoint, EndpointPort, LoadBalancing, Protocol, ProxyProtocol, Service, ServiceKey, Weight,
+    Endpoint, EndpointPort, Family, LoadBalancing, Protocol, ProxyProtocol, Service, ServiceKey, Weight,
     dns_name::check_subdomain,
     ipvs::Scheduler,
     reach::{AddressUse, unreachable},
@@ -335,15 +335,20 @@ pub(super) fn fit_frontends(service: &mut Service, most: usize, findings: &mut F
             service.frontend_count()
         ));
     };
-    let of_load_balancer = ports * service.load_balancer_source_ranges.len().max(1);
-    for (field, mut addresses, cost, served) in [
-        ("status.loadBalancer.ingress", load_balancer, of_load_balancer, &mut service.load_balancer_ips),
-        ("spec.externalIPs", external, ports, &mut service.external_ips),
+    let ranges = Family::BOTH.map(|family| service.source_range_count(family));
+    for (field, mut addresses, ranges, served) in [
+        ("status.loadBalancer.ingress", load_balancer, ranges, &mut service.load_balancer_ips),
+        ("spec.externalIPs", external, [1; 2], &mut service.external_ips),
     ] {
-        let fitting = addresses.len().min(room / cost);
+        let fits = |address: &&IpAddr| {
+            let rest = room.checked_sub(ports * ranges[Family::of(**address) as usize]);
+            room = rest.unwrap_or(room);
+            rest.is_some()
+        };
+        let fitting = addresses.iter().take_while(fits).count();
         if fitting < addresses.len() {
             let message = format!(
-                "the Service has {total} frontends (each address with each port, and for load balancers with each source range), and may \
+                "the Service has {total} frontends (each address with each port, and for load balancers with each source range of its family), and may \
                  have {most}: give fewer addresses, ports or ranges, or raise --service-budget of the control plane; the first {fitting} of \
                  {} addresses here are used",
                 addresses.len()
@@ -351,10 +356,60 @@ pub(super) fn fit_frontends(service: &mut Service, most: usize, findings: &mut F
             findings.part(field, message, "the others are left out");
         }
         addresses.truncate(fitting);
-        room -= fitting * cost;
         *served = addresses;
     }
     Ok(())
+}
+
+/// A Service in use, with the external addresses for which its endpoints leave room.
+#[derive(Debug, Clone)]
+pub(super) struct Fitted {
+    pub(super) service: Service,
+    /// The addresses of load balancers and the externalIPs, if some are left out.
+    all: Option<Box<[Vec<IpAddr>; 2]>>,
+}
+
+impl From<Service> for Fitted {
+    fn from(service: Service) -> Self {
+        Self { service, all: None }
+    }
+}
+
+/// Only what is served counts.
+impl PartialEq for Fitted {
+    fn eq(&self, other: &Self) -> bool {
+        self.service == other.service
+    }
+}
+
+impl Fitted {
+    /// Brings the Service into its budget of destinations with so many endpoints of each family.
+    /// Says what is left out, in a sentence.
+    pub(super) fn fit(&mut self, endpoints: [usize; 2], destinations: usize) -> Option<String> {
+        let Service { load_balancer_ips, external_ips, .. } = &mut self.service;
+        let served = [load_balancer_ips, external_ips].map(std::mem::take);
+        let written = self.all.take().map_or(served, |all| *all);
+        let most = endpoints.map(|count| destinations / count.max(1));
+        let ports = self.service.ports.len();
+        let mut room = Family::BOTH
+            .map(|family| most[family as usize].saturating_sub(self.service.virtual_servers(family)) / ports);
+        let mut fits = |address: &&IpAddr| {
+            let room = &mut room[Family::of(**address) as usize];
+            let rest = room.checked_sub(1);
+            *room = rest.unwrap_or_default();
+            rest.is_some()
+        };
+        let [load_balancers, external] = written.each_ref().map(|all| all.iter().filter(&mut fits).copied().collect());
+        let left_out = written.iter().map(Vec::len).sum::<usize>() - Vec::len(&load_balancers) - Vec::len(&external);
+        (self.service.load_balancer_ips, self.service.external_ips) = (load_balancers, external);
+        self.all = (left_out > 0).then(|| Box::new(written));
+        (left_out > 0).then(|| format!(
+            "the last {left_out} of the externalIPs and addresses of load balancers are left out: with {} IPv4 and {} IPv6 endpoints the \
+             Service may have {} and {} addresses with ports and NodePorts, {} endpoints of them in a family: give fewer addresses, ports or \
+             endpoints, or raise --service-budget of the control plane",
+            endpoints[0], endpoints[1], most[0], most[1], destinations
+        ))
+    }
 }
 
 /// Checks that a Service is small enough.

@@ -129,6 +129,8 @@ pub(super) enum Subject {
     Slices(ServiceKey),
     /// The slices of a service, if they are over its budget.
     Budget(ServiceKey),
+    /// The external addresses of a service for which its endpoints leave no room.
+    Addresses(ServiceKey),
     /// A location that is not an object, such as a file.
     Location(String),
 }
@@ -283,6 +285,19 @@ impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
         reading.take_in(has_good, |value, is_good| self.set(key, value, is_good))
     }
 
+    /// The value in use of an object.
+    pub(super) fn get(&self, key: &K) -> Option<&V> {
+        self.held.get(key).map(|(value, _)| value)
+    }
+
+    /// Changes the value in use of an object, and returns the result of `change`.
+    pub(super) fn amend<R>(&mut self, key: &K, change: impl FnOnce(&mut V) -> R) -> Option<R> {
+        let (mut value, is_good) = self.held.get(key)?.clone();
+        let result = change(&mut value);
+        self.set(key.clone(), Some(value), is_good);
+        Some(result)
+    }
+
     /// The keys of the objects in use.
     pub(super) fn keys(&self) -> impl Iterator<Item = &K> {
         self.held.keys()
@@ -295,7 +310,7 @@ impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
                 if let Some((held, was_good)) = self.held.get_mut(&key)
                     && *held == value
                 {
-                    *was_good = is_good;
+                    (*held, *was_good) = (value, is_good);
                     return;
                 }
                 self.held.insert(key.clone(), (value, is_good))

@@ -60,11 +60,6 @@ pub(super) struct Slice {
 }
 
 impl Slice {
-    /// The number of endpoint ports: each address with each port.
-    pub(super) fn endpoint_ports(&self) -> usize {
-        self.endpoints.len() * self.ports.len()
-    }
-
     /// The facts about an address; `None` if the slice does not contain the address.
     pub(super) fn facts(&self, address: IpAddr) -> Option<&Facts> {
         let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;

@@ -8,7 +8,7 @@ mod hostile;
 mod ports;
 mod replay;
 
-use headgate_core::{Dirty, Node, ProxyProtocol, State, TrafficPolicy};
+use headgate_core::{Dirty, Node, ProxyProtocol, Service, State, TrafficPolicy};
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 

@@ -296,6 +296,13 @@ pub struct PortState<'a> {
 }
 
 impl Endpoint {
+    /// True if one of its ports has another weight than 1.
+    #[must_use]
+    pub fn is_weighted(&self) -> bool {
+        let of_ports = self.ports.iter().filter_map(|port| port.placement.as_ref());
+        of_ports.chain([&self.placement]).any(|placement| placement.weight != Weight::default())
+    }
+
     /// Creates a ready endpoint without node, zone and hints. Callers set other fields as needed.
     #[must_use]
     pub fn new(address: IpAddr, ports: Arc<[EndpointPort]>) -> Self {
@@ -631,16 +638,38 @@ impl Service {
     /// its own, which is never higher.
     pub const MAX_FRONTENDS: usize = 16_384;
 
-    /// Returns how much the Service asks of a node, without endpoints: the number of its addresses
-    /// with each port, where an address of a load balancer counts once for each source range, and
-    /// of its NodePorts in each family.
+    /// Returns how much the Service asks of a node, without endpoints: the [frontends](Self::frontends)
+    /// of both families.
     #[must_use]
     pub fn frontend_count(&self) -> usize {
-        let ranges = self.load_balancer_source_ranges.len().max(1);
-        let load_balancer = self.load_balancer_ips.len().saturating_mul(ranges);
-        let addresses = self.cluster_ips.len() + self.external_ips.len();
-        let node_ports = self.ports.iter().filter(|port| port.node_port != 0).count() * self.cluster_ips.len();
-        load_balancer.saturating_add(addresses).saturating_mul(self.ports.len()).saturating_add(node_ports)
+        Family::BOTH.into_iter().map(|family| self.frontends(family)).fold(0, usize::saturating_add)
+    }
+
+    /// Returns the number of [virtual servers](Self::virtual_servers) of a family, where an address
+    /// of a load balancer counts once for each source range of its family.
+    #[must_use]
+    pub fn frontends(&self, family: Family) -> usize {
+        let load_balancers = of_family(&self.load_balancer_ips, family).saturating_mul(self.ports.len());
+        let more_ranges = self.source_range_count(family) - 1;
+        self.virtual_servers(family).saturating_add(load_balancers.saturating_mul(more_ranges))
+    }
+
+    /// Returns the number of addresses of a family with each port, and of NodePorts. Mode IPVS has a
+    /// virtual server for each of them.
+    #[must_use]
+    pub fn virtual_servers(&self, family: Family) -> usize {
+        let lists = [&self.cluster_ips, &self.load_balancer_ips, &self.external_ips];
+        let addresses: usize = lists.into_iter().map(|addresses| of_family(addresses, family)).sum();
+        let node_ports = self.ports.iter().filter(|port| port.node_port != 0).count();
+        addresses.saturating_mul(self.ports.len()).saturating_add(node_ports * of_family(&self.cluster_ips, family))
+    }
+
+    /// Returns how often an address of a load balancer counts in a family: once for each source
+    /// range, or once without ranges.
+    #[must_use]
+    pub fn source_range_count(&self, family: Family) -> usize {
+        let ranges = self.load_balancer_source_ranges.iter().filter(|range| Family::of(range.addr()) == family);
+        ranges.count().max(1)
     }
 
     /// True if agents check the endpoints by opening TCP connections to them.
@@ -712,4 +741,9 @@ mod pool_tests {
         assert!(Arc::ptr_eq(&kept, &pool.get("zone-a", || "zone-a".into())));
         assert!(pool.held.len() < 2 * SWEEP_FROM);
     }
+}
+
+/// Returns the number of addresses of a family.
+fn of_family(addresses: &[IpAddr], family: Family) -> usize {
+    addresses.iter().filter(|address| Family::of(**address) == family).count()
 }

@@ -141,7 +141,7 @@ fn external_addresses_over_the_budget_are_left_out() {
     let mut value = service(
         "s",
         json!({"type": "LoadBalancer", "ports": ports, "externalIPs": addresses("192.0.2", 200),
-            "loadBalancerSourceRanges": ["198.51.100.0/24", "198.51.101.0/24"]}),
+            "loadBalancerSourceRanges": ["198.51.100.0/24", "198.51.101.0/24", "2001:db8::/64"]}),
     );
     value["status"] = json!({"loadBalancer": {"ingress": ingress}});
     // 20 frontends of the ClusterIP and the NodePorts, 3 × 20 of the load balancer, 2 × 10 others.
@@ -187,7 +187,7 @@ fn slices_over_the_budget_of_a_service_are_left_out() {
     assert_eq!(bench.flush(), []);
     let problems = bench.problems();
     let parts = [
-        "Service x/s endpoints its EndpointSlices have 210 endpoint ports (each address with each port)",
+        "Service x/s endpoints its EndpointSlices have 210 endpoint ports (each address with each port of its slice, or of the Service if it has more)",
         "may have 100: give fewer endpoints or ports, divide the Service, or raise --service-budget of the control plane",
         "1 of the slices, such as EndpointSlice x/b, are left out",
     ];
@@ -212,6 +212,51 @@ fn slices_over_the_budget_of_a_service_are_left_out() {
         bench.apply(&slice(&format!("s-{number}"), "s", endpoints, ports(10)));
     }
     assert_eq!((bench.flush().len(), bench.problems()), (5_000, Vec::new()));
+}
+
+/// Endpoints without ports and slices without endpoints count too, so the work for an address that
+/// many slices list is bounded.
+#[test]
+fn slices_without_ports_or_endpoints_are_within_the_budget_too() {
+    let mut bench = Bench::within(1_000);
+    let endpoints = |last: u32| (1..=last).map(|n| ready(&format!("10.1.0.{n}"))).collect::<Value>();
+    for number in 0..60 {
+        bench.apply(&slice(&format!("a-{number:02}"), "s", endpoints(100), json!([])));
+    }
+    bench.flush();
+    assert!(bench.problems()[0].contains("its EndpointSlices have 6000 endpoint ports"));
+    let visits = work(&mut bench, |bench| bench.apply(&slice("a-05", "s", endpoints(100), http(80))));
+    assert!((2_000..=6_000).contains(&visits), "ten slices list each of 100 addresses: {visits}");
+    for number in 0..60 {
+        bench.apply(&slice(&format!("b-{number:02}"), "t", json!([]), http(80)));
+    }
+    assert_eq!(bench.model.endpoints.counts(&ServiceKey::new("x", "t")), [0, 0]);
+    let mut bench = Bench::within(50);
+    for number in 0..60 {
+        bench.apply(&slice(&format!("b-{number:02}"), "t", json!([]), http(80)));
+    }
+    assert!(bench.problems()[0].contains("10 of the slices, such as EndpointSlice x/b-50"));
+}
+
+/// A Service over its budget costs no more than others, unless the size of a slice changes.
+#[test]
+fn a_change_of_conditions_of_a_service_over_its_budget_visits_no_other_slice() {
+    let mut bench = Bench::within(1_000);
+    let endpoint = |number: u32, is_ready: bool| json!([{"addresses": [format!("10.2.{}.{}", number >> 8, number & 255)], "conditions": {"ready": is_ready}}]);
+    let many = (0..1_001).map(|n| ready(&format!("10.1.{}.{}", n >> 8, n & 255))).collect::<Value>();
+    bench.apply(&slice("a", "s", many, http(80)));
+    for number in 0..300 {
+        bench.apply(&slice(&format!("b-{number:03}"), "s", endpoint(number, true), http(80)));
+    }
+    assert_eq!(bench.flush().len(), 300);
+    let visits = work(&mut bench, |bench| bench.apply(&slice("b-100", "s", endpoint(100, false), http(80))));
+    assert!(visits < 20, "{visits} visits");
+    let two = json!([ready("10.3.0.1"), ready("10.3.0.2")]);
+    let visits = work(&mut bench, |bench| bench.apply(&slice("b-298", "s", two, http(80))));
+    assert!(visits < 60, "only the slices that follow are visited: {visits}");
+    bench.delete(ObjectKind::EndpointSlice, "x", "a");
+    bench.problems();
+    assert_eq!(bench.flush(), []);
 }
 
 /// Slices that contradict each other at many addresses.

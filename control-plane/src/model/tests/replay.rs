@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use headgate_core::{Conditions, Placement};
+use headgate_core::{Conditions, Family, Placement, size::ServiceSize};
 use proptest::prelude::*;
 
 use super::*;
@@ -312,5 +312,106 @@ proptest! {
         bench.flush();
         let slices: Vec<Value> = last.into_values().collect();
         prop_assert_eq!(of_state(&bench.state), of_kube_proxy(&slices));
+    }
+}
+
+prop_compose! {
+    /// A Service whose numbers are of every order of magnitude, and its slices, with how many of
+    /// their endpoints are in which slice.
+    fn any_large_service()(
+        ports in 1_usize..40, node_ports in any::<bool>(), external in 0_usize..40, load_balancers in 0_usize..5,
+        ranges in 0_usize..20, is_hashed in any::<bool>(),
+        slices in prop::collection::vec((0_usize..60, 0_usize..4, any::<bool>()), 0..20),
+    ) -> Vec<Value> {
+        let number = |n: usize| u16::try_from(n).unwrap();
+        let port = |n: usize| json!({"name": format!("p{n}"), "port": 80 + n, "nodePort": if node_ports { 30_000 + n } else { 0 }});
+        let both = |prefix: &str, v6: &str, n: usize| if n % 3 == 0 { format!("{v6}::{n:x}") } else { format!("{prefix}.{}.{}", n >> 8, n & 255) };
+        let mut of_service = service("s", json!({
+            "type": "LoadBalancer", "clusterIP": "10.0.0.1", "clusterIPs": ["10.0.0.1", "fd00::1"],
+            "ports": (0..ports).map(port).collect::<Value>(),
+            "externalIPs": (0..external).map(|n| both("192.0", "2001:db8:1", n + 1)).collect::<Vec<_>>(),
+            "loadBalancerSourceRanges": (0..ranges).map(|n| if n % 2 == 0 { format!("10.{n}.0.0/16") } else { format!("fd00:{n}::/64") }).collect::<Vec<_>>(),
+        }));
+        of_service["status"] = json!({"loadBalancer": {"ingress":
+            (0..load_balancers).map(|n| json!({"ip": both("198.51", "2001:db8:2", n + 1)})).collect::<Value>()}});
+        if is_hashed {
+            of_service["metadata"]["annotations"] = json!({"headgate.io/load-balancing": "consistent-hash"});
+        }
+        let mut values = vec![of_service];
+        for (at, (endpoints, ports, is_v6)) in slices.into_iter().enumerate() {
+            let address = |n: usize| if is_v6 { format!("fd00:1:{:x}::{:x}", at, n + 1) } else { format!("10.{}.0.{}", number(at) + 1, n + 1) };
+            let ports = (0..ports).map(|n| json!({"name": format!("p{n}"), "port": 8080 + n})).collect();
+            let mut of_slice = slice(&format!("s-{at}"), "s", (0..endpoints).map(|n| ready(&address(n))).collect(), ports);
+            of_slice["addressType"] = if is_v6 { "IPv6" } else { "IPv4" }.into();
+            values.push(of_slice);
+        }
+        values
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// Agents count what the control plane counts. Whatever was written before, and in which order,
+    /// what is sent is within the budget. All ports fit into each of these budgets.
+    #[test]
+    fn agents_accept_what_is_within_the_budget(
+        values in any_large_service(), other in any_large_service(), middle in any::<prop::sample::Index>(),
+        endpoint_ports in 800_u32..3_000,
+    ) {
+        let mut bench = Bench::within(endpoint_ports);
+        // What was written before does not matter.
+        other.iter().chain(values.iter().rev()).for_each(|value| bench.apply(value));
+        for value in &other[values.len().min(other.len())..] {
+            let key = object(value).key();
+            bench.delete(key.kind, &key.namespace, &key.name);
+        }
+        bench.flush();
+        let mut present = Bench::within(endpoint_ports);
+        let budget = endpoint_ports as usize;
+        let (first, last) = values.split_at(middle.index(values.len()));
+        last.iter().for_each(|value| present.apply(value));
+        present.flush();
+        first.iter().for_each(|value| present.apply(value));
+        present.flush();
+        prop_assert_eq!(bench.state.digests(), present.state.digests());
+        prop_assert_eq!(bench.problems(), present.problems());
+        let Some(entry) = bench.state.entry(&ServiceKey::new("x", "s")) else { return Ok(()) };
+        for family in Family::BOTH {
+            let Some(service) = entry.service() else { continue };
+            let endpoints = entry.endpoints().keys().filter(|address| Family::of(**address) == family).count();
+            prop_assert!(service.frontends(family) <= budget / 5);
+            prop_assert!(service.ports.len() * endpoints <= budget);
+            prop_assert!(service.virtual_servers(family) * endpoints <= budget * 4);
+            prop_assert_eq!(ServiceSize::of(entry, family).excess(), None);
+        }
+    }
+
+    /// The same with the largest budget and the limits of agents, without the objects.
+    #[test]
+    fn the_largest_budget_is_within_the_limits_of_agents(
+        ports in prop_oneof![1_usize..10, 50_usize..6_000], addresses in 0_u32..13_000,
+        slices in prop::collection::vec(prop_oneof![1_usize..1_000, 1_000_usize..70_000], 1..80),
+    ) {
+        use headgate_core::{ServicePort, Protocol, size::{MAX_DESTINATIONS, MAX_PORT_ENDPOINTS}};
+        let settings = ModelSettings { service_budget: ModelSettings::MAX_SERVICE_BUDGET, ..ModelSettings::default() };
+        let budget = settings.service_budget as usize;
+        let port = |n: usize| ServicePort {
+            name: "".into(), protocol: Protocol::Tcp, port: u16::try_from(n + 1).unwrap(), node_port: u16::try_from(n + 1).unwrap(),
+        };
+        let mut service = Service::new(ServiceKey::new("x", "s"), vec![[10, 0, 0, 1].into()], (0..ports).map(port).collect());
+        service.external_ips = (0..addresses).map(|n| (0xc000_0000 + n).to_be_bytes().into()).collect();
+        if parse::fit_frontends(&mut service, budget / 5, &mut Findings::default()).is_err() {
+            return Ok(());
+        }
+        let mut endpoints = 0;
+        for slice in slices {
+            endpoints += if (endpoints + slice) * ports <= budget { slice } else { 0 };
+        }
+        let mut fitted = Fitted::from(service);
+        fitted.fit([endpoints, 0], settings.destinations());
+        prop_assert!(fitted.service.frontend_count() <= Service::MAX_FRONTENDS);
+        prop_assert!(ports * endpoints <= MAX_PORT_ENDPOINTS);
+        prop_assert!(fitted.service.virtual_servers(Family::V4) * endpoints <= MAX_DESTINATIONS);
     }
 }

@@ -14,6 +14,7 @@ use super::endpoint_choice::{self, Destination};
 use crate::{
     model::{
         Family, LoadBalancing, PortState, Protocol, ProxyProtocol, Service, ServiceKey, ServicePort, TrafficPolicy,
+        Weight,
     },
     node_facts::NodeFacts,
     state::{ServiceEntry, State, frontends::Frontend},
@@ -264,43 +265,40 @@ pub fn views_of_all_endpoints(
 // How much of a node one Service may occupy.
 //
 // A tenant writes Services, and each node pays for them. So the size of a Service has limits, the
-// same in every mode. A Service that is larger has no [view](crate::view) in the family, on any
-// node: no node forwards its connections. The control plane has limits of its own for objects;
-// these here also hold if a replica is faulty.
+// same in every mode. The control plane counts with the same functions and leaves out what is over
+// its budget, which is never above these limits. So a Service meets them only if a replica is
+// faulty. It then has no view in the family: no node forwards its connections.
 
 /// The most pairs of a port and an endpoint of a Service in one family.
 pub const MAX_PORT_ENDPOINTS: usize = 65_536;
-/// The most pairs of a frontend and an endpoint of a Service in one family. A virtual server of
-/// IPVS has a destination for each of them.
-pub const MAX_FRONTEND_ENDPOINTS: usize = 262_144;
+/// The most pairs of a virtual server and an endpoint of a Service in one family. Mode IPVS has a
+/// destination for each of them.
+pub const MAX_DESTINATIONS: usize = 262_144;
 /// The most pairs of a slot and an endpoint of a Service with consistent-hash in one family. Mode
 /// nftables computes a score for each of them.
-pub const MAX_SCORES: usize = 1 << 24;
+const MAX_SCORES: usize = 1 << 24;
 
 /// The largest number of slots of a Service port with consistent-hash, in mode nftables.
 ///
 /// With `n` endpoints of equal weight, the share of an endpoint differs from the mean by
 /// `sqrt(n / slots)` (standard deviation): by 7 % with 10 endpoints, and by 22 % with 100.
 pub const HASHED_SLOTS: u32 = 2048;
-/// The most such slots of all ports of a Service, for one policy in one family.
-const MAX_SLOTS_OF_SERVICE: u32 = 16_384;
+/// The largest number of slots that weights give to a Service port, in mode nftables. The weights
+/// of larger groups are rounded.
+pub const WEIGHTED_SLOTS: u32 = 4096;
+/// The most slots of all ports of a Service, for one policy in one family: of consistent-hash, or
+/// that weights ask for.
+const MAX_SLOTS_OF_SERVICE: usize = 16_384;
 
 /// The size of a Service in one family. The cost on a node grows with it, and is not larger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ServiceSize {
     ports: usize,
     frontends: usize,
+    virtual_servers: usize,
     endpoints: usize,
+    is_weighted: bool,
     is_hashed: bool,
-}
-
-/// Returns the number of slots of each port of a Service with this number of ports. The number does
-/// not depend on endpoints, because clients of all endpoints move when it changes, and not on the
-/// node, because all nodes must send a client to the same endpoint.
-#[must_use]
-pub fn hashed_slots(ports: usize) -> u32 {
-    let ports = u32::try_from(ports.next_power_of_two()).unwrap_or(u32::MAX);
-    (MAX_SLOTS_OF_SERVICE / ports).clamp(1, HASHED_SLOTS)
 }
 
 impl ServiceSize {
@@ -310,35 +308,56 @@ impl ServiceSize {
     pub fn of(entry: &ServiceEntry, family: Family) -> Self {
         let has_rules = |service: &&Service| service.cluster_ip(family).is_some();
         let Some(service) = entry.service().filter(has_rules) else { return Self::default() };
-        let of_family = |address: &&IpAddr| Family::of(**address) == family;
-        let (ports, load_balancers) = (service.ports.len(), service.load_balancer_ips.iter().filter(of_family).count());
-        let addresses = 1 + service.external_ips.iter().filter(of_family).count() + load_balancers;
-        let node_ports = service.ports.iter().filter(|port| port.node_port != 0).count();
-        let ranges = load_balancers * service.load_balancer_source_ranges.len();
         let endpoints = entry.endpoints().values().as_slice();
         let first_v6 = endpoints.partition_point(|endpoint| endpoint.address.is_ipv4());
-        let endpoints = if family == Family::V4 { first_v6 } else { endpoints.len() - first_v6 };
-        let is_hashed = LoadBalancing::parse(&service.load_balancing) == Some(LoadBalancing::ConsistentHash);
-        Self { ports, frontends: ports * (addresses + ranges) + node_ports, endpoints, is_hashed }
+        Self {
+            ports: service.ports.len(),
+            frontends: service.frontends(family),
+            virtual_servers: service.virtual_servers(family),
+            endpoints: if family == Family::V4 { first_v6 } else { endpoints.len() - first_v6 },
+            is_weighted: entry.endpoints().are_weighted(),
+            is_hashed: LoadBalancing::parse(&service.load_balancing) == Some(LoadBalancing::ConsistentHash),
+        }
+    }
+
+    /// Returns the number of slots of each port with consistent-hash. The number does not depend on
+    /// the node, because all nodes must send a client to the same endpoint. It depends on endpoints
+    /// only above 1,024 of them, and then it is halved when their number doubles, because many
+    /// clients move when it changes.
+    #[must_use]
+    pub fn hashed_slots(self) -> u32 {
+        let slots = MAX_SLOTS_OF_SERVICE.min(MAX_SCORES / self.endpoints.next_power_of_two());
+        u32::try_from(slots / self.ports.next_power_of_two()).unwrap_or(u32::MAX).clamp(1, HASHED_SLOTS)
+    }
+
+    /// Returns the most slots that weights give to each port.
+    #[must_use]
+    pub fn weighted_slots(self) -> u32 {
+        let slots = u32::try_from(MAX_SLOTS_OF_SERVICE / self.ports.max(1)).unwrap_or(u32::MAX);
+        slots.clamp(1, WEIGHTED_SLOTS)
     }
 
     /// An estimate of the objects that a node writes for the whole Service.
     #[must_use]
     pub fn objects(self) -> usize {
-        let slots = if self.is_hashed { hashed_slots(self.ports) as usize } else { 0 };
+        let most_by_weight = (self.endpoints * usize::from(Weight::MAX)).min(self.weighted_slots() as usize);
+        let slots = match (self.is_hashed, self.is_weighted) {
+            (true, _) => self.hashed_slots() as usize,
+            (false, true) => most_by_weight,
+            (false, false) => 0,
+        };
         self.frontends + self.ports * self.endpoints.max(slots)
     }
 
-    /// Says which limit the Service exceeds, as a sentence with the remedy, without its full stop.
+    /// Says which limit of agents the Service exceeds, as a sentence with the remedy, without its
+    /// full stop.
     #[must_use]
     pub fn excess(self) -> Option<String> {
-        let Self { ports, frontends, endpoints, is_hashed } = self;
-        let slots = if is_hashed { ports * hashed_slots(ports) as usize } else { 0 };
+        let Self { ports, frontends, virtual_servers, endpoints, .. } = self;
         let limits = [
             (frontends, Service::MAX_FRONTENDS, "addresses with ports"),
             (ports * endpoints, MAX_PORT_ENDPOINTS, "endpoints of ports"),
-            (frontends * endpoints, MAX_FRONTEND_ENDPOINTS, "endpoints of addresses with ports"),
-            (slots * endpoints, MAX_SCORES, "endpoints of slots of consistent-hash"),
+            (virtual_servers * endpoints, MAX_DESTINATIONS, "endpoints of addresses with ports"),
         ];
         let (found, limit, what) = limits.into_iter().find(|(found, limit, _)| found > limit)?;
         Some(format!(
@@ -560,15 +579,36 @@ mod size_tests {
         }
         let size = ServiceSize::of(state.entry(&key)?, Family::V4);
         assert_eq!(state.entry(&key).map(|entry| ServiceSize::of(entry, Family::V6)), Some(ServiceSize::default()));
-        let names = ["endpoints of slots", "endpoints of addresses", "endpoints of ports", "addresses with ports"];
+        let names = ["endpoints of addresses", "endpoints of ports", "addresses with ports"];
         let excess = size.excess()?;
         names.into_iter().find(|name| excess.split(" it has ").nth(1).is_some_and(|rest| rest.contains(name)))
     }
 
+    /// However many ports and endpoints a Service has, its slots and their scores are bounded.
     #[test]
-    fn a_service_with_many_ports_has_fewer_slots_for_each() {
-        for (ports, slots) in [(1, 2048), (8, 2048), (9, 1024), (16, 1024), (100, 128), (128, 128), (60_000, 1)] {
-            assert_eq!(hashed_slots(ports), slots, "{ports} ports");
+    fn a_service_with_many_ports_or_endpoints_has_fewer_slots_for_each_port() {
+        for (ports, endpoints, slots) in [
+            (1, 10, 2048),
+            (1, 5000, 2048),
+            (1, 8192, 2048),
+            (1, 8193, 1024),
+            (8, 1024, 2048),
+            (8, 1025, 1024),
+            (9, 10, 1024),
+            (16, 10, 1024),
+            (100, 10, 128),
+            (128, 10, 128),
+            (60_000, 1, 1),
+        ] {
+            let size = ServiceSize { ports, endpoints, is_hashed: true, ..ServiceSize::default() };
+            assert_eq!(size.hashed_slots(), slots, "{ports} ports, {endpoints} endpoints");
+            assert_eq!(size.excess(), None);
+        }
+        for ports in [1, 4, 5, 8, 100, 655, 20_000] {
+            let size = ServiceSize { ports, endpoints: 40, is_weighted: true, ..ServiceSize::default() };
+            let slots = size.weighted_slots();
+            assert!(slots <= 4096 && ports * slots as usize <= MAX_SLOTS_OF_SERVICE.max(ports), "{ports} ports");
+            assert_eq!(size.objects(), ports * 40.max(4000.min(slots as usize)));
         }
     }
 
@@ -584,7 +624,7 @@ mod size_tests {
         assert_eq!(excess("random", 1, 60_000, 1), Some("addresses with ports"));
         assert_eq!(excess("random", 100, 0, 700), Some("endpoints of ports"));
         assert_eq!(excess("random", 10, 100, 1000), Some("endpoints of addresses"));
-        assert_eq!(excess("consistent-hash", 8, 0, 2000), Some("endpoints of slots"));
+        assert_eq!(excess("consistent-hash", 8, 0, 2000), None);
     }
 }
 

@@ -28,6 +28,7 @@ use std::{
 
 use ipnet::IpNet;
 
+use super::Dirty;
 use crate::model::{Family, Protocol, Service, ServiceKey, ServicePort};
 
 /// What a frontend is for a Service, the strongest claim first.
@@ -258,15 +259,26 @@ fn excludes(place: Place, first: &Candidate, candidate: &Candidate) -> bool {
         && (matches!(place, Place::Frontend(_)) || has_address(first) && !has_address(candidate))
 }
 
+/// Records that the first candidate for a place may have lost it.
+fn lose(place: Place, Candidate { key, claim, .. }: &Candidate, dirty: &mut Dirty) {
+    if let Place::Frontend(frontend) = place
+        && *claim != Claim::Reserved
+    {
+        dirty.lost.entry(frontend).or_insert_with(|| Arc::clone(key));
+    }
+}
+
 impl FrontendOwners {
-    /// Replaces the claims of a Service. Returns the other Services that gain or lose a frontend.
-    /// The cost depends on the claims that differ.
+    /// Replaces the claims of a Service. Adds to `dirty` the other Services that gain or lose a
+    /// frontend, and the frontends that change hands. The cost depends on the claims of this
+    /// Service, and not on those of the others.
     pub(crate) fn replace(
         &mut self,
         key: &Arc<ServiceKey>,
         old: Option<&Service>,
         new: Option<&Service>,
-    ) -> Vec<Arc<ServiceKey>> {
+        dirty: &mut Dirty,
+    ) {
         let [mut old, mut new] =
             [old, new].map(|service| service.map(|service| places_of(key, service)).unwrap_or_default());
         let refused = |place: &Place, candidate: &mut Candidate| {
@@ -279,12 +291,12 @@ impl FrontendOwners {
         for (place, Candidate { claim, .. }) in now.iter().filter(|(place, _)| matches!(place, Place::Address(_))) {
             self.lost.entry(Arc::clone(key)).or_default().insert(*place, *claim);
         }
-        self.change(&old, new)
+        self.change(&old, new, dirty);
     }
 
-    /// Replaces the reserved frontends, and returns the Services that gain or lose a frontend. If
-    /// `with_addresses` is true, the addresses are reserved with all ports.
-    pub(super) fn reserve(&mut self, frontends: &BTreeSet<Frontend>, with_addresses: bool) -> Vec<Arc<ServiceKey>> {
+    /// Replaces the reserved frontends, and adds the Services that gain or lose a frontend to
+    /// `dirty`. If `with_addresses` is true, the addresses are reserved with all ports.
+    pub(super) fn reserve(&mut self, frontends: &BTreeSet<Frontend>, with_addresses: bool, dirty: &mut Dirty) {
         let places = frontends.iter().flat_map(|frontend| {
             let address = match frontend {
                 Frontend::Address(address, ..) if with_addresses => Some(Place::Address(*address)),
@@ -295,7 +307,7 @@ impl FrontendOwners {
         let candidate = Candidate { claim: Claim::Reserved, created_unix_seconds: 0, key: Arc::default() };
         let new: BTreeMap<Place, Candidate> = places.map(|place| (place, candidate.clone())).collect();
         let old = std::mem::replace(&mut self.reserved, new.clone());
-        self.change(&old, new)
+        self.change(&old, new, dirty);
     }
 
     /// Returns the Services that do not get what is reserved, without the frontends in `known`. The
@@ -318,22 +330,20 @@ impl FrontendOwners {
         )
     }
 
-    /// Replaces candidates. Returns the Services, besides those of the candidates, that gain or
-    /// lose a frontend.
-    fn change(&mut self, old: &BTreeMap<Place, Candidate>, new: BTreeMap<Place, Candidate>) -> Vec<Arc<ServiceKey>> {
-        let mut affected = Vec::new();
+    /// Replaces candidates. Adds to `dirty` the Services, besides those of the candidates, that
+    /// gain or lose a frontend, and who may have lost each frontend.
+    fn change(&mut self, old: &BTreeMap<Place, Candidate>, new: BTreeMap<Place, Candidate>, dirty: &mut Dirty) {
         for (place, candidate) in old.iter().filter(|(place, candidate)| new.get(place) != Some(candidate)) {
-            self.remove(*place, candidate, &mut affected);
+            self.remove(*place, candidate, dirty);
         }
         for (place, candidate) in new {
             if old.get(&place) != Some(&candidate) {
-                self.add(place, candidate, &mut affected);
+                self.add(place, candidate, dirty);
             }
         }
-        affected
     }
 
-    fn add(&mut self, place: Place, candidate: Candidate, affected: &mut Vec<Arc<ServiceKey>>) {
+    fn add(&mut self, place: Place, candidate: Candidate, dirty: &mut Dirty) {
         let candidates = match self.places.entry(place) {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => {
@@ -345,7 +355,8 @@ impl FrontendOwners {
         if later < candidates.first {
             std::mem::swap(&mut later, &mut candidates.first);
             losers = candidates.losers(place, &candidates.first, &later);
-            affected.extend(losers.iter().map(|loser| Arc::clone(&loser.key)));
+            lose(place, &later, dirty);
+            dirty.services.extend(losers.iter().map(|loser| Arc::clone(&loser.key)));
         } else if excludes(place, &candidates.first, &later) {
             losers.push(later.clone());
         }
@@ -355,10 +366,13 @@ impl FrontendOwners {
         }
     }
 
-    fn remove(&mut self, place: Place, candidate: &Candidate, affected: &mut Vec<Arc<ServiceKey>>) {
+    fn remove(&mut self, place: Place, candidate: &Candidate, dirty: &mut Dirty) {
         let Entry::Occupied(mut entry) = self.places.entry(place) else { return };
         let candidates = entry.get_mut();
         let mut winners = Vec::new();
+        if candidates.first == *candidate {
+            lose(place, candidate, dirty);
+        }
         if candidates.first != *candidate {
             if let Some(others) = &mut candidates.others {
                 others.remove(candidate);
@@ -366,7 +380,7 @@ impl FrontendOwners {
             winners.extend(excludes(place, &candidates.first, candidate).then(|| candidate.clone()));
         } else if let Some(next) = candidates.others.as_mut().and_then(|others| others.pop_first()) {
             winners = candidates.losers(place, candidate, &next);
-            affected.extend(winners.iter().map(|winner| Arc::clone(&winner.key)));
+            dirty.services.extend(winners.iter().map(|winner| Arc::clone(&winner.key)));
             candidates.first = next;
         } else {
             entry.remove();
@@ -385,28 +399,29 @@ impl FrontendOwners {
         }
     }
 
-    /// Replaces the ranges of ServiceCIDRs. `services` are all Services. Returns those that gain or
-    /// lose a frontend. The cost grows with the number of Services; ServiceCIDRs rarely change.
+    /// Replaces the ranges of ServiceCIDRs. `services` are all Services. Adds those that gain or
+    /// lose a frontend to `dirty`. The cost grows with the number of Services; ServiceCIDRs rarely
+    /// change.
     pub(crate) fn replace_service_ranges<'a>(
         &mut self,
         ranges: Vec<IpNet>,
         services: impl Iterator<Item = (&'a Arc<ServiceKey>, &'a Service)>,
-    ) -> Vec<Arc<ServiceKey>> {
+        dirty: &mut Dirty,
+    ) {
         let is_in = |ranges: &[IpNet], address: &IpAddr| ranges.iter().any(|range| range.contains(address));
         let is_affected = |(_, service): &(&Arc<ServiceKey>, &Service)| {
             let mut claimed = service.load_balancer_ips.iter().chain(&service.external_ips);
             claimed.any(|address| is_in(&ranges, address) != is_in(&self.service_ranges, address))
         };
         let claimants: Vec<_> = services.filter(is_affected).collect();
-        let mut affected: Vec<_> = claimants.iter().map(|(key, _)| Arc::clone(key)).collect();
+        dirty.services.extend(claimants.iter().map(|(key, _)| Arc::clone(key)));
         for (key, service) in &claimants {
-            affected.extend(self.replace(key, Some(service), None));
+            self.replace(key, Some(service), None, dirty);
         }
         self.service_ranges = ranges;
         for (key, service) in claimants {
-            affected.extend(self.replace(key, None, Some(service)));
+            self.replace(key, None, Some(service), dirty);
         }
-        affected
     }
 
     fn first(&self, frontend: &Frontend) -> Option<&Candidate> {

@@ -16,7 +16,7 @@ use compact_str::CompactString;
 
 use crate::model::{Change, Endpoint, Family, LoadBalancing, Placement, Protocol, Service, ServiceCidr, ServiceKey};
 use digest::{BucketDigest, Digests, Form};
-use frontends::{Frontend, FrontendOwners, frontends_of};
+use frontends::{Frontend, FrontendOwners};
 
 /// The state that all nodes share. It does not depend on the order in which changes arrived.
 #[derive(Debug, Default)]
@@ -152,7 +152,7 @@ impl State {
     /// `dirty`. If `with_addresses` is true, the addresses are reserved with all ports, as mode
     /// IPVS needs: its nodes hold every address of a Service themselves.
     pub fn reserve(&mut self, frontends: &BTreeSet<Frontend>, with_addresses: bool, dirty: &mut Dirty) {
-        dirty.services.extend(self.frontends.reserve(frontends, with_addresses));
+        self.frontends.reserve(frontends, with_addresses, dirty);
     }
 
     /// For each feature that a node may lack, the number of Services that use it.
@@ -229,16 +229,7 @@ impl State {
                 self.demand.add(new);
                 self.services += 1;
             }
-            let frontends = old.as_deref().into_iter().chain(new).flat_map(frontends_of);
-            let owned =
-                frontends.filter_map(|frontend| Some((frontend, Arc::clone(self.frontends.owning(&frontend)?))));
-            let owned: Vec<(Frontend, Arc<ServiceKey>)> = owned.collect();
-            dirty.services.extend(self.frontends.replace(&key, old.as_deref(), new));
-            for (frontend, owner) in owned {
-                if self.frontends.owning(&frontend) != Some(&owner) {
-                    dirty.lost.entry(frontend).or_insert(owner);
-                }
-            }
+            self.frontends.replace(&key, old.as_deref(), new, dirty);
             dirty.services.insert(Arc::clone(&key));
         }
         self.drop_empty(&key);
@@ -292,7 +283,7 @@ impl State {
         }
         let ranges = self.service_cidrs.values().flat_map(|service_cidr| service_cidr.cidrs.clone()).collect();
         let services = self.entries.iter().filter_map(|(key, entry)| Some((key, entry.service()?)));
-        dirty.services.extend(self.frontends.replace_service_ranges(ranges, services));
+        self.frontends.replace_service_ranges(ranges, services, dirty);
         dirty.service_cidrs = true;
         true
     }
@@ -306,25 +297,29 @@ impl State {
 /// such a number. A change in the middle moves the later endpoints, 48 bytes each: 1,000 endpoints
 /// take about a microsecond.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Endpoints(Vec<Endpoint>);
+pub struct Endpoints {
+    list: Vec<Endpoint>,
+    /// The number of endpoints with another weight than 1.
+    weighted: usize,
+}
 
 impl Endpoints {
     /// The number of endpoints.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.0.len()
+        self.list.len()
     }
 
     /// True without endpoints.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.list.is_empty()
     }
 
     /// Returns the endpoint with an address.
     #[must_use]
     pub fn get(&self, address: &IpAddr) -> Option<&Endpoint> {
-        self.0.get(self.place(address).ok()?)
+        self.list.get(self.place(address).ok()?)
     }
 
     /// Returns whether an endpoint has this address.
@@ -335,38 +330,48 @@ impl Endpoints {
 
     /// Returns the endpoints.
     pub fn values(&self) -> std::slice::Iter<'_, Endpoint> {
-        self.0.iter()
+        self.list.iter()
     }
 
     /// Returns the addresses.
     pub fn keys(&self) -> impl Iterator<Item = &IpAddr> {
-        self.0.iter().map(|endpoint| &endpoint.address)
+        self.list.iter().map(|endpoint| &endpoint.address)
+    }
+
+    /// True if an endpoint has another weight than 1.
+    #[must_use]
+    pub fn are_weighted(&self) -> bool {
+        self.weighted > 0
     }
 
     /// Adds an endpoint, or replaces the endpoint with the same address.
     fn insert(&mut self, endpoint: Endpoint) {
+        self.weighted += usize::from(endpoint.is_weighted());
         match self.place(&endpoint.address) {
-            Ok(at) => self.0[at] = endpoint,
+            Ok(at) => {
+                let old = std::mem::replace(&mut self.list[at], endpoint);
+                self.weighted -= usize::from(old.is_weighted());
+            }
             Err(at) => {
-                if self.0.len() == self.0.capacity() {
+                if self.list.len() == self.list.capacity() {
                     // The vector would double its capacity, and most services rarely grow.
-                    self.0.reserve_exact(1 + self.0.len() / 8);
+                    self.list.reserve_exact(1 + self.list.len() / 8);
                 }
-                self.0.insert(at, endpoint);
+                self.list.insert(at, endpoint);
             }
         }
     }
 
     fn remove(&mut self, address: &IpAddr) {
         let Ok(at) = self.place(address) else { return };
-        self.0.remove(at);
-        if self.0.capacity() > 2 * self.0.len() {
-            self.0.shrink_to_fit();
+        self.weighted -= usize::from(self.list.remove(at).is_weighted());
+        if self.list.capacity() > 2 * self.list.len() {
+            self.list.shrink_to_fit();
         }
     }
 
     fn place(&self, address: &IpAddr) -> Result<usize, usize> {
-        self.0.binary_search_by(|endpoint| endpoint.address.cmp(address))
+        self.list.binary_search_by(|endpoint| endpoint.address.cmp(address))
     }
 }
 

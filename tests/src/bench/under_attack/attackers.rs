@@ -65,19 +65,30 @@ pub(super) fn external_ips(bed: &Bed, load: &Load, is_over: &AtomicBool) -> Resu
     })
 }
 
-/// Eight slices have an annotation with many entries that cannot be read, and are edited.
-pub(super) fn wrong_weights(bed: &Bed, load: &Load, is_over: &AtomicBool) -> Result<()> {
+/// Eight slices have an annotation with many entries that cannot be read, and are edited. So is one
+/// whose weights ask for thousands of slots for each port of a Service with a hundred.
+pub(super) fn weights(bed: &Bed, load: &Load, is_over: &AtomicBool) -> Result<()> {
     bed.write(service("weights", 1).port("http", "TCP", 80, 8080).build())?;
+    bed.write(with_ports(service("weighted", 2), PORTS).build())?;
     // Short entries, so that the annotation has a size that the API server accepts.
     let letter =
         |n: u32| char::from(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"[n as usize % 62]);
     let entry = |n: u32| [letter(n / 3_844), letter(n / 62), letter(n)].into_iter().collect::<String>();
     let entries: Vec<String> = (0..load.findings).map(entry).collect();
     edit(bed, is_over, Duration::from_millis(200), |number| {
+        if number % 2 == 1 {
+            // The greatest common divisor is 1, so no weight can be made smaller.
+            let light = number / 2 % 2 * 39;
+            let weight = |host: u32| format!("10.245.0.{host}={}", if host == light { 99 } else { 100 });
+            let mut slice = slice_of_ports("weighted", PORTS, 40, true);
+            slice["metadata"]["annotations"] =
+                json!({"headgate.io/weights": (0..40).map(weight).collect::<Vec<_>>().join(",")});
+            return slice;
+        }
         let mut entries = entries.clone();
         let length = entries.len();
         entries.rotate_left(number as usize % length.max(1));
-        let name = format!("weights-{}", number % 8);
+        let name = format!("weights-{}", number / 2 % 8);
         let mut slice = objects::endpoint_slice(TENANT, &name, "weights").port("http", "TCP", 8080).build();
         slice["metadata"]["annotations"] = json!({"headgate.io/weights": entries.join(",")});
         slice

@@ -201,10 +201,10 @@ const ATTACKS: &[Attack] = &[
     },
     Attack {
         name: "weights",
-        what: "eight slices with 60,000 unreadable weights each are edited",
+        what: "slices with 60,000 unreadable weights, and the weights of a Service with 100 ports, are edited",
         beside: Beside::Nothing,
         prepare: nothing,
-        run: attackers::wrong_weights,
+        run: attackers::weights,
     },
     Attack {
         name: "slots",

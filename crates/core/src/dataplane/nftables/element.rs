@@ -287,17 +287,17 @@ impl EndpointGroup {
     /// Replaces the endpoints by the wanted endpoints, which are sorted, each with its weight. An
     /// endpoint gets slots in proportion to its weight. Moves as few of the remaining endpoints as
     /// possible to other slots. If the group is hashed, its slots depend only on the wanted
-    /// endpoints.
-    pub(super) fn set_endpoints(&mut self, wanted: &[((IpAddr, u16), Weight)]) {
+    /// endpoints. Otherwise weights give it at most `weighted_slots`, and a slot for each endpoint.
+    pub(super) fn set_endpoints(&mut self, wanted: &[((IpAddr, u16), Weight)], weighted_slots: u32) {
         if self.is_proxy_only {
             self.slots = Vec::new();
             return;
         }
-        if let Some(slots) = self.hashed_slots {
-            self.slots = rendezvous::slots(wanted, slots);
+        if let Some(count) = self.hashed_slots {
+            self.slots = slots(wanted, count);
             return;
         }
-        let mut lacking = slots_of_endpoints(wanted);
+        let mut lacking = slots_of_endpoints(wanted, weighted_slots);
         // Most slots are in the order of the endpoints, so the next endpoint is tried first.
         let mut next = 0;
         let mut keep = |endpoint: &(IpAddr, u16)| {
@@ -384,18 +384,14 @@ impl EndpointGroup {
     }
 }
 
-/// The largest number of slots that weights give to a group. The weights of larger groups are
-/// rounded.
-const MAX_WEIGHTED_SLOTS: u32 = 4096;
-
 /// Returns the number of slots of each endpoint. Without weights, each endpoint has one slot.
-fn slots_of_endpoints(wanted: &[((IpAddr, u16), Weight)]) -> Vec<u32> {
+fn slots_of_endpoints(wanted: &[((IpAddr, u16), Weight)], most: u32) -> Vec<u32> {
     let weights = || wanted.iter().map(|(_, weight)| *weight);
     let divisor = weights().fold(0, |divisor, weight| greatest_common_divisor(divisor, weight.get())).max(1);
     let total: u32 = weights().map(|weight| weight.get() / divisor).sum();
     let slots = |weight: Weight| match weight.get() / divisor {
-        slots if total <= MAX_WEIGHTED_SLOTS => slots,
-        slots => (slots * MAX_WEIGHTED_SLOTS / total).max(1),
+        slots if total <= most => slots,
+        slots => (slots * most / total).max(1),
     };
     weights().map(slots).collect()
 }

@@ -19,8 +19,8 @@ use super::{
     service::{self, NftablesConfig, PortPlan},
 };
 use crate::{
-    behaviours::view::{NoLocalEndpoints, hashed_slots, service_views},
-    dataplane::shared::{Quarantine, RefCounts, StateSource, Touched},
+    behaviours::view::{NoLocalEndpoints, ServiceSize, service_views},
+    dataplane::shared::{self, Quarantine, RefCounts, StateSource, Touched},
     model::{LoadBalancing, Protocol, ServiceKey},
     node_facts::NodeFacts,
     state::{Dirty, State, frontends::Frontend},
@@ -286,7 +286,8 @@ impl NftablesLedger {
         let views = service_views(state, key, self.config.family, node);
         let (mut groups, mut elements) = (Vec::new(), Vec::new());
         let mut no_local = NoLocalEndpoints::default();
-        let (mut found, hashed) = (found, hashed_slots(views.len()));
+        let mut found = found;
+        let size = state.entry(key).map(|entry| ServiceSize::of(entry, self.config.family)).unwrap_or_default();
         // The endpoints of earlier ports, with the numbers of these ports.
         let mut earlier: Vec<(PortPlan, u32)> = Vec::new();
         let (mut ports, mut node_ports) = (HashSet::new(), HashSet::new());
@@ -324,10 +325,10 @@ impl NftablesLedger {
                     Some(group) => group.slots.clone(),
                     None => found.as_deref().map_or_else(Vec::new, |found| found.slots(number, has_affinity)),
                 };
-                let (is_proxy_only, hashed_slots) = (plan.is_proxy_only, is_hashed.then_some(hashed));
+                let (is_proxy_only, hashed_slots) = (plan.is_proxy_only, is_hashed.then(|| size.hashed_slots()));
                 let mut group =
                     EndpointGroup { key, number, affinity_timeout_seconds, hashed_slots, is_proxy_only, slots };
-                group.set_endpoints(endpoints);
+                group.set_endpoints(endpoints, size.weighted_slots());
                 groups.push(group);
             }
             let target = |is_local| -> Option<Target> {

@@ -1,15 +1,16 @@
 //! Tests of groups.
 #![allow(clippy::unwrap_used)]
 
-use std::{collections::HashSet, net::IpAddr};
+use std::{collections::HashSet, net::IpAddr, sync::Arc};
 
 use super::{
     ExistingElements, Lookup, NftablesConfig, NftablesLedger, Selection,
     element::{EndpointGroup, GroupKey, Numbers},
 };
 use crate::{
+    behaviours::view::ServiceSize,
     dataplane::shared::FixedState,
-    model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, Weight},
+    model::{Change, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey, ServicePort, Weight},
     node_facts::NodeFacts,
     state::{Dirty, State},
 };
@@ -35,7 +36,7 @@ fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
     let after = |wanted: &[u8]| {
         let mut group = group.clone();
         let wanted = endpoints(wanted).into_iter().map(|endpoint| (endpoint, Weight::default()));
-        group.set_endpoints(&wanted.collect::<Vec<_>>());
+        group.set_endpoints(&wanted.collect::<Vec<_>>(), 4096);
         group.slots
     };
     assert_eq!(after(&[2, 4, 7, 9]), endpoints(&[4, 2, 9, 7]));
@@ -54,7 +55,7 @@ fn endpoints_have_slots_in_proportion_to_their_weights() {
     let mut after = |weights: &[(u8, u32)]| {
         let endpoint = |last: u8| (IpAddr::from([10, 0, 0, last]), 80);
         let wanted = weights.iter().map(|(last, weight)| (endpoint(*last), Weight::new(*weight).unwrap()));
-        group.set_endpoints(&wanted.collect::<Vec<_>>());
+        group.set_endpoints(&wanted.collect::<Vec<_>>(), 4096);
         group.slots.clone()
     };
     assert_eq!(after(&[(1, 4), (2, 2)]), endpoints(&[1, 1, 2]));
@@ -84,6 +85,29 @@ fn a_service_uses_random_slots_where_the_kernel_cannot_hash() {
         ledger.elements().find_map(|element| Some(Lookup::of(&element)?.2.selection)).unwrap()
     };
     assert_eq!((selection(true), selection(false)), (Selection::ByClient(2048), Selection::Random(1)));
+}
+
+/// Weights without a common divisor give a Service no more elements than its estimate says.
+#[test]
+fn the_weights_of_a_service_with_many_ports_are_within_its_size() {
+    let key = ServiceKey::new("ns", "web");
+    let name = |number: u16| format!("p{number}");
+    let port = |number| ServicePort { name: name(number).into(), protocol: Protocol::Tcp, port: number, node_port: 0 };
+    let service = Service::new(key.clone(), vec![[10, 96, 0, 1].into()], (1..=100).map(port).collect());
+    let mut state = State::default();
+    state.apply(Change::from(service), &mut Dirty::default());
+    for last in 1..=40 {
+        let ports = (1..=100).map(|number| EndpointPort::new(name(number), Protocol::Tcp, 8000 + number)).collect();
+        let mut endpoint = Endpoint::new([10, 244, 0, last].into(), ports);
+        let weight = Weight::new(if last == 1 { 99 } else { 100 }).unwrap();
+        endpoint.placement = Arc::new(Placement { weight, ..Placement::default() });
+        state.apply(Change::Endpoint(key.clone(), endpoint), &mut Dirty::default());
+    }
+    let mut ledger = NftablesLedger::new(NftablesConfig::new(Family::V4));
+    ledger.full(&FixedState(&state, &NodeFacts::named("node")), ExistingElements::default());
+    let estimate = ServiceSize::of(state.entry(&key).unwrap(), Family::V4).objects();
+    let found = ledger.elements().count();
+    assert!((4_000..=estimate).contains(&found) && estimate <= 16_484, "{found} elements, {estimate} estimated");
 }
 
 #[test]

@@ -220,6 +220,33 @@ fn an_edit_that_changes_no_claim_touches_no_other_service() {
     assert_eq!(state.frontends().losers().len(), 9);
 }
 
+/// Whatever two Services share, an edit visits the frontends whose claims differ, each once.
+#[test]
+fn an_edit_of_one_shared_address_visits_only_the_frontends_there() {
+    let ports: Vec<_> =
+        (1..=10).map(|port| ServicePort { name: "".into(), protocol: Protocol::Tcp, port, node_port: 0 }).collect();
+    let shared: Vec<IpAddr> = (1..=9).map(address).collect();
+    let with = |name: &str, last: u8, created_unix_seconds: i64, external_ips: &[IpAddr]| {
+        let service = Service::new(ServiceKey::new("t", name), vec![address(last)], ports.clone());
+        Service { created_unix_seconds, external_ips: external_ips.to_vec(), ..service }
+    };
+    let mut state = State::default();
+    let mut edit = |service: Service| {
+        let mut dirty = Dirty::default();
+        state.apply(service.into(), &mut dirty);
+        let losers: BTreeSet<String> = dirty.lost.values().map(ToString::to_string).collect();
+        (dirty.services.len(), dirty.lost.len(), losers.into_iter().collect::<Vec<_>>().join(" "))
+    };
+    assert_eq!(edit(with("old", 100, 1, &shared)), (1, 0, String::new()));
+    assert_eq!(edit(with("new", 101, 2, &shared)), (1, 0, String::new()));
+    for _ in 0..2 {
+        assert_eq!(edit(with("old", 100, 1, &shared[1..])), (2, 10, "t/old".into()));
+        assert_eq!(edit(with("old", 100, 1, &shared)), (2, 10, "t/new".into()));
+    }
+    assert_eq!(edit(with("old", 100, 1, &[])), (2, 90, "t/old".into()));
+    assert_eq!(edit(with("new", 101, 2, &shared[..3])), (1, 60, "t/new".into()));
+}
+
 #[test]
 fn a_service_that_loses_what_is_reserved_gets_it_back_afterwards() {
     let port = |port| ServicePort { name: "".into(), protocol: Protocol::Tcp, port, node_port: 0 };
