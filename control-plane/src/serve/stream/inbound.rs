@@ -87,7 +87,7 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Stre
         }
         Body::Barrier(request) => {
             metrics.agent_messages.of(["barrier"]).inc();
-            streams.barrier.begin(agent, request)?;
+            streams.barrier.begin(agent, &request)?;
         }
         Body::Status(status) => {
             metrics.agent_messages.of(["status"]).inc();
