@@ -1,5 +1,6 @@
 //! What no Service gets, except as its ClusterIP: the addresses and ports of replicas, of API
-//! servers, and of the name servers that lead to them. If a Service took one of them, agents or replicas could not hear of its correction.
+//! servers, and of the name servers that lead to them. If a Service took one of them, agents or
+//! replicas could not hear of its correction.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 

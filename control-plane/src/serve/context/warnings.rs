@@ -19,8 +19,8 @@ const MAX_LOGGED: u32 = 10;
 /// How long further warnings are counted before their number is logged.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// The maximum number of networks and clients whose warnings are counted within [`INTERVAL`], and of
-/// those that are named.
+/// The maximum number of networks and clients whose warnings are counted within [`INTERVAL`], and
+/// of those that are named.
 const MAX_SOURCES: usize = 1024;
 const MAX_NAMED: usize = 10;
 

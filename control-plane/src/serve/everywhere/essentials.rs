@@ -22,7 +22,8 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_RESERVED: usize = 1_000;
 
 /// Tells the store where replicas and API servers are: as options and names say, and as the
-/// endpoints of their Services. If there are names, the name servers follow from them. A name that cannot be resolved keeps its addresses. Never returns.
+/// endpoints of their Services. If there are names, the name servers follow from them. A name that
+/// cannot be resolved keeps its addresses. Never returns.
 pub(super) async fn follow(context: Arc<Context>) {
     let (settings, store) = (&context.settings, &context.store);
     let peers: Vec<_> = settings.peers.iter().flat_map(|peers| peers.names.clone()).collect();

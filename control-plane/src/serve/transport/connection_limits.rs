@@ -32,8 +32,9 @@ const MAX_CONNECTIONS_PER_READER: usize = 256;
 /// programs of the cluster have such certificates.
 const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
 
-/// When the budgets of this many clients are remembered, unused ones are forgotten. This is repeated
-/// when there are twice as many as are left, so that a new client need not pay for all others.
+/// When the budgets of this many clients are remembered, unused ones are forgotten. This is
+/// repeated when there are twice as many as are left, so that a new client need not pay for all
+/// others.
 const MAX_BUDGETS: usize = 4_096;
 
 /// The open connections, by the clients under whose names they count. Without TLS, clients have no
