@@ -5,6 +5,7 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use headgate_core::{ServiceKey, address_from_bytes, dns_name::check_subdomain};
 use headgate_proto::v1::{self, barrier_answer::Result as Outcome, question::Wanted};
+use prost::Message as _;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tonic::Status;
 
@@ -19,6 +20,9 @@ use crate::{
 
 /// The longest wait for an answer.
 const MAX_TIMEOUT: Duration = Duration::from_secs(3_600);
+
+/// The maximum size of a request (discovery.proto, section 18). It waits, so it takes memory.
+const MAX_REQUEST_BYTES: usize = 1_024;
 
 /// The maximum number of names in each list of an answer.
 const MAX_NAMED: usize = 1_000;
@@ -50,8 +54,13 @@ impl Barrier {
     ///
     /// # Errors
     ///
-    /// The end of the stream, if it has more requests than an agent may have.
-    pub(crate) fn begin(self: &Arc<Self>, agent: &Arc<Agent>, request: v1::BarrierRequest) -> Result<(), End> {
+    /// The end of the stream, if the request is larger, or the stream has more requests, than an
+    /// agent may have.
+    pub(crate) fn begin(self: &Arc<Self>, agent: &Arc<Agent>, request: &v1::BarrierRequest) -> Result<(), End> {
+        if request.encoded_len() > MAX_REQUEST_BYTES {
+            let text = format!("a request of a pod may have {MAX_REQUEST_BYTES} bytes at most");
+            return Err(End::refusal("message_too_large", Status::resource_exhausted(text)));
+        }
         agent.barriers.cancel(request.id);
         if request.is_cancelled {
             return Ok(());
@@ -59,6 +68,8 @@ impl Barrier {
         // Without a runtime there is no stream either.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return Ok(()) };
         let (barrier, asker, id) = (Arc::clone(self), Arc::clone(agent), request.id);
+        // A decoded text may have room for more than it holds, and a copy has none.
+        let request = request.clone();
         let work = async move {
             let answer = barrier.answer(Some(&asker.node), request).await;
             asker.barriers.finish(answer);

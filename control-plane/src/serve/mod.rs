@@ -18,7 +18,7 @@ use std::{
     fs, io,
     net::{Ipv4Addr, Ipv6Addr, SocketAddr},
     os::unix::{
-        fs::{DirBuilderExt as _, PermissionsExt as _},
+        fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _},
         net::UnixStream,
     },
     path::{Path, PathBuf},
@@ -233,9 +233,11 @@ fn bind_socket(folder: &Path, name: &str) -> Result<UnixListener, ServeError> {
     let path = folder.join(name);
     let bound = || {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-        if fs::metadata(folder)?.permissions().mode() & 0o077 != 0 {
+        let found = fs::symlink_metadata(folder)?;
+        let is_own = found.is_dir() && found.uid() == rustix::process::geteuid().as_raw();
+        if !is_own || found.mode() & 0o077 != 0 {
             return Err(io::Error::other(
-                "others may enter the folder: take this right away (chmod 700), or choose another folder",
+                "others may enter the folder or own it, or it is a link: change its owner and mode (chmod 700), or choose another folder",
             ));
         }
         if UnixStream::connect(&path).is_ok() {

@@ -14,6 +14,9 @@ use crate::transaction::Problem;
 /// The maximum number of Services whose conflicts are shown together.
 const MAX_CONFLICTS: usize = 1_000;
 
+/// The maximum number of these Services of one namespace, so that nobody hides those of others.
+const MAX_CONFLICTS_OF_NAMESPACE: usize = 10;
+
 /// The maximum number of conflicts of one Service that are shown.
 const MAX_CONFLICTS_OF_SERVICE: usize = 10;
 
@@ -115,7 +118,10 @@ impl Store {
             let message = format!("{conflict}; until then {key} gets no packets there");
             Some(Problem { object, field, message, ..Problem::default() })
         };
-        let mut problems: Vec<_> = frontends.losers().take(MAX_CONFLICTS).filter_map(problem).collect();
+        let losers: Vec<_> = frontends.losers().collect();
+        let by_namespace = losers.chunk_by(|a, b| a.namespace == b.namespace);
+        let shown = by_namespace.flat_map(|keys| keys.iter().take(MAX_CONFLICTS_OF_NAMESPACE));
+        let mut problems: Vec<_> = shown.take(MAX_CONFLICTS).filter_map(|key| problem(key)).collect();
         if let more @ 1.. = frontends.losers().len() - problems.len() {
             let message = "lack addresses or ports that belong to other Services".to_owned();
             problems.push(Problem { object: format!("{more} more Services"), message, ..Problem::default() });

@@ -1,5 +1,6 @@
-//! What no Service gets, except as its ClusterIP: the addresses and ports of replicas and of API
-//! servers. If a Service took one of them, agents or replicas could not hear of its correction.
+//! What no Service gets, except as its ClusterIP: the addresses and ports of replicas, of API
+//! servers, and of the name servers that lead to them. If a Service took one of them, agents or
+//! replicas could not hear of its correction.
 
 use std::{collections::BTreeSet, net::SocketAddr};
 
@@ -10,13 +11,13 @@ use super::Store;
 use crate::metrics::level;
 
 impl Store {
-    /// Reserves TCP ports, instead of those of the last call. If the address is among the first
+    /// Reserves ports, instead of those of the last call. If the address is among the first
     /// addresses of a Node, the NodePort of the same number is reserved too.
-    pub(crate) fn reserve(&self, all: &BTreeSet<SocketAddr>) {
+    pub(crate) fn reserve(&self, all: &BTreeSet<(Protocol, SocketAddr)>) {
         let inner = self.read();
-        let frontends = |at: &SocketAddr| {
-            let node_port = Frontend::NodePort(Family::of(at.ip()), Protocol::Tcp, at.port());
-            let at_address = Frontend::Address(at.ip(), Protocol::Tcp, at.port());
+        let frontends = |(by, at): &(Protocol, SocketAddr)| {
+            let node_port = Frontend::NodePort(Family::of(at.ip()), *by, at.port());
+            let at_address = Frontend::Address(at.ip(), *by, at.port());
             [Some(at_address), inner.nodes.have(at.ip().to_canonical()).then_some(node_port)].into_iter().flatten()
         };
         let reserved: BTreeSet<Frontend> = all.iter().flat_map(frontends).collect();

@@ -487,11 +487,12 @@ fn observers_are_notified_once_of_what_is_reserved() {
     let notified = Arc::new(Notified::default());
     let observer: Arc<dyn NodeObserver> = Arc::<Notified>::clone(&notified);
     store.observe_nodes(Arc::downgrade(&observer));
-    let all = [([192, 0, 2, 1], 6443).into()].into();
+    let all = [(Protocol::Udp, ([192, 0, 2, 1], 53).into())].into();
     store.reserve(&all);
     store.reserve(&all);
     assert_eq!(*notified.0.lock().unwrap(), ["reserved"]);
-    assert_eq!(store.reserved().len(), 1);
+    let reserved = store.reserved();
+    assert_eq!((reserved.len(), reserved[0].protocol()), (1, v1::Protocol::Udp));
 }
 
 #[test]
@@ -532,7 +533,7 @@ fn conflicts_of_many_services_are_shown_up_to_a_limit() {
     let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
     let claim = |number: u16, external: [u8; 4]| {
         let [high, low] = number.to_be_bytes();
-        let key = ServiceKey::new("default", &format!("service-{number:04}"));
+        let key = ServiceKey::new(&format!("tenant-{:03}", number / 8), &format!("service-{number:04}"));
         let mut service = Service::new(key, vec![Ipv4Addr::new(10, 9, high, low).into()], vec![port.clone()]);
         service.external_ips = vec![external.into()];
         Change::from(service)
@@ -541,11 +542,22 @@ fn conflicts_of_many_services_are_shown_up_to_a_limit() {
     store.put((0..3).map(|number| claim(number, if number == 0 { [192, 0, 2, 1] } else { [10, 9, 0, 0] })));
     let problems = store.conflict_problems();
     let objects: Vec<&str> = problems.iter().map(|problem| problem.object.as_str()).collect();
-    assert_eq!(objects, ["Service default/service-0001", "Service default/service-0002"]);
+    assert_eq!(objects, ["Service tenant-000/service-0001", "Service tenant-000/service-0002"]);
     assert_eq!(problems[0].field, "spec.externalIPs");
-    assert!(problems[0].message.starts_with("10.9.0.0 belongs to Service default/service-0000"), "{problems:?}");
+    assert!(problems[0].message.starts_with("10.9.0.0 belongs to Service tenant-000/service-0000"), "{problems:?}");
     assert_eq!(store.read().state.frontends().losers().len(), 2);
     store.put((3..1_005).map(|number| claim(number, [10, 9, 0, 0])));
     let problems = store.conflict_problems();
     assert_eq!((problems.len(), problems[1_000].object.as_str()), (1_001, "4 more Services"));
+    // A namespace with many of them does not hide the others.
+    let mut many = claim(2_000, [10, 9, 0, 0]);
+    for number in 2_000..3_000_u16 {
+        if let Change::Service(service) = &mut many {
+            service.key = ServiceKey::new("a-tenant", &number.to_string());
+        }
+        store.put([many.clone()]);
+    }
+    let problems = store.conflict_problems();
+    let hidden = problems.iter().filter(|problem| problem.object.starts_with("Service a-tenant/")).count();
+    assert_eq!((hidden, problems.len()), (10, 1_001));
 }

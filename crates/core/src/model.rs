@@ -638,8 +638,8 @@ impl Service {
     /// its own, which is never higher.
     pub const MAX_FRONTENDS: usize = 16_384;
 
-    /// Returns how much the Service asks of a node, without endpoints: the [frontends](Self::frontends)
-    /// of both families.
+    /// Returns how much the Service asks of a node, without endpoints: the
+    /// [frontends](Self::frontends) of both families.
     #[must_use]
     pub fn frontend_count(&self) -> usize {
         Family::BOTH.into_iter().map(|family| self.frontends(family)).fold(0, usize::saturating_add)
@@ -654,8 +654,8 @@ impl Service {
         self.virtual_servers(family).saturating_add(load_balancers.saturating_mul(more_ranges))
     }
 
-    /// Returns the number of addresses of a family with each port, and of NodePorts. Mode IPVS has a
-    /// virtual server for each of them.
+    /// Returns the number of addresses of a family with each port, and of NodePorts. Mode IPVS has
+    /// a virtual server for each of them.
     #[must_use]
     pub fn virtual_servers(&self, family: Family) -> usize {
         let lists = [&self.cluster_ips, &self.load_balancer_ips, &self.external_ips];

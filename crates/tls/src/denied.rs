@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use headgate_core::dns_name::check_subdomain;
 use sha2::{Digest as _, Sha256};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
@@ -21,7 +22,7 @@ impl Denied {
         let entries = lines.filter(|(_, line)| !line.is_empty()).map(|(index, line)| {
             let entry = match line.split_once('=') {
                 Some((kind, digits)) => number(kind, &digits.replace(':', "")),
-                None => Some(line.to_owned()).filter(|line| line.starts_with("headgate://")),
+                None => is_holder(line).then(|| line.to_owned()),
             };
             entry.ok_or_else(|| format!("line {} is none of them: {line:?}", index + 1))
         });
@@ -43,6 +44,12 @@ impl Denied {
     pub fn contains(&self, entries: &[String]) -> bool {
         entries.iter().any(|entry| self.0.contains(entry))
     }
+}
+
+/// Returns true for a URI that certificates of nodes, readers or replicas may have.
+fn is_holder(line: &str) -> bool {
+    let role = line.strip_prefix("headgate://").and_then(|rest| rest.split_once('/'));
+    role.is_some_and(|(role, name)| matches!(role, "node" | "reader" | "replica") && check_subdomain(name).is_ok())
 }
 
 /// Returns the entry of a number. DER begins a serial number with a zero byte if its highest bit is
@@ -79,7 +86,10 @@ mod tests {
 
     #[test]
     fn a_line_that_denies_nothing_is_an_error() {
-        for line in ["n1", "serial=", "serial=xyz", "sha256 Fingerprint=AB", "sha1 Fingerprint=AB"] {
+        let holders =
+            ["nodes/n1", "node/N1", "node/n1/", "node/", "n1", "Node/n1"].map(|of| format!("headgate://{of}"));
+        let numbers = ["n1", "serial=", "serial=xyz", "sha256 Fingerprint=AB", "sha1 Fingerprint=AB"];
+        for line in numbers.into_iter().chain(holders.iter().map(String::as_str)) {
             let problem = Denied::parse(&format!("headgate://node/n1\n{line}")).unwrap_err();
             assert!(problem.starts_with("line 2 is none of them"), "{problem}");
         }

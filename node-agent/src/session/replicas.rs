@@ -7,19 +7,16 @@
 
 use std::{
     collections::{BTreeSet, VecDeque},
-    fmt, fs, io,
+    fmt, io,
     net::{IpAddr, SocketAddr},
     sync::Arc,
 };
 
 use headgate_core::Protocol;
+use headgate_listener::name_servers;
 use tracing::warn;
 
 use crate::{control_planes::ControlPlane, state::AgentState};
-
-/// The files that name the node's name servers. The second one has those that systemd-resolved
-/// asks, if the first one names only systemd-resolved.
-const RESOLVER_FILES: [&str; 2] = ["/etc/resolv.conf", "/run/systemd/resolve/resolv.conf"];
 
 /// One replica at one address.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -108,13 +105,6 @@ pub(super) async fn lookup(host: &str, port: u16, state: &Arc<AgentState>) -> io
     let targets = targets.collect();
     state.blocking(move |state| state.depends_on(&name, targets)).await;
     Ok(addresses)
-}
-
-/// The name servers in the files that the machine has.
-fn name_servers() -> BTreeSet<(Protocol, SocketAddr)> {
-    let texts = RESOLVER_FILES.iter().filter_map(|file| fs::read_to_string(file).ok()).collect::<String>();
-    let servers = texts.lines().filter_map(|line| line.strip_prefix("nameserver")?.trim().parse::<IpAddr>().ok());
-    servers.flat_map(|server| [Protocol::Udp, Protocol::Tcp].map(|by| (by, SocketAddr::new(server, 53)))).collect()
 }
 
 async fn resolve(control_planes: &[ControlPlane], state: &Arc<AgentState>) -> Vec<Replica> {

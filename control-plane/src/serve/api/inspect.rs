@@ -48,6 +48,9 @@ pub(super) type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>
 /// The maximum size of the problems in a status, in bytes. Clients accept answers of up to 4 MiB.
 const MAX_PROBLEM_BYTES: usize = 1 << 20;
 
+/// The maximum number of problems of nodes in a status. `ListAgents` has those of all nodes.
+const MAX_NODE_PROBLEMS: usize = 100;
+
 /// Converts as many problems as fit into an answer. If some problems do not fit, a last entry
 /// states the number of these problems.
 fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
@@ -96,7 +99,7 @@ impl Inspect for Inspector {
         let counts = context.store.counts();
         let (fleet_info, mut problems) = self.fleet_info(only_this_replica).await;
         problems.extend(context.store.conflict_problems());
-        problems.extend(fleet.all().iter().flat_map(|agent| agent.problems()));
+        problems.extend(fleet.all().iter().flat_map(|agent| agent.problems()).take(MAX_NODE_PROBLEMS));
         problems.extend(fleet.rejected());
         problems.extend_from_slice(&context.store.present_problems());
         problems.sort_unstable();

@@ -18,8 +18,10 @@ use crate::identity::{Identity, Peer};
 const LINES_AT_ONCE: u32 = 200;
 const LINE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A request whose line follows with the answer.
+/// A request whose line follows when it ends: with the begin of its answer, or without one.
 pub(crate) struct AuditedRequest {
+    context: Arc<Context>,
+    result: Code,
     peer: Peer,
     method: String,
     object: AuditedObject,
@@ -40,14 +42,14 @@ pub(crate) fn audit_object<T>(request: &Request<T>, parts: &[&str]) {
 }
 
 /// The lines that each client may cause, so that nobody fills the log or hides the requests of
-/// others. The number of lines that are left out is logged.
+/// others. The numbers of lines that are left out are logged by client and method.
 pub(super) fn lines() -> Mutex<Turns<String>> {
     Mutex::new(Turns::new(LINE_INTERVAL, LINES_AT_ONCE))
 }
 
 impl AuditedRequest {
     /// Begins a request; `None` if it is not logged.
-    pub(crate) fn begin(peer: &Peer, request: &mut Parts) -> Option<Self> {
+    pub(crate) fn begin(context: &Arc<Context>, peer: &Peer, request: &mut Parts) -> Option<Self> {
         let path = request.uri.path();
         let is_logged = path.starts_with("/headgate.v1.Inspect/") || path.starts_with("/grpc.reflection.");
         if !is_logged || matches!(peer.identity, Identity::Replica(_)) {
@@ -56,12 +58,18 @@ impl AuditedRequest {
         let method = path[1..path.floor_char_boundary(100)].to_owned();
         let object = AuditedObject::default();
         request.extensions.insert(object.clone());
-        Some(Self { peer: peer.clone(), method, object })
+        Some(Self { context: Arc::clone(context), result: Code::Cancelled, peer: peer.clone(), method, object })
     }
 
-    /// Logs a request whose answer begins with these headers.
-    pub(crate) fn record(self, context: &Context, answer: &HeaderMap) {
-        let Self { peer, method, object } = self;
+    /// Ends a request whose answer begins with these headers.
+    pub(crate) fn end(mut self, answer: &HeaderMap) {
+        self.result = Status::from_header_map(answer).map_or(Code::Ok, |status| status.code());
+    }
+}
+
+impl Drop for AuditedRequest {
+    fn drop(&mut self) {
+        let Self { context, result, peer, method, object } = &*self;
         let who = match &peer.identity {
             Identity::Unchecked => format!("anybody at {}", peer.address.ip()),
             Identity::Node(name) => format!("node {name}"),
@@ -71,10 +79,10 @@ impl AuditedRequest {
         };
         let now = Instant::now();
         let has_turn = context.audit_lines.lock().unwrap_or_else(PoisonError::into_inner).take(who.clone(), now);
-        if has_turn.is_err() && !context.warnings.admit(Warning::Audited, now.into()) {
+        let source = Some(format!("{who} {method}"));
+        if has_turn.is_err() && !context.warnings.admit_from(source, Warning::Audited, now.into()) {
             return;
         }
-        let result = Status::from_header_map(answer).map_or(Code::Ok, |status| status.code());
         let object = object.0.get().map_or("-", String::as_str);
         tracing::info!(target: "headgate::audit", who, address = %peer.address, method, object, ?result, "request");
     }

@@ -6,13 +6,12 @@
 
 use std::{
     collections::HashMap,
+    fmt::Display,
     sync::{Mutex, PoisonError},
     time::Duration,
 };
 
 use tokio::time::Instant;
-
-use super::Network;
 
 /// The maximum number of warnings of one kind that are logged within [`INTERVAL`].
 const MAX_LOGGED: u32 = 10;
@@ -20,8 +19,10 @@ const MAX_LOGGED: u32 = 10;
 /// How long further warnings are counted before their number is logged.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// The maximum number of networks whose warnings are counted within [`INTERVAL`].
-const MAX_NETWORKS: usize = 1024;
+/// The maximum number of networks and clients whose warnings are counted within [`INTERVAL`], and
+/// of those that are named.
+const MAX_SOURCES: usize = 1024;
+const MAX_NAMED: usize = 10;
 
 /// The kinds of warnings that peers can cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,11 +46,13 @@ pub(crate) enum Warning {
     Enrolment,
     /// A client has had all its lines in the audit log.
     Audited,
+    /// Pods have waited for a node too long.
+    Stalled,
 }
 
 /// For each kind, the log message for the warnings that were left out. The log line also contains
 /// their number.
-const SUMMARIES: [(Warning, &str); 9] = [
+const SUMMARIES: [(Warning, &str); 10] = [
     (Warning::Rejected, "more NACKs from agents; `headgatectl agents` shows what each agent rejects"),
     (
         Warning::ApplyFailed,
@@ -65,6 +68,7 @@ const SUMMARIES: [(Warning, &str); 9] = [
     (Warning::Handshake, "more TLS handshakes failed; headgate_tls_handshakes_failed_total counts them by reason"),
     (Warning::Enrolment, "more agents got no certificate; headgate_enrolments_total counts them by result"),
     (Warning::Audited, "more requests of clients of Inspect are not in the audit log"),
+    (Warning::Stalled, "more nodes for which pods hardly wait; `headgatectl agents` shows them"),
 ];
 
 /// Decides which warnings are logged.
@@ -76,19 +80,19 @@ struct LoggedKind {
     /// When the interval ends; `None` before the first warning of an interval.
     end: Option<Instant>,
     logged: u32,
-    /// How many warnings clients of each network caused. The others count as `None`.
-    left_out: HashMap<Option<Network>, u64>,
+    /// How many warnings each network or client caused. The others count as `None`.
+    left_out: HashMap<Option<String>, u64>,
 }
 
 impl Warnings {
     /// Returns true if a warning may be logged at `now`. Otherwise counts the warning.
     pub(crate) fn admit(&self, warning: Warning, now: Instant) -> bool {
-        self.admit_from(None, warning, now)
+        self.admit_from(None::<&str>, warning, now)
     }
 
-    /// As [`Self::admit`], for a warning that a client of `network` causes. The log names the
-    /// network that causes most.
-    pub(crate) fn admit_from(&self, network: Option<Network>, warning: Warning, now: Instant) -> bool {
+    /// As [`Self::admit`], for a warning that a network or client causes. The log names those that
+    /// cause most.
+    pub(crate) fn admit_from(&self, source: Option<impl Display>, warning: Warning, now: Instant) -> bool {
         self.end_interval(warning, now);
         let mut kind = self.kind(warning);
         kind.end.get_or_insert(now + INTERVAL);
@@ -96,8 +100,8 @@ impl Warnings {
         if is_admitted {
             kind.logged += 1;
         } else {
-            let network = network.filter(|_| kind.left_out.len() < MAX_NETWORKS);
-            *kind.left_out.entry(network).or_default() += 1;
+            let source = source.filter(|_| kind.left_out.len() < MAX_SOURCES).map(|source| source.to_string());
+            *kind.left_out.entry(source).or_default() += 1;
         }
         is_admitted
     }
@@ -120,8 +124,10 @@ impl Warnings {
         drop(kind);
         let count: u64 = left_out.values().sum();
         if count > 0 {
-            let most = left_out.into_iter().filter_map(|(network, count)| Some((count, network?))).max();
-            let most_from = most.map(|(count, network)| format!("{network} ({count})"));
+            let mut most: Vec<_> = left_out.into_iter().filter_map(|(source, count)| Some((count, source?))).collect();
+            most.sort_unstable_by(|a, b| b.cmp(a));
+            let named = most.into_iter().take(MAX_NAMED).map(|(count, source)| format!("{source} ({count})"));
+            let most_from = named.reduce(|all, next| all + ", " + &next);
             tracing::warn!(count, most_from, "{}", SUMMARIES[warning as usize].1);
         }
     }
@@ -189,12 +195,12 @@ mod tests {
         assert_eq!(admitted, MAX_LOGGED as usize - 1);
         assert!(warnings.admit(Warning::Rejected, start + INTERVAL * 4));
         assert!(log.lines()[0].contains("count=11"));
-        // The network that causes most warnings is named.
+        // The networks that cause most warnings are named.
         let later = start + INTERVAL * 5;
         for host in [1, 1, 2].iter().cycle().take(MAX_LOGGED as usize + 30) {
-            warnings.admit_from(Some(Network::of([192, 0, 2, *host].into())), Warning::Handshake, later);
+            warnings.admit_from(Some(format!("192.0.2.{host}")), Warning::Handshake, later);
         }
         warnings.tick(later + INTERVAL);
-        assert!(log.lines()[0].contains("most_from=\"192.0.2.1 (20)\""));
+        assert!(log.lines()[0].contains("most_from=\"192.0.2.1 (20), 192.0.2.2 (10)\""));
     }
 }

@@ -15,7 +15,10 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::{
     metrics::kind_name,
-    serve::fleet::{Agent, Fleet},
+    serve::{
+        context::Warning,
+        fleet::{Agent, Fleet, Record},
+    },
     store::{Last, PACE, Topic},
     transaction::{Problem, SourceKind},
 };
@@ -98,6 +101,10 @@ pub(crate) fn last_of(key: &ServiceKey, address: IpAddr, last: Last) -> Option<S
 /// `until`.
 pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -> v1::QuestionAnswer {
     let store = &fleet.context.store;
+    // Agents with nothing to acknowledge may have some patience back.
+    for agent in fleet.all().iter().filter(|agent| agent.record().is_stalled()) {
+        agent.update(Record::end_stall);
+    }
     // Nobody has checked that a pod without endpoints exists.
     if !question.endpoints.is_empty() {
         store.hurry(HURRY);
@@ -141,15 +148,15 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
         spent_at = version.filter(|_| question.spends_patience()).map(|version| match spent_at {
             Some((old, at)) if old == version && at > now => (version, at),
             Some((old, _)) if old == version => {
-                spend_patience(fleet, version, &services);
+                spend_patience(fleet, version);
                 (version, now + part)
             }
             _ => (version, now + part),
         });
         let is_programmed = version.is_some_and(|version| fleet.progress().floor() >= version);
-        let is_complete = is_programmed && !fleet.progress().is_rejected(&services);
+        let is_complete = is_programmed && (question.spends_patience() || !fleet.progress().is_rejected(&services));
         if is_complete || now >= until {
-            return final_answer(fleet, seen, &services);
+            return final_answer(fleet, question, seen);
         }
         let programmed = async {
             match version.filter(|_| !is_programmed) {
@@ -169,13 +176,19 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
     }
 }
 
-fn final_answer(fleet: &Fleet, seen: Result<u64, String>, services: &BTreeSet<ServiceKey>) -> v1::QuestionAnswer {
-    let version = seen.as_ref().ok().copied();
+fn final_answer(fleet: &Fleet, question: &Question, seen: Result<u64, String>) -> v1::QuestionAnswer {
+    let (version, services) = (seen.as_ref().ok().copied(), question.services());
     // The number and the agents belong together: another agent is not confirmed by this answer.
     let (roster, agents) = fleet.census();
-    let is_missing = |agent: &&Arc<Agent>| version.is_none_or(|version| !agent.record().confirms(version, services));
+    let is_missing = |agent: &&Arc<Agent>| version.is_none_or(|version| !agent.record().confirms(version, &services));
     let unconfirmed = agents.iter().filter(is_missing);
-    let describe = |agent: &Arc<Agent>| agent.laggard(&fleet.context, version.unwrap_or_default(), services);
+    let describe = |agent: &Arc<Agent>| {
+        let mut laggard = agent.laggard(&fleet.context, version.unwrap_or_default(), &services);
+        // Only a rejection is left. A person may wait until it is withdrawn, and pods do not.
+        let is_final = version.is_some_and(|version| agent.record().has_programmed(version));
+        laggard.is_stalled |= is_final && question.spends_patience();
+        laggard
+    };
     v1::QuestionAnswer {
         roster,
         version: version.unwrap_or_default(),
@@ -184,15 +197,45 @@ fn final_answer(fleet: &Fleet, seen: Result<u64, String>, services: &BTreeSet<Se
     }
 }
 
-/// Spends a part of the patience with each agent that does not confirm a version.
-fn spend_patience(fleet: &Fleet, version: u64, services: &BTreeSet<ServiceKey>) {
-    for agent in fleet.all().iter().filter(|agent| !agent.record().confirms(version, services)) {
+/// Spends a part of the patience with each agent whose kernel lacks a version. Rejections spend
+/// none: whoever writes a Service could otherwise spend the patience with all nodes.
+fn spend_patience(fleet: &Fleet, version: u64) {
+    for agent in fleet.all().iter().filter(|agent| !agent.record().has_programmed(version)) {
         let left = fleet.turns().spend_patience(&agent.node, std::time::Instant::now());
         let Err(until) = left else { continue };
         let is_news = !agent.record().is_stalled();
         agent.update(|record| record.stalled_until = Some(until));
-        if let Some(Problem { object, message, .. }) = agent.stall_problem().filter(|_| is_news) {
+        if let Some(Problem { object, message, .. }) = agent.stall_problem().filter(|_| is_news)
+            && fleet.context.warnings.admit(Warning::Stalled, Instant::now())
+        {
             tracing::warn!(object, "{message}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        metrics::Metrics,
+        serve::context::{Context, Settings, Signal},
+        store::{Limits, ResumeMode, Store},
+    };
+
+    #[tokio::test]
+    async fn a_question_waits_again_for_a_node_that_has_some_patience_back() {
+        let metrics = Arc::new(Metrics::default());
+        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+        let fleet = Fleet::new(Context::new(store, metrics, Settings::default()));
+        let hello = v1::Hello::default();
+        let address = ([192, 0, 2, 1], 1).into();
+        let agent = Arc::new(Agent::new("a".into(), address, &hello, ResumeMode::Full, Arc::new(Signal::new())));
+        fleet.enter(&agent);
+        // The node says nothing more, as in a cluster without changes.
+        agent.update(|record| record.stalled_until = Some(std::time::Instant::now()));
+        assert_eq!(fleet.progress().floor(), u64::MAX);
+        let question = Question { wanted: Wanted::Unusable, endpoints: Vec::new(), positions: BTreeMap::new() };
+        let answer = answer(&fleet, &question, Instant::now()).await;
+        assert_eq!((fleet.progress().floor(), answer.unconfirmed[0].is_stalled), (0, false));
     }
 }

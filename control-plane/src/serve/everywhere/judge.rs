@@ -108,7 +108,7 @@ impl Verdict {
         let stalled = self.unconfirmed.values().filter(|laggard| laggard.is_stalled).count() + self.given_up.len();
         let stalled = match stalled {
             0 => String::new(),
-            count => format!("; pods have waited too long for {count} of them, so they hardly wait now"),
+            count => format!("; pods hardly wait for {count} of them, which rejected the Service or took too long"),
         };
         let problems: String = self.problems.iter().map(|(who, what)| format!("; {who}: {what}")).collect();
         format!("these nodes have not confirmed {what}{names}; `headgatectl agents` shows why{stalled}{problems}")

@@ -3,15 +3,16 @@
 //! replicas and API servers are reserved.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fs,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
-use headgate_core::ServiceKey;
+use headgate_core::{Protocol, ServiceKey};
+use headgate_listener::name_servers;
 use headgate_proto::{
     address_to_wire,
     v1::{self, inspect_client::InspectClient, peers_client::PeersClient},
@@ -454,13 +455,15 @@ fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     headgate_proto::errors::chain(error)
 }
 
-// Finds the addresses and ports of replicas and API servers, which no Service gets.
+// Finds the addresses and ports of replicas and API servers, and of the name servers that lead to
+// them. No Service gets these.
 
 /// The maximum number of addresses and ports that are reserved. Those of replicas come first.
 const MAX_RESERVED: usize = 1_000;
 
 /// Tells the store where replicas and API servers are: as options and names say, and as the
-/// endpoints of their Services. A name that cannot be resolved keeps its addresses. Never returns.
+/// endpoints of their Services. If there are names, the name servers follow from them. A name that
+/// cannot be resolved keeps its addresses. Never returns.
 pub(super) async fn reserve(context: Arc<Context>, replicas: Option<Arc<Replicas>>) {
     let (settings, store) = (&context.settings, &context.store);
     let enrolment = settings.enrolment.as_ref().map(|enrolment| enrolment.listen);
@@ -482,10 +485,52 @@ pub(super) async fn reserve(context: Arc<Context>, replicas: Option<Arc<Replicas
         let hosts = own.iter().chain(&others).map(SocketAddr::ip).chain(of_service);
         let of_replicas = hosts.flat_map(|host| own.iter().map(move |own| SocketAddr::new(host, own.port())));
         let of_servers = api_servers.iter().copied().chain(endpoints(&kubernetes).flat_map(ports_of));
-        let all = of_replicas.chain(of_servers).map(|at| SocketAddr::new(at.ip().to_canonical(), at.port()));
+        let peers = settings.peers.iter().flat_map(|peers| &peers.names);
+        let has_names = peers.chain(&settings.api_server).any(|(host, _)| host.parse::<IpAddr>().is_err());
+        let of_names = if has_names { name_servers() } else { BTreeSet::new() };
+        let all = of_replicas.chain(of_servers).map(|at| (Protocol::Tcp, at)).chain(of_names);
+        let all = all.map(|(by, at)| (by, SocketAddr::new(at.ip().to_canonical(), at.port())));
         // Every machine has the other addresses for itself.
-        let all = all.filter(|at| !(at.ip().is_loopback() || at.ip().is_unspecified()));
+        let all = all.filter(|(_, at)| !(at.ip().is_loopback() || at.ip().is_unspecified()));
         store.reserve(&all.take(MAX_RESERVED).collect());
         sleep(LOOK_INTERVAL).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use headgate_core::frontends::Frontend;
+    use headgate_proto::reserved_to_wire;
+
+    use super::*;
+    use crate::{
+        metrics::Metrics,
+        serve::context::Settings,
+        store::{Limits, Store},
+    };
+
+    /// Waits until `expected` is reserved for a replica with this API server.
+    async fn until_reserved(api_server: &str, expected: BTreeSet<Frontend>) {
+        let api_server = Some((api_server.to_owned(), 6443));
+        let metrics = Arc::new(Metrics::default());
+        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+        let settings = Settings { api_server, ..Settings::default() };
+        let following = tokio::spawn(reserve(Context::new(Arc::clone(&store), metrics, settings), None));
+        while store.reserved() != reserved_to_wire(&expected) {
+            sleep(Duration::from_millis(5)).await;
+        }
+        following.abort();
+    }
+
+    /// Whoever takes the name server of replicas keeps them from finding each other and the API
+    /// server.
+    #[tokio::test]
+    async fn name_servers_are_reserved_if_there_are_names() {
+        let is_elsewhere = |at: &SocketAddr| !(at.ip().is_loopback() || at.ip().is_unspecified());
+        let servers = name_servers().into_iter().filter(|(_, at)| is_elsewhere(at));
+        // The name leads to this machine, which reserves nothing.
+        until_reserved("localhost", servers.map(|(by, at)| Frontend::Address(at.ip(), by, at.port())).collect()).await;
+        let address = Frontend::Address([192, 0, 2, 7].into(), Protocol::Tcp, 6443);
+        until_reserved("192.0.2.7", [address].into()).await;
     }
 }

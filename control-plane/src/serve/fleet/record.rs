@@ -121,8 +121,17 @@ impl Record {
 
     /// Returns true if the kernel has `version`, and no rejection concerns the services.
     pub(crate) fn confirms(&self, version: u64, services: &BTreeSet<ServiceKey>) -> bool {
-        let is_clear = !services.iter().any(|key| self.rejections.concern(key));
-        self.has_state() && self.kernel_version() >= version && is_clear
+        self.has_programmed(version) && !services.iter().any(|key| self.rejections.concern(key))
+    }
+
+    /// Returns true if the kernel has `version`, except what the agent rejects.
+    pub(crate) fn has_programmed(&self, version: u64) -> bool {
+        self.has_state() && self.kernel_version() >= version
+    }
+
+    /// Ends a stall whose time is over.
+    pub(crate) fn end_stall(&mut self) {
+        self.stalled_until.take_if(|until| *until <= Instant::now());
     }
 
     pub(crate) fn status(&mut self, status: &v1::AgentStatus) {
@@ -147,7 +156,7 @@ impl Record {
     }
 
     pub(crate) fn ack(&mut self, ack: &v1::Ack) {
-        self.stalled_until.take_if(|until| *until <= Instant::now());
+        self.end_stall();
         self.programmed_version = self.programmed_version.max(ack.version);
         self.has_acknowledged = true;
         self.apply_microseconds = ack.apply_microseconds;

@@ -469,7 +469,7 @@ fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Streams, now: I
         }
         Received::Barrier(request) => {
             metrics.agent_messages.of(["barrier"]).inc();
-            streams.barrier.begin(agent, request)?;
+            streams.barrier.begin(agent, &request)?;
         }
         Received::Status(status) => {
             metrics.agent_messages.of(["status"]).inc();

@@ -32,7 +32,9 @@ const MAX_CONNECTIONS_PER_READER: usize = 256;
 /// programs of the cluster have such certificates.
 const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
 
-/// When the budgets of this many clients are remembered, unused ones are forgotten.
+/// When the budgets of this many clients are remembered, unused ones are forgotten. This is
+/// repeated when there are twice as many as are left, so that a new client need not pay for all
+/// others.
 const MAX_BUDGETS: usize = 4_096;
 
 /// The open connections, by the clients under whose names they count. Without TLS, clients have no
@@ -40,8 +42,9 @@ const MAX_BUDGETS: usize = 4_096;
 #[derive(Debug, Default)]
 pub(crate) struct Connections {
     open: Arc<Tally<Option<Client>>>,
-    /// A client that connects again goes on with what is left of its budget.
-    budgets: Mutex<HashMap<Client, Budget>>,
+    /// A client that connects again goes on with what is left of its budget. The number is how many
+    /// were left when unused ones were forgotten.
+    budgets: Mutex<(HashMap<Client, Budget>, usize)>,
 }
 
 /// One open connection.
@@ -56,9 +59,10 @@ impl Connections {
     fn budget(&self, client: Option<Client>, now: Instant) -> Budget {
         let new = || Budget::new(now);
         let Some(client) = client else { return new() };
-        let mut budgets = self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
-        if budgets.len() >= MAX_BUDGETS && !budgets.contains_key(&client) {
+        let (budgets, left) = &mut *self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
+        if budgets.len() >= MAX_BUDGETS.max(2 * *left) && !budgets.contains_key(&client) {
             budgets.retain(|_, budget| !budget.is_unused(now));
+            *left = budgets.len();
         }
         budgets.entry(client).or_insert_with(new).clone()
     }
@@ -207,7 +211,7 @@ mod tests {
             budget_of(&other.to_string());
         }
         assert!(budget_of("a").pause(now).is_some());
-        assert!(connections.budgets.lock().unwrap().len() <= MAX_BUDGETS);
+        assert!(connections.budgets.lock().unwrap().0.len() <= MAX_BUDGETS);
     }
 }
 

@@ -84,10 +84,10 @@ impl General {
             async move {
                 let (mut head, body) = request.into_parts();
                 head.extensions.insert(caller.peer.clone());
-                let audited = AuditedRequest::begin(&caller.peer, &mut head);
+                let audited = AuditedRequest::begin(&context, &caller.peer, &mut head);
                 let response = routes.call(Request::from_parts(head, Body::new(body))).await;
                 if let (Some(audited), Ok(response)) = (audited, &response) {
-                    audited.record(&context, response.headers());
+                    audited.end(response.headers());
                 }
                 response.map(|response| response.map(|body| Watched::new(body, &context, caller)))
             }

@@ -9,8 +9,9 @@
 //! pause before its connection enters the common queue.
 //!
 //! A client that has sent nothing needs no place. If too many connections of its network wait, the
-//! longest silent one is closed. A running handshake with a silent peer is closed if another
-//! connection can use its place. A normal peer is silent for one round trip at a time.
+//! longest silent one is closed. A running handshake whose peer is silent, or has taken too long in
+//! all, is closed if another connection can use its place. A normal peer is silent for one round
+//! trip at a time, and needs two or three.
 //!
 //! A handshake consists of steps: the computations between two messages of the peer. One step takes
 //! as much processor time as about fifty messages to agents. So at most one step for each core is
@@ -49,9 +50,10 @@ struct HandshakeLimits {
     running_of_network: usize,
     waiting: usize,
     waiting_of_node: usize,
-    /// How long the peer of a handshake may be silent while another connection waits for the
-    /// handshake's place.
+    /// How long the peer of a handshake may be silent, and may take in all, while another
+    /// connection waits for the handshake's place.
     silence: Duration,
+    peers_time: Duration,
 }
 
 /// A core computes about a thousand handshakes per second, and each handshake takes a few round
@@ -64,6 +66,7 @@ const LIMITS: HandshakeLimits = HandshakeLimits {
     waiting: 16_384,
     waiting_of_node: 64,
     silence: Duration::from_secs(1),
+    peers_time: Duration::from_secs(2),
 };
 
 /// The longest time until the first byte of a client.
@@ -120,7 +123,8 @@ pub(crate) struct Handshake {
     evicted: Arc<Notify>,
 }
 
-/// The peer was silent before or during its handshake, and another connection needs its place.
+/// The peer was silent before its handshake, or silent or slow during it, and another connection
+/// needs its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Silent;
 
@@ -243,6 +247,7 @@ impl Handshake {
         // The handshake is allocated only now, because thousands of connections may wait for a
         // place.
         let mut handshake = Box::pin(begin());
+        let (silence, mut left) = (handshakes.limits.silence, handshakes.limits.peers_time);
         let ended = loop {
             let step = handshakes.steps.acquire().await;
             // Other tasks run before this step.
@@ -252,14 +257,17 @@ impl Handshake {
             if let Poll::Ready(ended) = polled {
                 break Ok(ended);
             }
-            tokio::select! {
+            let (is_peers_turn, began) = (is_peers_turn(), Instant::now());
+            let is_late = tokio::select! {
                 biased;
-                () = sleep(handshakes.limits.silence) => {
-                    if is_peers_turn() && self.is_wanted() {
-                        break Err(Silent);
-                    }
+                () = sleep(if left.is_zero() { silence } else { silence.min(left) }) => true,
+                () = wake_up() => false,
+            };
+            if is_peers_turn {
+                left = left.saturating_sub(began.elapsed());
+                if (is_late || left.is_zero()) && self.is_wanted() {
+                    break Err(Silent);
                 }
-                () = wake_up() => {}
             }
         };
         if !matches!(ended, Ok(Ok(_))) {

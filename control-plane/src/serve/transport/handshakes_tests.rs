@@ -16,6 +16,7 @@ const SMALL: HandshakeLimits = HandshakeLimits {
     waiting: 8,
     waiting_of_node: 3,
     silence: Duration::from_millis(200),
+    peers_time: Duration::from_secs(20),
 };
 
 struct Rig(Arc<Handshakes>);
@@ -42,9 +43,13 @@ async fn begin<E: Send + 'static>(
 
 impl Rig {
     fn new() -> Self {
+        Self::with(SMALL)
+    }
+
+    fn with(limits: HandshakeLimits) -> Self {
         let store = Arc::new(Store::new(Limits::default(), Arc::default()));
         let context = Context::new(store, Arc::default(), Settings::default());
-        Self(Handshakes::with_limits(SMALL, context, ["active", "waiting"]))
+        Self(Handshakes::with_limits(limits, context, ["active", "waiting"]))
     }
 
     fn enter(&self, host: u8) -> Option<Handshake> {
@@ -143,6 +148,28 @@ async fn a_silent_handshake_is_closed_if_a_connection_can_use_its_place() {
     assert!(!talking.is_finished(), "this peer has sent something");
     assert!(!other.is_finished(), "no connection can use this place");
     rig.end([talking, waiting, other]).await;
+}
+
+#[tokio::test]
+async fn a_peer_that_is_never_silent_cannot_keep_a_place_that_another_connection_can_use() {
+    let limits =
+        HandshakeLimits { silence: Duration::from_secs(3_600), peers_time: Duration::from_millis(100), ..SMALL };
+    let rig = Rig::with(limits);
+    let (messages, mut received) = mpsc::channel::<()>(1);
+    let steps = async move {
+        while received.recv().await.is_some() {}
+        Err(())
+    };
+    let talking = begin(rig.enter(1).unwrap(), steps).await;
+    let waits = tokio::spawn(rig.enter(1).unwrap().run(|| false, pending::<Result<(), ()>>));
+    run_tasks().await;
+    let waiting = rig.silent(1, 1).await.remove(0);
+    assert_eq!(rig.counts(), (2, 1));
+    while messages.send(()).await.is_ok() {
+        sleep(limits.peers_time / 20).await;
+    }
+    assert_eq!(talking.await.unwrap(), Err(Silent));
+    rig.end([waits, waiting]).await;
 }
 
 #[tokio::test]

@@ -2,8 +2,10 @@
 
 use std::{fs, process::Command};
 
+use bytes::Bytes;
 use headgate_proto::v1::{GetStatusRequest, ListServicesRequest, QueryNodeRequest, inspect_client::InspectClient};
 use headgate_tests::testbed::{control_plane::ControlPlane, process::program};
+use tokio::net::TcpStream;
 
 const AUDIT: &str = "headgate::audit";
 
@@ -40,12 +42,31 @@ async fn each_request_of_a_reader_leaves_a_trace_and_a_flood_leaves_its_number()
     }
     let line = control_plane.until_logged("Inspect/QueryNode").unwrap();
     assert!(line.contains("result=InvalidArgument") && line.contains("node\\u{202e}\\n9"), "{line}");
+    // This one ends before there is an answer.
+    let socket = TcpStream::connect(control_plane.inspect).await.unwrap();
+    let (mut requests, mut connection) = h2::client::handshake(socket).await.unwrap();
+    let mut pings = connection.ping_pong().unwrap();
+    let connection = tokio::spawn(connection);
+    let verify = http::Request::post("http://replica/headgate.v1.Inspect/VerifyNodes").body(()).unwrap();
+    let (_response, mut body) = requests.send_request(verify, false).unwrap();
+    // The first bytes of a message, without the rest.
+    body.send_data(Bytes::from_static(&[0, 0, 0]), false).unwrap();
+    // The first ping may overtake the request, and the second one cannot.
+    for _ in 0..2 {
+        pings.ping(h2::Ping::opaque()).await.unwrap();
+    }
+    body.send_reset(h2::Reason::CANCEL);
+    let line = control_plane.until_logged("Inspect/VerifyNodes").unwrap();
+    assert!(line.contains("result=Cancelled"), "{line}");
+    connection.abort();
     for _ in 0..1_000 {
         reader.get_status(GetStatusRequest { only_this_replica: true }).await.unwrap();
     }
     let audited = || control_plane.log().unwrap().lines().filter(|line| line.contains(AUDIT)).count();
     // A slow machine needs more than a second for them, and a client has ten lines in each.
     assert!((200..800).contains(&audited()), "{} lines", audited());
+    let line = control_plane.until_logged("are not in the audit log").unwrap();
+    assert!(line.contains("most_from=\"anybody at 127.0.0.1 headgate.v1.Inspect/GetStatus ("), "{line}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

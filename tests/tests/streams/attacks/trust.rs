@@ -22,7 +22,7 @@ use tokio::{net::TcpStream, time::timeout};
 use crate::{
     barrier::{NEVER, POD, Pair, answer, ask, program, removed, request},
     client::{Client, GUARD, channel, eventually, hello, message},
-    replica::{Replica, settings},
+    replica::{Replica, key, settings},
 };
 
 /// A request about a pod that does not exist.
@@ -237,4 +237,46 @@ async fn a_node_that_rejects_everything_or_goes_away_delays_pods_for_a_limited_t
         (found.result(), found.unconfirmed_count) == (Outcome::Incomplete, 2)
     };
     eventually("both nodes are missed, and nobody waits for them", are_missed).await;
+}
+
+/// Whoever writes a Service that agents reject, and stops pods of it again and again, must not use
+/// up the patience with all nodes.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_that_every_node_rejects_costs_no_node_its_patience() {
+    let part = Duration::from_millis(20);
+    let mut pair = Pair::start_with(2, Settings { uncovered_after: NEVER, patience_part: part, ..settings() }).await;
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    pair.change_both([removed()]);
+    let resource = format!("Service {}", key(1));
+    let rejection = v1::Rejection { resource: resource.clone(), ..v1::Rejection::default() };
+    for (replica, client) in [(0, &mut a), (1, &mut b), (1, &mut c)] {
+        let rejections = vec![rejection.clone()];
+        client.send(Body::Nack(v1::Nack { version: 1, rejections, in_force: 1, ..v1::Nack::default() })).await;
+        program(&pair.replicas[replica], client).await;
+    }
+    // The answer does not wait for the bound, because waiting longer changes nothing.
+    for _ in 0..2 {
+        let found = asks_for_ever(&mut a).await;
+        assert_eq!((found.result(), found.unconfirmed_count), (Outcome::Incomplete, 3), "{found:?}");
+    }
+    for replica in &pair.replicas {
+        let problems = replica.status().await.problems;
+        assert!(!problems.iter().any(|problem| problem.object.starts_with("Node ")), "{problems:?}");
+    }
+    for client in [&mut a, &mut b, &mut c] {
+        let withdrawn = vec![resource.clone()];
+        client.send(Body::Nack(v1::Nack { version: 1, withdrawn, ..v1::Nack::default() })).await;
+    }
+    let is_drained = async || asks_for_ever(&mut a).await.result() == Outcome::Drained;
+    eventually("the rejections are withdrawn", is_drained).await;
+}
+
+#[tokio::test]
+async fn a_large_request_of_a_pod_ends_the_stream_and_is_not_kept() {
+    let replica = Replica::start().await;
+    let client = replica.open("a").await;
+    let large = v1::BarrierRequest { id: 1, address: vec![0; 200 << 10].into(), ..v1::BarrierRequest::default() };
+    client.send(Body::Barrier(large)).await;
+    let ended = || replica.metric("headgate_streams_rejected_total{reason=\"message_too_large\"}");
+    eventually("the stream has ended", async || ended() == 1).await;
 }
