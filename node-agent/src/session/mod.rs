@@ -10,7 +10,7 @@ pub mod connect;
 pub mod enrolment;
 pub mod machine;
 pub mod metrics;
-mod outbox;
+pub(crate) mod outbox;
 pub mod replicas;
 pub mod stream;
 pub mod tls;

@@ -18,10 +18,7 @@ use std::{
 use futures::{FutureExt as _, StreamExt as _, future::BoxFuture};
 use headgate_core::{node_state::SourceState, reference::Referable};
 use headgate_proto::v1::{
-    self,
-    agent_message::Body as Asked,
-    discovery_client::DiscoveryClient,
-    server_message::{Body as Answered, Body as ServerBody},
+    self, agent_message::Body as Asked, discovery_client::DiscoveryClient, server_message::Body as ServerBody,
     source_position::Kind,
 };
 use tokio::{
@@ -37,7 +34,7 @@ use super::{
     connect::ConnectError,
     machine::{Effect, Machine, Violation},
     metrics::SessionMetrics,
-    outbox::{NodeKnowledge, Outbox},
+    outbox::{self, NodeKnowledge, Outbox},
     replicas::{Replica, Replicas},
     tls::AgentTls,
 };
@@ -844,7 +841,7 @@ async fn ask_one(target: &Replica, node: &str, tls: Option<&Arc<AgentTls>>) -> R
     let request = tokio_stream::once(v1::AgentMessage { body: Some(request) });
     let answer = async { DiscoveryClient::new(connection.channel).sync(request).await?.into_inner().message().await };
     match answer.await.map_err(|status| status.message().to_owned())?.and_then(|message| message.body) {
-        Some(Answered::Standing(answer)) => Ok((answer.epoch, Standing::of(&answer))),
+        Some(ServerBody::Standing(answer)) => Ok((answer.epoch, Standing::of(&answer))),
         _ => Err("the answer is not a standing".to_owned()),
     }
 }

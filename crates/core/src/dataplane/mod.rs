@@ -11,5 +11,5 @@ pub mod iptables;
 pub mod ipvs;
 pub mod nftables;
 mod rules;
-mod shared;
+pub(crate) mod shared;
 pub mod userspace;

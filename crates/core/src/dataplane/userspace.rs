@@ -15,7 +15,7 @@ use std::{
 use super::{
     nftables::{Lookup, NftablesConfig, port_plan},
     rules::names::GateChain,
-    shared::StateSource,
+    shared::{self, StateSource},
 };
 use crate::{
     behaviours::view::{ServicePortView, service_views},

@@ -456,6 +456,7 @@ impl Socket {
         Ok(socket)
     }
 
+    #[allow(unsafe_code)]
     fn set_option<T: Copy>(&self, level: c_int, name: c_int, value: &T) -> io::Result<()> {
         let length = libc::socklen_t::try_from(size_of::<T>()).map_err(io::Error::other)?;
         // SAFETY: the pointer and the length describe `value`, which lives until the call returns.

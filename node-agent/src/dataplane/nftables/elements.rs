@@ -515,8 +515,8 @@ impl NftablesFamily {
                 }
                 let mut transaction = Transaction::new();
                 transaction.add_table(&kernel.table(family));
-                elements::fixed_sets(&table, family).iter().for_each(|set| transaction.add_set(set));
-                elements::write(&[], part.into_iter(), &table, &mut transaction);
+                fixed_sets(&table, family).iter().for_each(|set| transaction.add_set(set));
+                write(&[], part.into_iter(), &table, &mut transaction);
                 if let Err(error) = kernel.commit(family, &transaction) {
                     break Some((transaction, error));
                 }

@@ -16,6 +16,7 @@ use crate::{
     behaviours::endpoint_choice::Destination,
     behaviours::view::ServicePortView,
     model::{Protocol, Service, TrafficPolicy, Weight},
+    node_facts::FailingEndpoints,
 };
 
 /// The kind of address of a virtual server. If two services want one address and port with

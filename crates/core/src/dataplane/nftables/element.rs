@@ -293,8 +293,8 @@ impl EndpointGroup {
             self.slots = Vec::new();
             return;
         }
-        if let Some(slots) = self.hashed_slots {
-            self.slots = rendezvous::slots(wanted, slots);
+        if let Some(count) = self.hashed_slots {
+            self.slots = slots(wanted, count);
             return;
         }
         let mut lacking = slots_of_endpoints(wanted);

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     behaviours::view::{NoLocalEndpoints, hashed_slots, service_views},
-    dataplane::shared::{Quarantine, RefCounts, StateSource, Touched},
+    dataplane::shared::{self, Quarantine, RefCounts, StateSource, Touched},
     model::{LoadBalancing, Protocol, ServiceKey},
     node_facts::NodeFacts,
     state::{Dirty, State, frontends::Frontend},

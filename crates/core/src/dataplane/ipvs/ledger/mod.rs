@@ -23,7 +23,7 @@ use std::{
 use super::{
     super::{
         ipsets::{IpSetElement, Set},
-        shared::{RefCounts, Touched},
+        shared::{self, RefCounts, StateSource, Touched},
     },
     config::{IpvsConfig, SchedulerProblem},
     deferred::Deferred,
@@ -37,10 +37,7 @@ use super::{
 };
 use crate::{
     behaviours::view::views_of_all_endpoints,
-    dataplane::{
-        rules::{RulesLedger, RulesTable, Tally},
-        shared::StateSource,
-    },
+    dataplane::rules::{RulesLedger, RulesTable, Tally},
     model::ServiceKey,
     node_facts::NodeFacts,
     state::{Dirty, State},

@@ -28,7 +28,7 @@ use super::{
 };
 use crate::{
     behaviours::view::service_views,
-    dataplane::shared::{FixedState, Quarantine, StateSource},
+    dataplane::shared::{self, FixedState, Quarantine, StateSource},
     model::ServiceKey,
     node_facts::NodeFacts,
     state::{Dirty, State},
