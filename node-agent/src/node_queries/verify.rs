@@ -195,7 +195,7 @@ mod tests {
     use crate::{
         node_inputs::NodeInputs,
         progress::{Failure, Programmed, Target},
-        session::answers::PART_BYTES,
+        session::outbox::PART_BYTES,
         testing::{endpoint, key, service, snapshot, update},
     };
 

@@ -694,6 +694,7 @@ mod verified_tests {
 
     use super::*;
     use crate::progress::Target;
+    use std::time::Instant;
 
     #[test]
     fn a_verification_that_proves_nothing_is_not_reported() {

@@ -573,7 +573,7 @@ impl Connection {
     }
 
     /// Lists what the kernel would reject in a transaction, and executes nothing.
-    fn refusals(&mut self, transaction: &Transaction) -> Result<Vec<Fault>, NftablesError> {
+    fn refusals(&mut self, transaction: &Transaction) -> Result<Vec<nftables_netlink::Fault>, NftablesError> {
         refusals(&mut self.writer, transaction)
     }
 
