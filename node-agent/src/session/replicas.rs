@@ -6,7 +6,7 @@
 //! of this node gets the addresses that are found.
 
 use std::{
-    collections::{BTreeSet, VecDeque},
+    collections::VecDeque,
     fmt, io,
     net::{IpAddr, SocketAddr},
     sync::Arc,
@@ -129,6 +129,8 @@ async fn resolve(control_planes: &[ControlPlane], state: &Arc<AgentState>) -> Ve
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::collections::BTreeSet;
+
     use super::*;
 
     fn state() -> Arc<AgentState> {

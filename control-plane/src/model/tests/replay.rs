@@ -325,12 +325,12 @@ prop_compose! {
     ) -> Vec<Value> {
         let number = |n: usize| u16::try_from(n).unwrap();
         let port = |n: usize| json!({"name": format!("p{n}"), "port": 80 + n, "nodePort": if node_ports { 30_000 + n } else { 0 }});
-        let both = |prefix: &str, v6: &str, n: usize| if n % 3 == 0 { format!("{v6}::{n:x}") } else { format!("{prefix}.{}.{}", n >> 8, n & 255) };
+        let both = |prefix: &str, v6: &str, n: usize| if n.is_multiple_of(3) { format!("{v6}::{n:x}") } else { format!("{prefix}.{}.{}", n >> 8, n & 255) };
         let mut of_service = service("s", json!({
             "type": "LoadBalancer", "clusterIP": "10.0.0.1", "clusterIPs": ["10.0.0.1", "fd00::1"],
             "ports": (0..ports).map(port).collect::<Value>(),
             "externalIPs": (0..external).map(|n| both("192.0", "2001:db8:1", n + 1)).collect::<Vec<_>>(),
-            "loadBalancerSourceRanges": (0..ranges).map(|n| if n % 2 == 0 { format!("10.{n}.0.0/16") } else { format!("fd00:{n}::/64") }).collect::<Vec<_>>(),
+            "loadBalancerSourceRanges": (0..ranges).map(|n| if n.is_multiple_of(2) { format!("10.{n}.0.0/16") } else { format!("fd00:{n}::/64") }).collect::<Vec<_>>(),
         }));
         of_service["status"] = json!({"loadBalancer": {"ingress":
             (0..load_balancers).map(|n| json!({"ip": both("198.51", "2001:db8:2", n + 1)})).collect::<Value>()}});
