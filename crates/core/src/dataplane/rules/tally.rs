@@ -64,7 +64,7 @@ mod tests {
     use crate::{
         dataplane::iptables::ruleset,
         dataplane::rules::{ExistingTables, Layout, RenderConfig, RulesLedger},
-        dataplane::source::FixedState,
+        dataplane::shared::FixedState,
         fake_kernel::iptables::FakeKernel,
         model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
         node_facts::NodeFacts,
