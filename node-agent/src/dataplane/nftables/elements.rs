@@ -15,8 +15,17 @@ use headgate_core::{
 use ipnet::IpNet;
 use nftables_netlink::{DataType, ElementData, Expression, Set, TableName, Transaction, Value};
 
-use super::{Connection, NftablesFamily, layout::table_name};
+use super::{Connection, NftablesFamily};
 use crate::dataplane::DataplaneError;
+
+/// The table of a family.
+pub(super) fn table_name(family: Family) -> TableName {
+    let family = match family {
+        Family::V4 => nftables_netlink::Family::Ip,
+        Family::V6 => nftables_netlink::Family::Ip6,
+    };
+    TableName::new(family, "headgate")
+}
 
 /// The name of the map from frontends to targets.
 pub(super) fn lookup_map(lookup: Lookup) -> &'static str {

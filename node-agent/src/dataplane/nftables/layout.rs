@@ -22,6 +22,7 @@ use nftables_netlink::{
     TableName, Transaction, Value, Verdict, comment,
 };
 
+pub(super) use super::elements::table_name;
 use super::{
     elements::{
         GROUP_WORD, MASQUERADE_SOURCES, REFUSALS, TIMEOUT_WORD, admitted, admitted_set, counter_set, fixed_sets,
@@ -152,15 +153,6 @@ pub(super) struct Layout {
     /// The elements that do not come from Services, by set and key: the verdicts of the maps from
     /// endpoint counts to chains, and the addresses of the node, which have no verdict.
     pub(super) elements: BTreeMap<(String, Value), Option<Verdict>>,
-}
-
-/// The table of a family.
-pub(super) fn table_name(family: Family) -> TableName {
-    let family = match family {
-        Family::V4 => nftables_netlink::Family::Ip,
-        Family::V6 => nftables_netlink::Family::Ip6,
-    };
-    TableName::new(family, "headgate")
 }
 
 /// The name of the map from affinity timeouts and endpoint counts to chains.
