@@ -76,9 +76,9 @@ pub struct ModelSettings {
     pub reads_pods: bool,
     /// Which Nodes should have an agent.
     pub agent_nodes: NodeSelector,
-    /// How much one Service may ask of every node: the most endpoint ports of its EndpointSlices, as
-    /// a fifth of this number, the most [frontends](Service::frontend_count), and, as its fourfold,
-    /// the most destinations in one family: endpoints of [virtual
+    /// How much one Service may ask of every node: the most endpoint ports of its EndpointSlices,
+    /// as a fifth of this number, the most [frontends](Service::frontend_count), and, as its
+    /// fourfold, the most destinations in one family: endpoints of [virtual
     /// servers](Service::virtual_servers). A node needs about five rules or elements of maps for a
     /// frontend, one or two for an endpoint port, and in mode IPVS one for a destination.
     pub service_budget: u32,
@@ -96,7 +96,8 @@ impl ModelSettings {
     /// [`Service::MAX_FRONTENDS`].
     pub const MAX_SERVICE_BUDGET: u32 = 65_536;
 
-    /// The most destinations. The ClusterIP and the NodePort of each port take at most half of them.
+    /// The most destinations. The ClusterIP and the NodePort of each port take at most half of
+    /// them.
     fn destinations(&self) -> usize {
         self.service_budget as usize * 4
     }

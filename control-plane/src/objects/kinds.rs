@@ -1,5 +1,5 @@
-//! The types of objects, with the fields of the API; the pod of an endpoint, and what a pod with the
-//! readiness gate of Headgate needs.
+//! The types of objects, with the fields of the API; the pod of an endpoint, and what a pod with
+//! the readiness gate of Headgate needs.
 
 use std::{
     hash::{BuildHasher as _, RandomState},

@@ -1,5 +1,5 @@
-//! Data about one stream of an agent, which the fleet and the API read: its queries and requests, and
-//! whether it is late.
+//! Data about one stream of an agent, which the fleet and the API read: its queries and requests,
+//! and whether it is late.
 
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},

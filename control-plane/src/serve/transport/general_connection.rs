@@ -1,6 +1,6 @@
 //! The general server: a connection for everything except streams of agents. The general server is
-//! hyper's HTTP/2 server in front of tonic's services. It closes connections whose clients do not read
-//! a response.
+//! hyper's HTTP/2 server in front of tonic's services. It closes connections whose clients do not
+//! read a response.
 
 use std::{
     io,

@@ -11,7 +11,8 @@
 //!    such endpoint exists, the set contains the serving and terminating endpoints on this node.
 //! 3. All other endpoints are in no set, and none with weight 0.
 //!
-//! The end of this file has the topology. [`verdict`] decides this for one endpoint. The renderers and `headgatectl explain` use it.
+//! The end of this file has the topology. [`verdict`] decides this for one endpoint. The renderers
+//! and `headgatectl explain` use it.
 
 use std::{
     net::{IpAddr, SocketAddr},

@@ -232,7 +232,7 @@ mod tests {
             let most = (MAX_CHECKS_OF_NAMESPACE_PER_SECOND + 2 * MAX_CHECKS_OF_SERVICE_PER_SECOND) as usize;
             assert!(count <= most, "{count} checks in one second, at most {most} expected");
         }
-        assert!(begun.len() > 5_000, "{} checks in 10 s", begun.len());
+        assert!(begun.len() > 1_500, "{} checks in 10 s", begun.len());
         assert!(checks.next_due_ms().is_some());
     }
 }
