@@ -1,9 +1,10 @@
 //! Addresses: which of them a node's own programs connect to on behalf of a Service, which of them
 //! other machines can reach, and which need no TLS.
 //!
-//! The proxy of mode userspace and the health checks ask [`DialPolicy::permits`]. Whoever writes an EndpointSlice chooses its addresses. Rules keep the client's address, so a
-//! firewall or a NetworkPolicy still knows who connects. A program of the node connects with the
-//! address of the node, which may reach more than the client.
+//! The proxy of mode userspace and the health checks ask [`DialPolicy::permits`]. Whoever writes an
+//! EndpointSlice chooses its addresses. Rules keep the client's address, so a firewall or a
+//! NetworkPolicy still knows who connects. A program of the node connects with the address of the
+//! node, which may reach more than the client.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

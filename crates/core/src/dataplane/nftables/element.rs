@@ -1,5 +1,5 @@
-//! Elements of maps and sets, the values on which the rules depend, and the groups of endpoints with
-//! their slots.
+//! Elements of maps and sets, the values on which the rules depend, and the groups of endpoints
+//! with their slots.
 
 use std::{
     collections::{BTreeSet, HashSet, VecDeque},
