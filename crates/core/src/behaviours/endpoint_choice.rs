@@ -4,9 +4,9 @@
 //! In this file an endpoint is an address with a port, because two ports of one address may have
 //! different conditions, nodes and hints.
 //!
-//! 1. The Cluster set contains the ready endpoints that the topology
-//!    admits. If no such endpoint exists, the set contains all serving and terminating endpoints
-//!    (KEP-1669), independent of the topology.
+//! 1. The Cluster set contains the ready endpoints that the topology admits. If no such endpoint
+//!    exists, the set contains all serving and terminating endpoints (KEP-1669), independent of the
+//!    topology.
 //! 2. The Local set contains the ready endpoints on this node, independent of the topology. If no
 //!    such endpoint exists, the set contains the serving and terminating endpoints on this node.
 //! 3. All other endpoints are in no set, and none with weight 0.
