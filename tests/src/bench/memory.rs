@@ -305,6 +305,8 @@ pub(super) fn children_mb(process: u32) -> f64 {
 
 /// Writes the cluster as manifests for a control plane, with 100 Services in each file.
 pub(super) fn write_manifests(folder: &Path, services: u32, endpoints: u32) -> Result<()> {
+    // A control plane takes a folder without objects for one that is not mounted yet.
+    fs::write(folder.join("none.yaml"), "apiVersion: v1\nkind: List\nitems: []\n")?;
     for first in (0..services).step_by(SERVICES_PER_FILE as usize) {
         let mut text = String::new();
         for service in first..services.min(first + SERVICES_PER_FILE) {

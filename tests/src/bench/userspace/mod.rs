@@ -115,9 +115,12 @@ impl Bench {
         fs::create_dir(&manifests)?;
         memory::write_manifests(&manifests, 1, ENDPOINTS)?;
         let namespace = Namespace::create(format!("hg{}-bench-userspace", std::process::id()))?;
-        let mut commands = String::from("link set lo up\nroute add 10.96.0.0/12 dev lo\n");
+        // Clients need an address. It is none of an endpoint, because the proxy does not connect to
+        // addresses of interfaces.
+        let mut commands = String::from(
+            "link set lo up\naddr add 192.0.2.1/32 dev lo\nroute add 10.96.0.0/12 dev lo src 192.0.2.1\n",
+        );
         for endpoint in 0..ENDPOINTS {
-            // The proxy does not connect to addresses of interfaces.
             commands.push_str(&format!("route add local {}/32 dev lo\n", workload::endpoint_ip(0, endpoint)));
         }
         namespace.ip_batch(&commands)?;
