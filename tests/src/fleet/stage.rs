@@ -15,8 +15,9 @@ use super::{
 
 /// Longest wait until all agents have everything, at the start and after the last change.
 pub const CONVERGENCE_LIMIT: Duration = Duration::from_secs(300);
-/// Open files for each agent: its connection, and a previous connection that is being closed.
-const FILES_PER_AGENT: u64 = 2;
+/// Open files for each agent: its connection, a previous connection that is being closed, and more,
+/// because only a part of the files is for connections of one network that wait for a handshake.
+const FILES_PER_AGENT: u64 = 3;
 /// Open files for all other purposes.
 const SPARE_FILES: u64 = 4_096;
 

@@ -180,7 +180,7 @@ impl Enrolment {
         let (audience, service_account) = (settings.audience.clone(), settings.service_account.clone());
         let tokens = Tokens::new(client, audience, service_account);
         let reviews = [(); 2].map(|()| Semaphore::new(REVIEWS));
-        let handshakes = Handshakes::new(Arc::clone(&context), ["enrolling", "waiting_to_enrol"]);
+        let handshakes = Handshakes::new(Arc::clone(&context), 4, ["enrolling", "waiting_to_enrol"]);
         let enrolment = Self { context, settings, tls, tokens, reviews, handshakes };
         enrolment.authority().await?;
         Ok(Arc::new(enrolment))

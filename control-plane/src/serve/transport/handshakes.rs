@@ -48,7 +48,8 @@ use crate::{
 struct HandshakeLimits {
     running: usize,
     running_of_network: usize,
-    waiting: usize,
+    /// Of strangers, and of Nodes.
+    waiting: [usize; 2],
     waiting_of_node: usize,
     /// How long the peer of a handshake may be silent, and may take in all, while another
     /// connection waits for the handshake's place.
@@ -63,7 +64,7 @@ struct HandshakeLimits {
 const LIMITS: HandshakeLimits = HandshakeLimits {
     running: 256,
     running_of_network: 64,
-    waiting: 16_384,
+    waiting: [16_384; 2],
     waiting_of_node: 64,
     silence: Duration::from_secs(1),
     peers_time: Duration::from_secs(2),
@@ -130,14 +131,15 @@ pub(crate) struct Silent;
 
 impl Handshakes {
     /// Returns the handshakes of listeners. The metric counts them with the labels `states`: those
-    /// that run, and those that wait.
-    pub(crate) fn new(context: Arc<Context>, states: [&'static str; 2]) -> Arc<Self> {
-        // Waiting connections of nodes and strangers, at the gRPC ports and for enrolment, may use
-        // half of the open files; the other half is for connections that are served. The limit of
-        // waiting connections is high, because a client whose connection is refused has used up its
-        // session ticket. The client then needs a full handshake.
-        let files = usize::try_from(open_files::limit() / 8).unwrap_or(usize::MAX);
-        let limits = HandshakeLimits { waiting: LIMITS.waiting.min(files), ..LIMITS };
+    /// that run, and those that wait. Strangers may keep three eighths, and Nodes an eighth, of this
+    /// part of the open files waiting.
+    pub(crate) fn new(context: Arc<Context>, part_of_files: usize, states: [&'static str; 2]) -> Arc<Self> {
+        // The limits are high, because a client whose connection is refused has used up its session
+        // ticket, and then needs a full handshake. But the rest of the open files is for connections
+        // that are served.
+        let files = usize::try_from(open_files::limit()).unwrap_or(usize::MAX) / part_of_files;
+        let waiting = [files / 8 * 3, files / 8].map(|files| LIMITS.waiting[0].min(files));
+        let limits = HandshakeLimits { waiting, ..LIMITS };
         Self::with_limits(limits, context, states)
     }
 
@@ -157,7 +159,7 @@ impl Handshakes {
     pub(crate) fn enter(self: &Arc<Self>, network: Network) -> Option<Handshake> {
         let waiting = &self.share(network).waiting;
         let may = |all: usize, own: usize| {
-            let room = self.limits.waiting.saturating_sub(all);
+            let room = self.limits.waiting[usize::from(network.is_node())].saturating_sub(all);
             let most = if network.is_node() { self.limits.waiting_of_node } else { SHARE * room };
             if room > 0 && own < most { Ok(()) } else { Err(()) }
         };

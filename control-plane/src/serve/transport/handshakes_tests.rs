@@ -13,7 +13,7 @@ use crate::{
 const SMALL: HandshakeLimits = HandshakeLimits {
     running: 4,
     running_of_network: 2,
-    waiting: 8,
+    waiting: [8; 2],
     waiting_of_node: 3,
     silence: Duration::from_millis(200),
     peers_time: Duration::from_secs(20),

@@ -49,7 +49,7 @@ impl Entrance {
     /// Returns an entrance that is open until `shutdown` is cancelled. Connections that are not
     /// served by then are dropped.
     pub(crate) fn new(security: Security, context: Arc<Context>, shutdown: CancellationToken) -> Self {
-        let handshakes = Handshakes::new(Arc::clone(&context), ["active", "waiting"]);
+        let handshakes = Handshakes::new(Arc::clone(&context), 1, ["active", "waiting"]);
         Self { security, context, handshakes, connections: Arc::default(), tasks: TaskTracker::new(), shutdown }
     }
 

@@ -117,9 +117,8 @@ impl Bench {
         let namespace = Namespace::create(format!("hg{}-bench-userspace", std::process::id()))?;
         // Clients need an address. It is none of an endpoint, because the proxy does not connect to
         // addresses of interfaces.
-        let mut commands = String::from(
-            "link set lo up\naddr add 192.0.2.1/32 dev lo\nroute add 10.96.0.0/12 dev lo src 192.0.2.1\n",
-        );
+        let mut commands =
+            String::from("link set lo up\naddr add 192.0.2.1/32 dev lo\nroute add 10.96.0.0/12 dev lo src 192.0.2.1\n");
         for endpoint in 0..ENDPOINTS {
             commands.push_str(&format!("route add local {}/32 dev lo\n", workload::endpoint_ip(0, endpoint)));
         }
