@@ -131,12 +131,12 @@ pub(crate) struct Silent;
 
 impl Handshakes {
     /// Returns the handshakes of listeners. The metric counts them with the labels `states`: those
-    /// that run, and those that wait. Strangers may keep three eighths, and Nodes an eighth, of this
-    /// part of the open files waiting.
+    /// that run, and those that wait. Strangers may keep three eighths, and Nodes an eighth, of
+    /// this part of the open files waiting.
     pub(crate) fn new(context: Arc<Context>, part_of_files: usize, states: [&'static str; 2]) -> Arc<Self> {
         // The limits are high, because a client whose connection is refused has used up its session
-        // ticket, and then needs a full handshake. But the rest of the open files is for connections
-        // that are served.
+        // ticket, and then needs a full handshake. But the rest of the open files is for
+        // connections that are served.
         let files = usize::try_from(open_files::limit()).unwrap_or(usize::MAX) / part_of_files;
         let waiting = [files / 8 * 3, files / 8].map(|files| LIMITS.waiting[0].min(files));
         let limits = HandshakeLimits { waiting, ..LIMITS };
