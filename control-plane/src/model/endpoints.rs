@@ -185,7 +185,8 @@ pub(super) struct Endpoints {
     slices: HashMap<Arc<ObjectKey>, Arc<Slice>>,
     sizes: HashMap<ServiceKey, Sizes>,
     pub(super) settings: Arc<ModelSettings>,
-    /// The services since the last taking that have changed, or whose number of endpoints may have.
+    /// The services that have changed, or whose number of endpoints may have changed, since the
+    /// model last took them.
     pub(super) resized: BTreeSet<ServiceKey>,
     /// The services whose slices or ports have changed, and what is over their budget.
     pub(super) excesses: Vec<(ServiceKey, Option<Problem>)>,
@@ -237,7 +238,7 @@ impl Endpoints {
             let sizes = self.sizes.entry(service.clone()).or_default();
             let of_service = new.as_ref().filter(|new| new.service == *service);
             sizes.set(&key, of_service.map(|slice| Size::of(&key, slice)));
-            moved.extend(sizes.choose(self.settings.service_budget as usize, &self.visits));
+            moved.extend(sizes.choose(self.settings.endpoint_ports(), &self.visits));
         }
         moved.retain(|other| *other != key);
         let fits = |slice: &&Arc<Slice>| !self.sizes[&slice.service].leaves_out(&key);
@@ -258,7 +259,7 @@ impl Endpoints {
             if sizes.changed_from.take().is_none() {
                 continue;
             }
-            self.excesses.push((service.clone(), sizes.excess(&service, self.settings.service_budget as usize)));
+            self.excesses.push((service.clone(), sizes.excess(&service, self.settings.endpoint_ports())));
             if sizes.slices.is_empty() && sizes.service_ports == 0 {
                 self.sizes.remove(&service);
             }
@@ -272,7 +273,7 @@ impl Endpoints {
         if self.sizes.get(&service).map_or(0, |sizes| sizes.service_ports) != ports {
             let sizes = self.sizes.entry(service.clone()).or_default();
             sizes.set_service_ports(ports);
-            let moved = sizes.choose(self.settings.service_budget as usize, &self.visits);
+            let moved = sizes.choose(self.settings.endpoint_ports(), &self.visits);
             self.settle([service].into(), moved, interner);
         }
     }
@@ -280,7 +281,7 @@ impl Endpoints {
     /// At most how many endpoints a service has in each family.
     pub(super) fn counts(&self, service: &ServiceKey) -> [usize; 2] {
         let Some(sizes) = self.sizes.get(service) else { return [0; 2] };
-        sizes.endpoints.map(|count| count.min(self.settings.service_budget as usize / sizes.service_ports.max(1)))
+        sizes.endpoints.map(|count| count.min(self.settings.endpoint_ports() / sizes.service_ports.max(1)))
     }
 
     /// The keys of all slices, used or left out.

@@ -96,10 +96,20 @@ impl ModelSettings {
     /// [`Service::MAX_FRONTENDS`].
     pub const MAX_SERVICE_BUDGET: u32 = 65_536;
 
-    /// The most destinations. The ClusterIP and the NodePort of each port take at most half of
-    /// them.
+    /// The most endpoint ports of a Service.
+    fn endpoint_ports(&self) -> usize {
+        self.service_budget as usize
+    }
+
+    /// The most frontends of a Service.
+    fn frontends(&self) -> usize {
+        self.endpoint_ports() / 5
+    }
+
+    /// The most destinations of a Service in one family. The ClusterIP and the NodePort of each
+    /// port take at most half of them.
     fn destinations(&self) -> usize {
-        self.service_budget as usize * 4
+        self.endpoint_ports() * 4
     }
 }
 

@@ -52,7 +52,7 @@ pub(super) fn read(object: &objects::Service, settings: &ModelSettings) -> Readi
     service.session_affinity = session_affinity(spec, &mut findings);
     service.created_unix_seconds = parse::unix_seconds(&object.metadata.creation_timestamp);
     parse::annotations(&object.metadata.annotations, &mut service, &mut findings);
-    let fits = parse::fit_frontends(&mut service, settings.service_budget as usize / 5, &mut findings);
+    let fits = parse::fit_frontends(&mut service, settings.frontends(), &mut findings);
     let fits =
         findings.checked("spec.ports", fits).and_then(|()| findings.checked("spec", parse::check_service(&service)));
     let value = fits.map(|()| service);

@@ -138,7 +138,8 @@ impl Handshakes {
         // ticket, and then needs a full handshake. But the rest of the open files is for
         // connections that are served.
         let files = usize::try_from(open_files::limit()).unwrap_or(usize::MAX) / part_of_files;
-        let waiting = [files / 8 * 3, files / 8].map(|files| LIMITS.waiting[0].min(files));
+        let [strangers, nodes] = LIMITS.waiting;
+        let waiting = [strangers.min(files / 8 * 3), nodes.min(files / 8)];
         let limits = HandshakeLimits { waiting, ..LIMITS };
         Self::with_limits(limits, context, states)
     }
