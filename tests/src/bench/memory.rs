@@ -294,13 +294,18 @@ pub(super) fn status_mb(process: u32, field: &str) -> Result<f64> {
     Ok(kibibytes.with_context(|| format!("{path} has no {field}"))? * 1_024.0 / 1e6)
 }
 
-/// The resident memory of all children in megabytes. A child that has just ended counts as 0.
+/// The resident memory of all children in megabytes. A child that has just ended counts as 0. So
+/// does one that has not begun its program: until `execve(2)` it has the memory of its parent, and
+/// takes none.
 pub(super) fn children_mb(process: u32) -> f64 {
+    let program = |id: u32| fs::read_link(format!("/proc/{id}/exe")).ok();
+    let parent = program(process);
+    let has_begun = |id: &u32| program(*id) != parent;
     let Ok(tasks) = fs::read_dir(format!("/proc/{process}/task")) else { return 0.0 };
     let lists = tasks.flatten().filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
     let children: Vec<u32> =
         lists.flat_map(|list| list.split(' ').filter_map(|id| id.parse().ok()).collect::<Vec<_>>()).collect();
-    children.into_iter().filter_map(|child| status_mb(child, "VmRSS").ok()).sum()
+    children.into_iter().filter(has_begun).filter_map(|child| status_mb(child, "VmRSS").ok()).sum()
 }
 
 /// Writes the cluster as manifests for a control plane, with 100 Services in each file.

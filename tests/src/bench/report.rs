@@ -1,19 +1,19 @@
 //! The figures of a bench.
 
-use std::{fs, path::Path};
+use std::{borrow::Cow, fs, path::Path};
 
 use anyhow::{Context as _, Result};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// One figure, with its anchor if it has one.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Figure {
     /// The name, such as `iptables-full/legacy/10000x10`.
     pub name: String,
     /// The measured value.
     pub value: f64,
     /// The unit, such as `ms` or `bytes`.
-    pub unit: &'static str,
+    pub unit: Cow<'static, str>,
     /// A description of the anchor; empty without an anchor.
     pub compared_with: String,
     /// The anchor's value, in the figure's unit.
@@ -28,7 +28,15 @@ impl Figure {
     /// A figure without an anchor.
     #[must_use]
     pub fn alone(name: impl Into<String>, value: f64, unit: &'static str) -> Self {
-        Self { name: name.into(), value, unit, compared_with: String::new(), anchor: None, ratio: None, goal: None }
+        Self {
+            name: name.into(),
+            value,
+            unit: unit.into(),
+            compared_with: String::new(),
+            anchor: None,
+            ratio: None,
+            goal: None,
+        }
     }
 
     /// A figure with an anchor from the same run.
@@ -44,7 +52,7 @@ impl Figure {
         Self {
             name: name.into(),
             value,
-            unit,
+            unit: unit.into(),
             compared_with: compared_with.into(),
             anchor: Some(anchor),
             ratio,

@@ -26,7 +26,7 @@ struct Arguments {
     /// Number of Services, for benches with a configurable size (default: chosen by each bench)
     #[arg(long, value_name = "N")]
     services: Option<u32>,
-    /// Run the measurements of the bench ipvs inside User-Mode Linux
+    /// This program runs inside User-Mode Linux
     #[arg(long, hide = true)]
     inside: bool,
     /// Make this number of changes, for `make path`
@@ -112,7 +112,10 @@ const BENCHES: &[(&str, &str, Bench)] = &[
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     if arguments.inside {
-        return ipvs::measure_inside(arguments.services);
+        return match arguments.only.as_deref() {
+            Some("under-attack") => under_attack::measure_inside(&arguments.attacks, arguments.services),
+            _ => ipvs::measure_inside(arguments.services),
+        };
     }
     if let Some(changes) = arguments.path {
         return nft_latency::path(changes);

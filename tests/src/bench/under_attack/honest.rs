@@ -139,7 +139,11 @@ impl Probe {
                 let started = Instant::now();
                 let target = SocketAddr::new(IpAddr::V4(self.target.0), self.target.1);
                 let answer = request(self.source, target, self.path, PROBE_TIMEOUT);
-                probes.add(started, answer.is_ok_and(|answer| answer.starts_with("HTTP/1.1 200 ")));
+                let is_good = answer.as_ref().is_ok_and(|answer| answer.starts_with("HTTP/1.1 200 "));
+                if !is_good && probes.failed == 0 {
+                    println!("the first probe of {target} that failed: {answer:?}");
+                }
+                probes.add(started, is_good);
                 std::thread::sleep(Duration::from_millis(100).saturating_sub(started.elapsed()));
             }
             Ok(probes)

@@ -6,7 +6,8 @@
 //!
 //! The stand-in API server and all clients run on the same machine, and take their share of the
 //! processors in both phases. The agent may open 4,096 files, so that a pod with fewer connections
-//! than this process may open can use them up.
+//! than this process may open can use them up. Mode IPVS is measured inside User-Mode Linux, which
+//! has one processor and slow system calls.
 
 mod attackers;
 mod bed;
@@ -28,6 +29,12 @@ use self::{
     usage::{Meter, Usage},
 };
 use super::{nftables::percentile, report::Figure};
+use crate::uml;
+
+/// The longest time of all attacks inside User-Mode Linux.
+const INSIDE_TIME_LIMIT: Duration = Duration::from_secs(2_400);
+/// The prefix of the line with the figures in the output of the program inside.
+const MARK: &str = "figures: ";
 
 /// A change of another tenant may take this long in any case, in milliseconds.
 const CHANGE_MS: f64 = 100.0;
@@ -48,7 +55,8 @@ pub struct Attacks {
     /// Run only these attacks, separated by commas (under-attack)
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     pub attacks: Vec<String>,
-    /// The modes of the agent, separated by commas (under-attack). The kernel must support them
+    /// The modes of the agent, separated by commas (under-attack). Mode ipvs runs inside User-Mode
+    /// Linux; for the others, the kernel must support them
     #[arg(long, value_name = "MODES", value_delimiter = ',', value_enum, default_value = "nftables")]
     pub attack_modes: Vec<AttackMode>,
     /// Attack with full size: longer phases, 10,000 Services, and more connections and targets
@@ -100,7 +108,8 @@ impl AttackMode {
             Self::Nftables => &["--proxy-mode=nftables"],
             Self::IptablesLegacy => &["--proxy-mode=iptables", "--iptables-variant=legacy"],
             Self::IptablesNft => &["--proxy-mode=iptables", "--iptables-variant=nft"],
-            Self::Ipvs => &["--proxy-mode=ipvs"],
+            // User-Mode Linux has no nf_tables.
+            Self::Ipvs => &["--proxy-mode=ipvs", "--iptables-variant=legacy"],
             Self::Userspace => &["--proxy-mode=userspace"],
         }
     }
@@ -286,7 +295,16 @@ pub fn run(options: &Attacks, services: Option<u32>) -> Result<Vec<Figure>> {
     }
     let mut figures = Vec::new();
     let mut failures = Vec::new();
+    let is_inside = uml::guest::is_here();
     for mode in &options.attack_modes {
+        match (*mode == AttackMode::Ipvs, is_inside) {
+            (true, false) => {
+                figures.extend(inside()?);
+                continue;
+            }
+            (false, true) => continue,
+            _ => {}
+        }
         let is_chosen = |name: &str| options.attacks.is_empty() || options.attacks.iter().any(|chosen| chosen == name);
         for attack in ATTACKS.iter().filter(|attack| is_chosen(attack.name)) {
             println!("{}, mode {}: {}", attack.name, mode.label(), attack.what);
@@ -306,6 +324,34 @@ pub fn run(options: &Attacks, services: Option<u32>) -> Result<Vec<Figure>> {
         figures.push(Figure::alone(name, failures.len() as f64, "").with_goal(0.0));
     }
     Ok(figures)
+}
+
+/// Runs this program with the same options inside User-Mode Linux, and returns the figures of mode
+/// IPVS.
+fn inside() -> Result<Vec<Figure>> {
+    eprintln!("under-attack: mode ipvs runs inside User-Mode Linux; this takes some minutes");
+    let mut arguments: Vec<String> = std::env::args().skip(1).collect();
+    if !arguments.iter().any(|argument| argument.starts_with("--only")) {
+        arguments.push("--only=under-attack".into());
+    }
+    arguments.push("--inside".into());
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let output = uml::run_program_inside("bench under-attack", &arguments, INSIDE_TIME_LIMIT)?;
+    let (figures, others): (Vec<_>, Vec<_>) = output.lines().partition(|line| line.starts_with(MARK));
+    others.into_iter().for_each(|line| println!("{line}"));
+    let figures = figures.into_iter().find_map(|line| line.strip_prefix(MARK));
+    let figures = figures.context("the program inside User-Mode Linux printed no figures")?;
+    serde_json::from_str(figures).context("reading the figures")
+}
+
+/// Measures mode IPVS. [`run`] starts this function inside User-Mode Linux.
+///
+/// # Errors
+/// As for [`run`].
+pub fn measure_inside(options: &Attacks, services: Option<u32>) -> Result<()> {
+    uml::guest::mark_entered();
+    println!("{MARK}{}", serde_json::to_string(&run(options, services)?)?);
+    Ok(())
 }
 
 /// What was seen in one phase.
@@ -331,6 +377,9 @@ fn measure(mode: AttackMode, options: &Attacks, load: &Load, attack: &Attack) ->
 fn both_phases(bed: &Bed, load: &Load, attack: &Attack) -> Result<(Observed, Observed)> {
     let next_node = AtomicU8::new(0);
     let quiet = phase(bed, load, attack, &next_node, None)?;
+    if quiet.probes.failed > 0 {
+        println!("probes fail without an attack: {}", bed.logs());
+    }
     ensure!(quiet.changes.failed == 0, "{} quiet changes did not arrive", quiet.changes.failed);
     let is_checked = attack.beside != Beside::Checks || quiet.beside.times_ms.len() > 2;
     ensure!(
