@@ -185,7 +185,7 @@ async fn run_configured(
     });
     let tls = files.map(|files| AgentTls::new(files, metrics.session.tls.clone()));
     let (backoff, node) = (Backoff::default(), Arc::clone(&node_name));
-    let config = SessionConfig { node_name: node, control_planes, tls: tls.clone(), backoff };
+    let config = SessionConfig { node_name: node, control_planes, tls: tls.clone(), backoff, carrier: None };
     let mut session = Session::new(config, Arc::clone(&state), metrics.session.clone(), progress.clone());
     let servers = servers(&options, &settings, &pages, &session.barriers)?;
     tasks.extend(servers.into_iter().map(|server| server.run(running.clone()).boxed()));
