@@ -14,12 +14,11 @@ use tracing::debug;
 
 use super::{
     disk::{Disk, at},
-    load::{self, LoadError, MAGIC, StatePart},
+    load::{self, FILE, LoadError, MAGIC, StatePart},
 };
 use crate::state::{AgentState, Restored, SavePoint};
 
-// The names of the files in the folder.
-pub(super) const FILE: &str = "state";
+/// The name of a file that is not in place yet.
 pub(super) const TEMPORARY: &str = "state.new";
 
 /// Resources are split into parts of about this size, but a Service is never split.

@@ -13,8 +13,11 @@ use headgate_proto::{Decoder, node_from_wire, reserved_from_wire, v1};
 use prost::Message as _;
 use sha2::{Digest as _, Sha256};
 
-use super::{disk::Disk, file::FILE};
+use super::disk::Disk;
 use crate::state::{Held, Restored};
+
+/// The name of the file in its folder.
+pub(super) const FILE: &str = "state";
 
 /// The first bytes of the file. They change with each incompatible change of the format.
 pub const MAGIC: &[u8; 16] = b"Headgate state 2";

@@ -85,7 +85,7 @@ pub(crate) fn open(disk: Box<dyn Disk>, node_name: Arc<str>) -> (Option<Restored
 /// # Errors
 /// One of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
-    let names = [file::FILE, file::TEMPORARY, FILE, TEMPORARY];
+    let names = [load::FILE, file::TEMPORARY, FILE, TEMPORARY];
     let folder = Folder::new(folder);
     names.into_iter().try_for_each(|name| folder.remove(name))
 }
