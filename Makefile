@@ -5,7 +5,7 @@
 keep := $(filter-out 0,$(KEEP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test demo bench fuzz kernels dist skew roots cluster fmt lint deny descriptor docs behaviours budgets path clean-namespaces
+.PHONY: help setup build test simulate demo bench fuzz kernels dist skew roots cluster fmt lint deny descriptor docs behaviours budgets path clean-namespaces
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,10 @@ test: setup ## Run everything that must pass: format, lints, all tests, doc test
 	cargo build --workspace --locked
 	cargo nextest run --workspace --locked $(if $(CI),--profile ci)
 	cargo test --workspace --doc --locked
+
+simulate: ## Run the fleet in simulated time. SEEDS=1000 seeds from FIRST=1, or SEED=7 for its story; ACTS=0,4 runs some acts, ARGS=--logs shows logs
+	cargo build --workspace --locked
+	@exec target/debug/simulate $(if $(SEED),--seed $(SEED) $(if $(ACTS),--acts $(ACTS)),--seeds $(or $(SEEDS),1000) --first $(or $(FIRST),1)) $(ARGS)
 
 demo: ## Show Headgate at work on three nodes. KEEP=1 leaves it running until Ctrl-C
 	@.ci/setup $(if $(keep),try,demo)

@@ -375,6 +375,7 @@ impl Options {
         self.ready_everywhere.then(|| ReadinessSettings {
             bound: Duration::from_secs(self.ready_everywhere_timeout_seconds.into()),
             kubeconfig: self.kubeconfig.clone(),
+            client: None,
         })
     }
 
@@ -485,7 +486,7 @@ mod tests {
         let on = Options::try_parse_from(start.iter().chain(&["--source", "kubernetes", "--peers", "none"])).unwrap();
         assert!(on.check_source().is_ok() && on.source_settings().model.reads_pods);
         assert_eq!(on.settings().readiness.unwrap().bound, Duration::from_secs(30));
-        assert_eq!(options(&[]).settings().readiness, None);
+        assert!(options(&[]).settings().readiness.is_none());
     }
 
     #[test]

@@ -62,6 +62,8 @@ pub mod session;
 pub mod state;
 pub mod sysctl;
 
+#[doc(hidden)]
+pub use run::Parts;
 pub use run::{AgentError, prepare, run, run_with};
 
 // The dataplane in memory, which the crate of tests also uses, knows this crate by its name.

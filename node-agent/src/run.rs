@@ -11,7 +11,11 @@ use futures::{FutureExt as _, future::BoxFuture};
 use headgate_core::{Demand, dialling::DialPolicy};
 use headgate_listener::{HttpConnections, open_files};
 use headgate_settings::Settings;
-use tokio::{sync::oneshot, task};
+use tokio::{
+    runtime::Handle,
+    sync::{oneshot, watch},
+    task,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -28,7 +32,8 @@ use crate::{
     node_queries::{Explainer, Knowledge},
     observers::{conntrack::ConntrackCleaner, endpoint_checks, health_check_ports},
     options::{Configured, Options, OptionsError, ProxyMode},
-    persist::{self, Saver, StateFile},
+    persist::{self, Disk, Folder, Saver},
+    progress::Progress,
     reconcile::{Reconciler, Timing},
     session::{
         barriers::Barriers,
@@ -168,26 +173,23 @@ async fn run_configured(
 
     // Connect the parts.
     let metrics = Arc::new(Metrics::registered());
-    let (state, state_file) = restore(&options, &settings, &node_name, &metrics, dataplane.name());
+    let tls = files.clone().map(|files| AgentTls::new(files, metrics.session.tls.clone()));
+    let (backoff, node) = (Backoff::default(), Arc::clone(&node_name));
+    let config = SessionConfig { node_name: node, control_planes, tls: tls.clone(), backoff, carrier: None };
+    let Settings { min_sync_period, sync_period, .. } = settings;
+    let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
+    let disk = options.state_folder().map(|folder| Box::new(Folder::new(folder)) as Box<dyn Disk>);
+    let mut parts = Parts::connect(dataplane, config, timing, disk, options.state_save_period, &metrics);
     // The guard stops all parts of the agent when this function returns, even with an error.
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
-    let (reconciler, pages, mut tasks) =
-        workers(&options, &settings, dataplane, &state, metrics, cleans_conntrack, &running)?;
-    let Pages { metrics, progress, .. } = &pages;
-    let saver = state_file.map(|file| {
-        let (state, metrics) = (Arc::clone(&state), metrics.saves.clone());
-        Saver::new(file, options.state_save_period, state, metrics, progress.clone())
-    });
-    let enrolment = files.clone().filter(|_| !options.enrolment_address.is_empty()).map(|files| {
+    let (pages, mut tasks) = workers(&options, &settings, &mut parts, metrics, cleans_conntrack, &running)?;
+    let Parts { state, reconciler, mut session, barriers, saver, .. } = parts;
+    let enrolment = files.filter(|_| !options.enrolment_address.is_empty()).map(|files| {
         let (token, address) = (options.enrolment_token.clone(), options.enrolment_address.clone());
-        Enrolment::new(files, token, address, Arc::clone(&state), metrics.session.clone())
+        Enrolment::new(files, token, address, Arc::clone(&state), pages.metrics.session.clone())
     });
-    let tls = files.map(|files| AgentTls::new(files, metrics.session.tls.clone()));
-    let (backoff, node) = (Backoff::default(), Arc::clone(&node_name));
-    let config = SessionConfig { node_name: node, control_planes, tls: tls.clone(), backoff };
-    let mut session = Session::new(config, Arc::clone(&state), metrics.session.clone(), progress.clone());
-    let servers = servers(&options, &settings, &pages, &session.barriers)?;
+    let servers = servers(&options, &settings, &pages, &barriers)?;
     tasks.extend(servers.into_iter().map(|server| server.run(running.clone()).boxed()));
     let has_certificate = CancellationToken::new();
     tasks.push(until(&running, certificates(enrolment, tls, has_certificate.clone())));
@@ -204,7 +206,8 @@ async fn run_configured(
     }
     let saving = saver.map(|saver| {
         let running = running.clone();
-        task::spawn_blocking(move || saver.run(&running))
+        // Writing the file blocks.
+        task::spawn_blocking(move || Handle::current().block_on(saver.run(running)))
     });
     let following = async {
         if running.run_until_cancelled(has_certificate.cancelled()).await.is_some() {
@@ -235,31 +238,59 @@ async fn run_configured(
     ended_by.map_or(Ok(()), Err)
 }
 
-/// Returns the state with which the agent begins, and its file; `None` if the state is not saved.
-fn restore(
-    options: &Options,
-    settings: &Settings,
-    node_name: &Arc<str>,
-    metrics: &Metrics,
-    backend: &str,
-) -> (Arc<AgentState>, Option<StateFile>) {
-    let opened = options.state_folder().map(|folder| persist::open(folder, Arc::clone(node_name)));
-    let (restored, file) = opened.unzip();
-    let restored = restored.flatten();
-    metrics.saves.restored.set(restored.is_some().into());
-    let state = Arc::new(AgentState::restored(node_name, restored.unwrap_or_default()));
-    let Settings { bind_address, allow_external_ips, .. } = *settings;
-    let node_awaited_until = NodeSettings::of(settings).needs_node().then(|| Instant::now() + NODE_TIMEOUT);
-    state.set_policy(NodePolicy {
-        bind_address,
-        ignores_external_ips: !allow_external_ips,
-        holds_service_addresses: proxy_mode(backend) == "ipvs",
-        node_awaited_until,
-    });
+/// The connected parts of an agent. [`run`] starts them on threads, and a test may start them as
+/// tasks of one thread.
+#[doc(hidden)]
+pub struct Parts {
+    /// What the agent holds, also from its last run. It may get a policy before the first sync.
+    pub state: Arc<AgentState>,
+    /// Programs the state.
+    pub reconciler: Reconciler,
+    /// What the reconcile loop has programmed.
+    pub progress: watch::Receiver<Progress>,
+    /// Follows the replicas.
+    pub session: Session,
+    /// Passes on requests of pods that stop.
+    pub barriers: Arc<Barriers>,
+    /// Writes the state to the disk; `None` without a disk.
+    pub saver: Option<Saver>,
+}
+
+impl Parts {
+    /// Reads the state on the disk, and connects the parts.
+    #[must_use]
+    pub fn connect(
+        dataplane: Box<dyn NodeDataplane>,
+        config: SessionConfig,
+        timing: Timing,
+        disk: Option<Box<dyn Disk>>,
+        save_period: Duration,
+        metrics: &Metrics,
+    ) -> Self {
+        let (restored, file) = disk.map(|disk| persist::open(disk, Arc::clone(&config.node_name))).unzip();
+        let restored = restored.flatten();
+        metrics.saves.restored.set(restored.is_some().into());
+        let state = Arc::new(AgentState::restored(&config.node_name, restored.unwrap_or_default()));
+        let shared = || Arc::clone(&state);
+        let (reconciler, progress) = Reconciler::new(dataplane, shared(), metrics.sync.clone(), timing);
+        let saver = file.map(|file| Saver::new(file, save_period, shared(), metrics.saves.clone(), progress.clone()));
+        let session = Session::new(config, shared(), metrics.session.clone(), progress.clone());
+        let barriers = Arc::clone(&session.barriers);
+        Self { state, reconciler, progress, session, barriers, saver }
+    }
+}
+
+/// The operator's settings about the node.
+fn node_policy(settings: &Settings, mode: &str) -> NodePolicy {
     if settings.node_ports.names_ipv6_loopback() {
         warn!("NodePorts do not answer on ::1, which nodePortAddresses names: clients on this node can use 127.0.0.1");
     }
-    (state, file)
+    NodePolicy {
+        bind_address: settings.bind_address,
+        ignores_external_ips: !settings.allow_external_ips,
+        holds_service_addresses: mode == "ipvs",
+        node_awaited_until: NodeSettings::of(settings).needs_node().then(|| Instant::now() + NODE_TIMEOUT),
+    }
 }
 
 /// The settings that depend on the Node, without what the dataplane adds.
@@ -267,24 +298,22 @@ fn node_settings(options: &Options, settings: &Settings) -> NodeSettings {
     NodeSettings { pod_ranges: options.pod_ranges.clone(), ..NodeSettings::of(settings) }
 }
 
-/// Returns the reconcile loop with its observers, the data of the pages, and the tasks of the
-/// observers.
+/// Sets what the reconcile loop and its observers need. Returns the data of the pages, and the
+/// tasks of the observers.
 fn workers(
     options: &Options,
     settings: &Settings,
-    dataplane: Box<dyn NodeDataplane>,
-    state: &Arc<AgentState>,
+    parts: &mut Parts,
     metrics: Arc<Metrics>,
     cleans_conntrack: bool,
     running: &CancellationToken,
-) -> std::io::Result<(Reconciler, Pages, Vec<BoxFuture<'static, ()>>)> {
-    let Settings { min_sync_period, sync_period, .. } = *settings;
-    let (backlog, patience) = (Arc::clone(state.backlog()), sync_period.saturating_mul(2));
-    let counts_services = options.nftables_service_counters && proxy_mode(dataplane.name()) == "nftables";
+) -> std::io::Result<(Pages, Vec<BoxFuture<'static, ()>>)> {
+    let Parts { state, reconciler, progress, .. } = parts;
+    let (backlog, patience) = (Arc::clone(state.backlog()), settings.sync_period.saturating_mul(2));
+    let (mode, proxy) = (proxy_mode(reconciler.dataplane.name()), reconciler.dataplane.proxy());
+    state.set_policy(node_policy(settings, mode));
+    let counts_services = options.nftables_service_counters && mode == "nftables";
     let service_counters = counts_services.then(|| Arc::new(ServiceCounters::new(Arc::clone(state))));
-    let proxy = dataplane.proxy();
-    let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
-    let (mut reconciler, progress) = Reconciler::new(dataplane, Arc::clone(state), metrics.sync.clone(), timing);
     let has_proxy = proxy.is_some();
     // The proxy connects to no address before the addresses of the node are known.
     state.set_dialled(Arc::new(DialPolicy { has_proxy, ..DialPolicy::default() }));
@@ -317,7 +346,7 @@ fn workers(
         connections,
         metrics,
         interfaces,
-        progress,
+        progress: progress.clone(),
         backlog,
         patience,
         configz: Arc::new(settings.document.clone()),
@@ -326,7 +355,7 @@ fn workers(
         proxy,
         userspace_service_counters: options.userspace_service_counters,
     };
-    Ok((reconciler, pages, tasks))
+    Ok((pages, tasks))
 }
 
 /// Returns the servers of all pages. With `--bind-address-hard-fail`, they listen already.

@@ -8,6 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use headgate_core::digest::Digests;
+use headgate_listener::Carrier;
 use headgate_node_agent::{
     backoff::Backoff,
     control_planes::ControlPlane,
@@ -48,11 +49,17 @@ impl Drop for Agent {
 
 impl Agent {
     /// Starts the agent of a node with an empty state. The agent may use any of the URLs in
-    /// `replicas`, over plain HTTP if `tls` is `None`.
+    /// `replicas`, over plain HTTP if `tls` is `None`, and over TCP if `carrier` is `None`.
     ///
     /// # Errors
     /// A URL is invalid, or the reconcile thread cannot be started.
-    pub fn start(node: &str, replicas: &[String], tls: Option<Files>, backoff: fn() -> Backoff) -> Result<Self> {
+    pub fn start(
+        node: &str,
+        replicas: &[String],
+        tls: Option<Files>,
+        backoff: fn() -> Backoff,
+        carrier: Option<Arc<dyn Carrier>>,
+    ) -> Result<Self> {
         let (backend, kernel) = in_memory::dataplane();
         let (shared, metrics) = (Arc::new(AgentState::new(node)), SessionMetrics::default());
         let timing = Timing { backoff: backoff(), ..Timing::default() };
@@ -65,6 +72,7 @@ impl Agent {
             control_planes: control_planes.map_err(anyhow::Error::msg)?,
             tls: tls.map(|files| AgentTls::new(files, metrics.tls.clone())),
             backoff: backoff(),
+            carrier,
         };
         let session = Session::new(config, Arc::clone(&shared), metrics.clone(), progress);
         let shutdown = CancellationToken::new();

@@ -1,6 +1,6 @@
 //! Shared parts of tests, benches and the demo: a cluster of namespaces, the packet cases, the
-//! stand-in API server, the page of behaviours, test machines with their own kernel, and the driver
-//! of fuzz targets.
+//! stand-in API server, the page of behaviours, test machines with their own kernel, the driver of
+//! fuzz targets, and the fleet in simulated time.
 
 pub mod agent;
 pub mod apiserver;
@@ -12,5 +12,6 @@ pub mod fleet;
 pub mod fuzz;
 #[path = "../../node-agent/tests/in_memory/mod.rs"]
 pub mod in_memory;
+pub mod simulate;
 pub mod testbed;
 pub mod uml;

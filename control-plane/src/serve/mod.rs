@@ -25,7 +25,7 @@ use std::{
     sync::Arc,
 };
 
-use headgate_listener::{Families, listen};
+use headgate_listener::{Carrier, Families, listen};
 use tokio::{
     net::{TcpListener, UnixListener},
     task::JoinHandle,
@@ -165,12 +165,13 @@ pub async fn start(
     let ([agents, inspect], [local_addr, inspect_addr]) = match &listen.sockets {
         Some(folder) => {
             let sockets = [bind_socket(folder, AGENTS_SOCKET)?, bind_socket(folder, INSPECT_SOCKET)?];
-            (sockets.map(Listener::Unix), [listen.agents, listen.inspect])
+            (sockets.map(|socket| Listener::Other(Box::new(socket))), [listen.agents, listen.inspect])
         }
         None => {
-            let (agents, local_addr) = bind("--listen", listen.agents)?;
-            let (inspect, inspect_addr) = bind("--inspect-listen", listen.inspect)?;
-            ([agents, inspect].map(Listener::Tcp), [local_addr, inspect_addr])
+            let carrier = settings.carrier.as_deref();
+            let (agents, local_addr) = bind_over(carrier, &security, "--listen", listen.agents)?;
+            let (inspect, inspect_addr) = bind_over(carrier, &security, "--inspect-listen", listen.inspect)?;
+            ([agents, inspect], [local_addr, inspect_addr])
         }
     };
     settings.ports = Ports { agents: local_addr, inspect: inspect_addr };
@@ -225,6 +226,22 @@ fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, Socke
     .map_err(fail)?;
     let local = listener.local_addr().map_err(fail)?;
     Ok((listener, local))
+}
+
+/// Listens on a gRPC port, over `carrier` in place of TCP if there is one.
+fn bind_over(
+    carrier: Option<&dyn Carrier>,
+    security: &Security,
+    option: &'static str,
+    address: SocketAddr,
+) -> Result<(Listener, SocketAddr), ServeError> {
+    let bound = match (carrier, security) {
+        (None, _) => return bind(option, address).map(|(listener, local)| (Listener::Tcp(listener), local)),
+        (Some(carrier), Security::Plaintext) => carrier.listen(address),
+        (Some(_), Security::Tls(_)) => Err(io::Error::other("only TCP has TLS")),
+    };
+    let (listener, local) = bound.map_err(|error| ServeError::Listen { option, address, error })?;
+    Ok((Listener::Other(listener), local))
 }
 
 /// Listens on a socket in a folder that nobody else may enter. The file of an earlier run is

@@ -84,10 +84,13 @@ impl Drop for Work {
 pub(super) async fn start(
     context: Arc<Context>,
     everywhere: Arc<Everywhere>,
-    ReadinessSettings { bound, kubeconfig }: ReadinessSettings,
+    ReadinessSettings { bound, kubeconfig, client }: ReadinessSettings,
     shutdown: CancellationToken,
 ) -> Result<(), SourceError> {
-    let client = kubernetes_client(kubeconfig.as_deref()).await?;
+    let client = match client {
+        Some(client) => client,
+        None => kubernetes_client(kubeconfig.as_deref()).await?,
+    };
     let (asking, writing) = (Semaphore::new(MAX_ASKED), Semaphore::new(MAX_WRITES));
     let readiness = Arc::new(Readiness { context, everywhere, client, bound, asking, writing });
     tokio::spawn(shutdown.run_until_cancelled_owned(readiness.run()));

@@ -12,6 +12,7 @@ use crate::{
     transaction::{Problem, Sink},
 };
 
+pub use self::kubernetes::follow;
 // Fuzzing reads events from bytes.
 #[doc(hidden)]
 pub use self::{
@@ -117,7 +118,9 @@ pub async fn run(
     shutdown: CancellationToken,
 ) -> Result<(), SourceError> {
     match (spec, settings.kubeconfig.clone()) {
-        (SourceSpec::Kubernetes, _) => kubernetes::run(settings, sink, shutdown).await,
+        (SourceSpec::Kubernetes, kubeconfig) => {
+            follow(kubernetes_client(kubeconfig.as_deref()).await?, settings, sink, shutdown).await
+        }
         (spec @ SourceSpec::Files(_), Some(path)) => Err(SourceError::UselessKubeconfig(path, spec)),
         (SourceSpec::Files(folder), None) => files::run(folder, Model::new(settings.model), sink, shutdown).await,
     }

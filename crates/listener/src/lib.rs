@@ -1,10 +1,11 @@
-//! HTTP ports that pods and other hosts can reach.
+//! HTTP ports that pods and other hosts can reach, and connections of the other ports.
 //!
 //! All ports of a program share one [`HttpConnections`], which bounds what their clients can take
 //! from the program. [`MetricsPage`] bounds what the slowest page costs. [`listen`],
 //! [`Network`] and [`open_files`] also serve other ports. [`name_servers`] is what names of other
-//! hosts need.
+//! hosts need. A [`Carrier`] takes the place of TCP between the programs.
 
+mod carrier;
 mod connections;
 mod listen;
 mod metrics_page;
@@ -13,6 +14,7 @@ mod network;
 pub mod open_files;
 
 pub use self::{
+    carrier::{Accept, Carrier, Io, connector, resolve},
     connections::{ACCEPT_RETRY, ClosedConnections, HttpConnections, accept},
     listen::{Families, listen},
     metrics_page::{MetricsPage, in_format},

@@ -1,10 +1,8 @@
 //! Writes the state file.
 
 use std::{
-    fs::{self, DirBuilder, File, OpenOptions, TryLockError},
-    io::{self, BufWriter, Write as _},
-    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
-    path::{Path, PathBuf},
+    io::{self, Write},
+    path::PathBuf,
     sync::Arc,
 };
 
@@ -15,13 +13,12 @@ use sha2::{Digest as _, Sha256};
 use tracing::debug;
 
 use super::{
-    load::{self, LoadError, MAGIC, StatePart},
-    remove_file,
+    disk::{Disk, at},
+    load::{self, FILE, LoadError, MAGIC, StatePart},
 };
 use crate::state::{AgentState, Restored, SavePoint};
 
-// The names of the files in the folder.
-pub(super) const FILE: &str = "state";
+/// The name of a file that is not in place yet.
 pub(super) const TEMPORARY: &str = "state.new";
 
 /// Resources are split into parts of about this size, but a Service is never split.
@@ -30,32 +27,30 @@ const PART_BYTES: usize = 64 << 10;
 /// The state file of one node.
 #[derive(Debug)]
 pub(crate) struct StateFile {
-    folder: PathBuf,
+    /// Locked while this agent may write. The lock excludes other agents with the same folder.
+    disk: Box<dyn Disk>,
     node_name: Arc<str>,
-    /// The folder, which is open and locked while this agent may write. The lock excludes other
-    /// agents with the same folder.
-    lock: Option<File>,
     /// True if the file held a usable state when it was loaded.
     pub(super) holds_state: bool,
 }
 
 impl StateFile {
     /// Names the file in a folder. Does not access the disk.
-    pub(super) fn new(folder: &Path, node_name: Arc<str>) -> Self {
-        Self { folder: folder.to_owned(), node_name, lock: None, holds_state: false }
+    pub(super) fn new(disk: Box<dyn Disk>, node_name: Arc<str>) -> Self {
+        Self { disk, node_name, holds_state: false }
     }
 
     /// Path of the file.
     pub(super) fn path(&self) -> PathBuf {
-        self.folder.join(FILE)
+        self.disk.path().join(FILE)
     }
 
     /// Reads the file. Returns `None` if the file does not exist.
     pub(super) fn load(&mut self) -> Result<Option<Restored>, LoadError> {
         // If the lock cannot be taken, the next write reports the reason.
-        let _ = self.take_lock();
-        let newer = super::newer_rules(&self.folder);
-        let mut restored = load::read(&self.path(), &self.node_name)?;
+        let _ = self.disk.lock();
+        let newer = super::newer_rules(&*self.disk);
+        let mut restored = load::read(&*self.disk, &self.node_name)?;
         if let (Some(restored), Some(positions)) = (&mut restored, newer) {
             restored.may_be_behind = true;
             restored.held.raise_positions(&positions);
@@ -72,19 +67,17 @@ impl StateFile {
     /// that has changed since. The positions are those of the end: no replica that is behind them
     /// may replace a part of the state by an older one.
     pub(super) fn write(&mut self, shared: &AgentState) -> io::Result<(u64, u64)> {
-        self.take_lock()?;
-        let path = self.folder.join(TEMPORARY);
-        self.write_to(&path, shared).map_err(|error| {
-            // A part of a state only takes up space, which a full disk lacks.
-            let _ = fs::remove_file(&path);
-            at(&path, &error)
-        })
+        self.disk.lock()?;
+        let mut generation = 0;
+        let written = self.disk.write(TEMPORARY, true, &mut |output| {
+            generation = self.write_to(output, shared)?;
+            Ok(())
+        });
+        written.map(|bytes| (generation, bytes)).map_err(|error| at(&self.disk.path().join(TEMPORARY), &error))
     }
 
-    fn write_to(&self, path: &Path, shared: &AgentState) -> io::Result<(u64, u64)> {
-        remove_file(path)?;
-        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-        let (mut output, mut hash) = (BufWriter::with_capacity(PART_BYTES, file), Sha256::new());
+    fn write_to(&self, output: &mut dyn Write, shared: &AgentState) -> io::Result<u64> {
+        let mut hash = Sha256::new();
         let mut write = |bytes: &[u8]| {
             hash.update(bytes);
             output.write_all(bytes)
@@ -113,49 +106,23 @@ impl StateFile {
         let last = StatePart { changes: None, node_name: self.node_name.to_string(), node: Some(end.node), point };
         write(&last.encode_length_delimited_to_vec())?;
         output.write_all(&hash.finalize())?;
-        let file = output.into_inner().map_err(io::IntoInnerError::into_error)?;
-        file.sync_all()?;
-        Ok((end.generation, file.metadata()?.len()))
+        Ok(end.generation)
     }
 
     /// Replaces the file by the temporary file.
     pub(super) fn commit(&self) -> io::Result<()> {
-        let path = self.path();
-        let moved = fs::rename(self.folder.join(TEMPORARY), &path);
-        let lasts = moved.and_then(|()| self.lock.as_ref().map_or(Ok(()), File::sync_all));
-        lasts.map_err(|error| at(&path, &error))
+        self.disk.rename(TEMPORARY, FILE, true).map_err(|error| at(&self.path(), &error))
     }
 
     /// Records that the kernel has rules of this agent; see [`super::record`]. Returns false if
     /// this failed.
     pub(super) fn record_run(&mut self, positions: Option<&[v1::SourcePosition]>) -> bool {
-        let recorded = self.take_lock().and_then(|()| super::record(&self.folder, positions));
+        let recorded = self.disk.lock().and_then(|()| super::record(&*self.disk, positions));
         if let Err(error) = &recorded {
-            debug!(folder = %self.folder.display(), %error, "cannot record the run");
+            debug!(folder = %self.disk.path().display(), %error, "cannot record the run");
         }
         recorded.is_ok()
     }
-
-    fn take_lock(&mut self) -> io::Result<()> {
-        if self.lock.is_some() {
-            return Ok(());
-        }
-        let created = DirBuilder::new().recursive(true).mode(0o700).create(&self.folder);
-        let folder = created.and_then(|()| File::open(&self.folder)).map_err(|error| at(&self.folder, &error))?;
-        folder.try_lock().map_err(|error| match error {
-            TryLockError::WouldBlock => io::Error::other(format!(
-                "{} is in use by another agent; stop that agent, or pass another --state-dir",
-                self.folder.display()
-            )),
-            TryLockError::Error(error) => at(&self.folder, &error),
-        })?;
-        self.lock = Some(folder);
-        Ok(())
-    }
-}
-
-fn at(path: &Path, error: &io::Error) -> io::Error {
-    io::Error::other(format!("{}: {error}", path.display()))
 }
 
 fn save_point(shared: &AgentState) -> io::Result<SavePoint> {

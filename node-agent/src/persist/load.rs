@@ -6,14 +6,18 @@
 //!
 //! The checksum is SHA-256 over everything before it. A reader uses the whole file or nothing.
 
-use std::{fmt::Display, fs, io, path::Path};
+use std::{fmt::Display, io};
 
 use headgate_core::{Dirty, State};
 use headgate_proto::{Decoder, node_from_wire, reserved_from_wire, v1};
 use prost::Message as _;
 use sha2::{Digest as _, Sha256};
 
+use super::disk::Disk;
 use crate::state::{Held, Restored};
+
+/// The name of the file in its folder.
+pub(super) const FILE: &str = "state";
 
 /// The first bytes of the file. They change with each incompatible change of the format.
 pub const MAGIC: &[u8; 16] = b"Headgate state 2";
@@ -57,14 +61,13 @@ pub(super) enum LoadError {
 }
 
 /// Reads the file of a node. Returns `None` if the file does not exist.
-pub(super) fn read(path: &Path, node_name: &str) -> Result<Option<Restored>, LoadError> {
-    match fs::metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        // Opening a named pipe would wait for a writer.
-        Ok(found) if !found.is_file() => return Err(LoadError::NoFile),
-        _ => {}
+pub(super) fn read(disk: &dyn Disk, node_name: &str) -> Result<Option<Restored>, LoadError> {
+    match disk.read(FILE) {
+        Ok(bytes) => read_from(&bytes, node_name).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => Err(LoadError::NoFile),
+        Err(error) => Err(error.into()),
     }
-    read_from(&fs::read(path)?, node_name).map(Some)
 }
 
 /// Reads the contents of a file.

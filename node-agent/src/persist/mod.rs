@@ -12,13 +12,14 @@
 //! Problems of the file never affect forwarding. If the file cannot be used, the agent starts
 //! without a state. If the file cannot be written, the agent logs a warning and counts the error.
 
+mod disk;
 mod file;
 mod load;
 #[cfg(test)]
 mod tests;
 
 use std::{
-    fs, io,
+    io,
     path::Path,
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
@@ -31,7 +32,6 @@ use prometheus_client::{
 };
 use sha2::{Digest as _, Sha256};
 use tokio::{
-    runtime::Handle,
     sync::watch,
     time::{Instant, sleep},
 };
@@ -44,17 +44,19 @@ use crate::{
     state::{AgentState, Restored},
 };
 
+pub use disk::Disk;
+pub(crate) use disk::Folder;
 pub(crate) use file::StateFile;
 #[doc(hidden)]
 pub use load::{MAGIC, StatePart};
 
-/// Opens the folder's state file for a node. Returns the state in the file, if it is usable, and
+/// Opens the disk's state file for a node. Returns the state in the file, if it is usable, and
 /// the file, for a [`Saver`].
 ///
-/// Problems of the file or the folder are not errors. Such problems are logged with their
+/// Problems of the file or the disk are not errors. Such problems are logged with their
 /// consequence.
-pub(crate) fn open(folder: &Path, node_name: Arc<str>) -> (Option<Restored>, StateFile) {
-    let mut file = StateFile::new(folder, node_name);
+pub(crate) fn open(disk: Box<dyn Disk>, node_name: Arc<str>) -> (Option<Restored>, StateFile) {
+    let mut file = StateFile::new(disk, node_name);
     let path = file.path();
     let restored = match file.load() {
         Ok(Some(restored)) => {
@@ -83,8 +85,9 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>) -> (Option<Restored>, Sta
 /// # Errors
 /// One of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
-    let names = [file::FILE, file::TEMPORARY, FILE, TEMPORARY];
-    names.into_iter().try_for_each(|name| remove_file(&folder.join(name)))
+    let names = [load::FILE, file::TEMPORARY, FILE, TEMPORARY];
+    let folder = Folder::new(folder);
+    names.into_iter().try_for_each(|name| folder.remove(name))
 }
 
 /// Reads a file with this content and the right checksum, for fuzzing. `None` if the content is
@@ -135,16 +138,14 @@ impl SaveMetrics {
 /// The name of the file with the record: the id of the boot, and pairs of a kind and its position.
 const FILE: &str = "run";
 const TEMPORARY: &str = "run.new";
-/// A random id that the kernel draws at each boot.
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Returns positions of the source if the rules in the kernel may be newer than the state in the
-/// folder: an agent programmed the kernel since the boot, and did not save its last state.
-fn newer_rules(folder: &Path) -> Option<Vec<SourcePosition>> {
-    let record = fs::read_to_string(folder.join(FILE)).unwrap_or_default();
+/// disk: an agent programmed the kernel since the boot, and did not save its last state.
+fn newer_rules(disk: &dyn Disk) -> Option<Vec<SourcePosition>> {
+    let record = String::from_utf8(disk.read(FILE).ok()?).ok()?;
     let mut words = record.split_whitespace();
     let boot = words.next()?;
-    let is_this_boot = fs::read_to_string(BOOT_ID).is_ok_and(|current| current.trim_end() == boot);
+    let is_this_boot = disk.boot_id().is_ok_and(|current| current == boot);
     is_this_boot.then(|| words.filter_map(position).collect())
 }
 
@@ -160,19 +161,13 @@ fn position(word: &str) -> Option<SourcePosition> {
 ///
 /// # Errors
 /// The file cannot be written. Without it, the next run takes the rules for older than the state.
-fn record(folder: &Path, positions: Option<&[SourcePosition]>) -> io::Result<()> {
-    let Some(positions) = positions else { return remove_file(&folder.join(FILE)) };
-    let mut record = fs::read_to_string(BOOT_ID)?.trim_end().to_owned();
+fn record(disk: &dyn Disk, positions: Option<&[SourcePosition]>) -> io::Result<()> {
+    let Some(positions) = positions else { return disk.remove(FILE) };
+    let mut record = disk.boot_id()?;
     positions.iter().for_each(|source| record.push_str(&format!(" {}:{}", source.kind, source.position)));
     record.push('\n');
-    let temporary = folder.join(TEMPORARY);
-    fs::write(&temporary, record)?;
-    fs::rename(temporary, folder.join(FILE))
-}
-
-/// Removes a file, if it exists.
-fn remove_file(path: &Path) -> io::Result<()> {
-    fs::remove_file(path).or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })
+    disk.write(TEMPORARY, false, &mut |output| output.write_all(record.as_bytes()))?;
+    disk.rename(TEMPORARY, FILE, false)
 }
 
 // Decides when the state is written.
@@ -183,9 +178,9 @@ const RECORD_PERIOD: Duration = Duration::from_secs(10);
 const SHORTEST_STEP: Duration = Duration::from_millis(100);
 
 /// Writes the state that the kernel has. Call [`Self::run`]. After `run` returns, call
-/// [`Self::save_last`]. Both block.
+/// [`Self::save_last`]. Both block while they write.
 #[derive(Debug)]
-pub(crate) struct Saver {
+pub struct Saver {
     file: StateFile,
     interval: Duration,
     state: Arc<AgentState>,
@@ -215,72 +210,83 @@ impl Saver {
     }
 
     /// Saves newly programmed states, at most once per interval, until `shutdown`.
-    pub(crate) fn run(mut self, shutdown: &CancellationToken) -> Self {
-        let (runtime, mut progress) = (Handle::current(), self.progress.clone());
-        // Waits until the kernel has this generation. Returns false if the agent stops.
-        let mut has_programmed = |generation| {
-            let is_programmed = |progress: &Progress| progress.generation() >= Some(generation);
-            let programmed = shutdown.run_until_cancelled(progress.wait_for(is_programmed));
-            runtime.block_on(programmed).is_some_and(|found| found.is_ok())
-        };
-        let mut is_running = has_programmed(0);
-        while is_running {
-            self.step(Instant::now(), &mut has_programmed);
-            is_running = runtime.block_on(shutdown.run_until_cancelled(sleep(pause(self.interval)))).is_some();
-        }
+    pub async fn run(mut self, shutdown: CancellationToken) -> Self {
+        shutdown.run_until_cancelled(self.follow()).await;
         self
     }
 
+    async fn follow(&mut self) {
+        if !self.has_programmed(0).await {
+            return;
+        }
+        loop {
+            self.step(Instant::now()).await;
+            sleep(pause(self.interval)).await;
+        }
+    }
+
+    /// Waits until the kernel has this generation. Returns false if the reconcile loop ended.
+    async fn has_programmed(&mut self, generation: u64) -> bool {
+        self.progress.wait_for(|progress| progress.generation() >= Some(generation)).await.is_ok()
+    }
+
     /// Records the run, and writes the state, if the kernel has a newer one and it is time.
-    fn step(&mut self, now: Instant, has_programmed: impl FnOnce(u64) -> bool) {
+    async fn step(&mut self, now: Instant) {
         let programmed = self.progress.borrow().generation();
         if programmed != self.recorded && self.file.record_run(Some(&self.state.positions())) {
             self.recorded = programmed;
         }
         if programmed > self.saved && now >= self.save_at {
+            let written = self.file.write(&self.state);
             // The file has the state of the kernel, which may be older than the agent's.
-            let is_saved = self.save(has_programmed);
+            let may_replace = match written {
+                Ok((generation, _)) => self.has_programmed(generation).await,
+                Err(_) => true,
+            };
+            let is_saved = may_replace && self.replace(written);
             self.save_at = Instant::now() + if is_saved { self.interval } else { RECORD_PERIOD.min(self.interval) };
         }
     }
 
     /// Saves the last state after the reconcile loop has ended. Saves nothing if the last attempt
     /// to program the kernel failed.
-    pub(crate) fn save_last(mut self) {
+    pub fn save_last(mut self) {
         let can_save = {
             let progress = self.progress.borrow();
             progress.failure.is_none() && progress.programmed.is_some()
         };
-        if can_save && (!self.state.has_moved_since(self.saved) || self.save(|_| true)) {
-            self.file.record_run(None);
+        if !can_save {
+            return;
         }
+        if self.state.has_moved_since(self.saved) {
+            let written = self.file.write(&self.state);
+            if !self.replace(written) {
+                return;
+            }
+        }
+        self.file.record_run(None);
     }
 
-    /// Writes the state, and replaces the file if `may_replace` returns true for the state's
-    /// generation. Returns true if the file was replaced.
-    fn save(&mut self, may_replace: impl FnOnce(u64) -> bool) -> bool {
-        let saved = self.file.write(&self.state).and_then(|(generation, bytes)| {
-            let is_replaced = may_replace(generation);
-            if is_replaced { self.file.commit().map(|()| Some((generation, bytes))) } else { Ok(None) }
-        });
-        match saved {
-            Ok(Some((generation, bytes))) => {
+    /// Replaces the file by a written one: its generation and size. Returns true if the file was
+    /// replaced.
+    fn replace(&mut self, written: io::Result<(u64, u64)>) -> bool {
+        let replaced = written.and_then(|written| self.file.commit().map(|()| written));
+        match replaced {
+            Ok((generation, bytes)) => {
                 info!(bytes, "the state is saved");
                 self.metrics.saves.inc();
                 self.metrics.bytes.set(bytes);
                 self.saved = Some(generation);
                 self.has_failed = false;
-                true
             }
-            Ok(None) => false,
             Err(error) => {
                 self.metrics.errors.inc();
                 if !std::mem::replace(&mut self.has_failed, true) {
                     warn!(%error, "the state cannot be saved; forwarding continues, but a restart while no control plane answers would begin with an older state or without a state");
                 }
-                false
             }
         }
+        !self.has_failed
     }
 }
 
@@ -297,24 +303,24 @@ mod last_run_tests {
     #[test]
     fn rules_may_be_newer_only_after_a_crash_in_the_same_boot() {
         let folder = tempfile::tempdir().unwrap();
-        let folder = folder.path();
-        assert_eq!(newer_rules(folder), None, "no agent has run");
-        record(folder, Some(&[])).unwrap();
-        assert_eq!(newer_rules(folder), Some(Vec::new()));
+        let (disk, run) = (&Folder::new(folder.path()), folder.path().join(FILE));
+        assert_eq!(newer_rules(disk), None, "no agent has run");
+        record(disk, Some(&[])).unwrap();
+        assert_eq!(newer_rules(disk), Some(Vec::new()));
         let positions = vec![SourcePosition { kind: 1, position: 7 }, SourcePosition { kind: 5, position: u64::MAX }];
-        record(folder, Some(&positions)).unwrap();
+        record(disk, Some(&positions)).unwrap();
         for _ in 0..2 {
-            assert_eq!(newer_rules(folder).as_ref(), Some(&positions), "the agent crashes again");
+            assert_eq!(newer_rules(disk).as_ref(), Some(&positions), "the agent crashes again");
         }
-        record(folder, None).unwrap();
-        assert_eq!(newer_rules(folder), None, "the state is saved");
-        record(folder, Some(&positions)).unwrap();
-        let record = fs::read_to_string(folder.join(FILE)).unwrap();
-        fs::write(folder.join(FILE), format!("0{record}")).unwrap();
-        assert_eq!(newer_rules(folder), None, "the machine has rebooted");
+        record(disk, None).unwrap();
+        assert_eq!(newer_rules(disk), None, "the state is saved");
+        record(disk, Some(&positions)).unwrap();
+        let record = std::fs::read_to_string(&run).unwrap();
+        std::fs::write(&run, format!("0{record}")).unwrap();
+        assert_eq!(newer_rules(disk), None, "the machine has rebooted");
         for damaged in ["", "5:7", "\u{0}\u{1}"] {
-            fs::write(folder.join(FILE), damaged).unwrap();
-            assert_eq!(newer_rules(folder), None, "{damaged:?}");
+            std::fs::write(&run, damaged).unwrap();
+            assert_eq!(newer_rules(disk), None, "{damaged:?}");
         }
     }
 }

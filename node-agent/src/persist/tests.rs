@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    SaveMetrics, Saver,
+    Folder, SaveMetrics, Saver,
     file::StateFile,
     load::{self, MAGIC, StatePart},
     open, remove,
@@ -40,7 +40,7 @@ struct Agent {
 impl Agent {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let mut file = StateFile::new(folder.path(), "node-1".into());
+        let mut file = file_in(folder.path());
         assert!(file.load().unwrap().is_none());
         let shared = Arc::new(AgentState::new("node-1"));
         Self { folder, file, shared, version: 0, has_rejections: false }
@@ -85,7 +85,7 @@ impl Agent {
     }
 
     fn reload(&self) -> Restored {
-        load::read(&self.file.path(), "node-1").unwrap().unwrap()
+        load::read(&Folder::new(self.folder.path()), "node-1").unwrap().unwrap()
     }
 
     /// Asserts that the file holds the agent's current state.
@@ -95,6 +95,11 @@ impl Agent {
         let (resume, _, _) = self.shared.begin_stream();
         assert_eq!(held.resume(), resume);
     }
+}
+
+/// The state file of a folder, for node-1.
+fn file_in(folder: &Path) -> StateFile {
+    StateFile::new(Box::new(Folder::new(folder)), "node-1".into())
 }
 
 fn update(version: u64, changes: Vec<Change>) -> StateUpdate {
@@ -267,11 +272,11 @@ fn a_state_of_two_streams_is_saved_without_its_epoch() {
             let _ = shared.begin_stream();
         }
     });
-    let Agent { mut file, .. } = agent;
+    let Agent { mut file, folder, .. } = agent;
     let epochs = (0..100).map(|_| {
         file.write(&agent.shared).unwrap();
         file.commit().unwrap();
-        load::read(&file.path(), "node-1").unwrap().unwrap().held.position().unwrap().0
+        load::read(&Folder::new(folder.path()), "node-1").unwrap().unwrap().held.position().unwrap().0
     });
     assert!(epochs.into_iter().any(|epoch| epoch == 0));
     stop.cancel();
@@ -289,7 +294,7 @@ fn after_a_crash_the_positions_are_those_that_were_recorded_last() {
     let before = agent.shared.positions();
     let Agent { folder, file, .. } = agent;
     drop(file);
-    let mut file = StateFile::new(folder.path(), "node-1".into());
+    let mut file = file_in(folder.path());
     let restored = file.load().unwrap().unwrap();
     assert!(restored.may_be_behind, "the kernel has newer rules");
     assert_eq!(restored.held.position(), Some((7, 1)), "the replica sends what has changed since the file");
@@ -316,14 +321,14 @@ fn only_the_owner_may_read_the_file_and_the_folder() {
     assert_eq!(mode(&agent.file.path()), 0o600);
     // A folder that the agent creates gives no access to group and others either.
     let inner = agent.folder.path().join("made/here");
-    drop(StateFile::new(&inner, "node-1".into()).load().unwrap());
+    drop(file_in(&inner).load().unwrap());
     assert_eq!(mode(&inner), 0o700);
 }
 
 #[test]
 fn a_named_pipe_in_place_of_the_file_does_not_block() {
     let folder = tempfile::tempdir().unwrap();
-    let mut file = StateFile::new(folder.path(), "node-1".into());
+    let mut file = file_in(folder.path());
     assert!(Command::new("mkfifo").arg(file.path()).status().unwrap().success());
     assert_eq!(file.load().map(drop).unwrap_err().to_string(), "is not a regular file");
 }
@@ -348,7 +353,7 @@ fn unusable_files_have_distinct_errors() {
 #[test]
 fn a_second_agent_with_the_same_folder_does_not_write() {
     let mut agent = Agent::with_state();
-    let mut second = StateFile::new(agent.folder.path(), "node-1".into());
+    let mut second = file_in(agent.folder.path());
     let restored = second.load().unwrap().unwrap();
     let shared = Arc::new(AgentState::restored("node-1", restored));
     let error = second.write(&shared).unwrap_err().to_string();
@@ -369,9 +374,9 @@ fn a_folder_that_cannot_be_created_is_named_in_the_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, "in the way").unwrap();
-    let (restored, _file) = open(&path.join("state"), "node-1".into());
+    let (restored, _file) = open(Box::new(Folder::new(&path.join("state"))), "node-1".into());
     assert!(restored.is_none());
-    let mut file = StateFile::new(&path.join("state"), "node-1".into());
+    let mut file = file_in(&path.join("state"));
     let error = file.write(&AgentState::new("node-1")).unwrap_err().to_string();
     assert!(error.contains(path.to_str().unwrap()), "{error}");
 }
@@ -402,9 +407,9 @@ impl Saving {
     fn start(agent: Agent, interval: Duration) -> Self {
         let Agent { folder, file, version, has_rejections, .. } = agent;
         drop(file);
-        let (restored, opened) = open(folder.path(), "node-1".into());
+        let (restored, opened) = open(Box::new(Folder::new(folder.path())), "node-1".into());
         let shared = Arc::new(AgentState::restored("node-1", restored.unwrap_or_default()));
-        let file = StateFile::new(folder.path(), "node-1".into());
+        let file = file_in(folder.path());
         let (kernel, progress) = watch::channel(Progress::default());
         let saver = Saver::new(opened, interval, Arc::clone(&shared), SaveMetrics::default(), progress);
         let agent = Agent { folder, file, shared, version, has_rejections };
@@ -424,7 +429,7 @@ impl Saving {
     }
 
     fn saved_version(&self) -> Option<u64> {
-        let restored = load::read(&self.agent.file.path(), "node-1").unwrap();
+        let restored = load::read(&Folder::new(self.agent.folder.path()), "node-1").unwrap();
         restored.map(|restored| restored.held.position().unwrap().1)
     }
 }
@@ -444,7 +449,7 @@ async fn a_state_is_saved_only_after_the_kernel_has_it() {
     saving.agent.snapshot(vec![service("web", 80)]);
     let stop = CancellationToken::new();
     let (saver, stopped) = (saving.saver.take().unwrap(), stop.clone());
-    let running = tokio::task::spawn_blocking(move || saver.run(&stopped));
+    let running = tokio::spawn(saver.run(stopped));
     tokio::time::sleep(Duration::from_millis(400)).await;
     assert_eq!((saving.saved_version(), saving.run_record()), (None, None));
     saving.programmed(1);

@@ -82,10 +82,13 @@ impl Default for Timing {
             rules_period: Duration::ZERO,
             backoff: Backoff::default(),
             quarantine: Backoff::new(Duration::from_secs(60), Duration::from_secs(3600), Jitter::Half),
-            clock: Instant::now,
+            clock: || tokio::time::Instant::now().into_std(),
         }
     }
 }
+
+/// The pause after a failed look for the rules of an earlier run.
+const EARLIER_RUN_RETRY: Duration = Duration::from_secs(1);
 
 /// Work that the loop has taken from the state and that is not in the kernel yet.
 #[derive(Debug, Default)]
@@ -101,7 +104,7 @@ struct Unfinished {
 
 /// The loop. Create it with [`Self::new`], and call [`Self::run`] in a separate thread.
 pub struct Reconciler {
-    dataplane: Box<dyn NodeDataplane>,
+    pub(crate) dataplane: Box<dyn NodeDataplane>,
     /// The loop calls them at each step.
     pub(crate) observers: Vec<Box<dyn Observer>>,
     shared: Arc<AgentState>,
@@ -209,9 +212,25 @@ impl Reconciler {
 
     /// Runs until [`AgentState::stop`]. The rules stay in the kernel.
     pub fn run(mut self) {
+        // The runtime is only for the waits: the steps block.
+        let runtime = match tokio::runtime::Builder::new_current_thread().enable_time().build() {
+            Ok(runtime) => runtime,
+            Err(error) => return error!(%error, "the reconcile loop cannot wait"),
+        };
         self.begin();
         loop {
-            let wake = self.shared.wait(self.done, self.pace, self.times().first());
+            let wake = runtime.block_on(self.shared.wait(self.done, self.pace, self.times().first()));
+            if !self.step(wake) {
+                return;
+            }
+        }
+    }
+
+    /// Like [`Self::run`], as a task of the caller's runtime, for a dataplane that does not block.
+    pub async fn follow(mut self) {
+        self.begin();
+        loop {
+            let wake = self.shared.wait(self.done, self.pace, self.times().first()).await;
             if !self.step(wake) {
                 return;
             }
@@ -518,7 +537,10 @@ impl Reconciler {
             }
             Err(error) => {
                 self.metrics.verifications_failed.inc();
-                warn!(%error, "could not find out whether the rules of the last run are in place; programming the last good state");
+                warn!(%error, "could not find out whether the rules of the last run are in place; the agent looks again in a second, and changes no rules until a control plane answers");
+                // The rules may be newer than the state.
+                self.check_at = self.now() + EARLIER_RUN_RETRY;
+                return;
             }
         }
         self.shared.program_unconfirmed();

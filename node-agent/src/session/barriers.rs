@@ -65,7 +65,7 @@ impl DrainMetrics {
 
 /// The requests of all streams.
 #[derive(Debug, Default)]
-pub(crate) struct Barriers {
+pub struct Barriers {
     state: Mutex<Requests>,
     /// Pods are known by hashes, because a client may give any name.
     hasher: RandomState,
@@ -141,11 +141,7 @@ impl Barriers {
     ///
     /// # Errors
     /// Too many requests wait already: about this pod, that name their pod, or in all.
-    pub(crate) async fn ask(
-        &self,
-        mut request: v1::BarrierRequest,
-        deadline: Instant,
-    ) -> Result<v1::BarrierAnswer, String> {
+    pub async fn ask(&self, mut request: v1::BarrierRequest, deadline: Instant) -> Result<v1::BarrierAnswer, String> {
         let (answer, receiver) = oneshot::channel();
         let is_named = request.address.is_empty();
         let pod = match is_named {

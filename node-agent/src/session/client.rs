@@ -90,7 +90,8 @@ impl Session {
     /// Connects, follows one stream, and returns the reason for its end.
     async fn follow(&mut self, replica: &Replica, replicas: &Replicas, failover: Failover) -> StreamEnd {
         self.welcomed_at = None;
-        let connection = match replica.control_plane.connect(replica.address, self.config.tls.as_ref()).await {
+        let SessionConfig { tls, carrier, .. } = &self.config;
+        let connection = match replica.control_plane.connect(replica.address, tls.as_ref(), carrier.as_ref()).await {
             Ok(connection) => connection,
             Err(error) => return error.into(),
         };
@@ -100,6 +101,8 @@ impl Session {
         };
         if let StreamEnd::Status(status) = &end
             && self.welcomed_at.is_none()
+            // To find a mistake, the agent would connect over TCP.
+            && self.config.carrier.is_none()
             && let Some(mistake) = replica.control_plane.mistake(status).await
         {
             return mistake.into();

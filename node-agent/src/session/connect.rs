@@ -8,6 +8,7 @@ use std::{
 
 use futures::future::BoxFuture;
 use headgate_core::errors::chain;
+use headgate_listener::{Carrier, connector};
 use headgate_tls::{FileError, Refusal};
 use hyper_util::{client::legacy::connect::HttpConnector, rt::TokioIo};
 use rustls::ClientConfig;
@@ -53,7 +54,8 @@ impl ControlPlane {
     }
 
     /// Connects to `address`, or to any address of the name if `address` is `None`. Reads the TLS
-    /// files at each call, so that renewed certificates are used without a restart.
+    /// files at each call, so that renewed certificates are used without a restart. Without TLS,
+    /// `carrier` takes the place of TCP.
     ///
     /// # Errors
     /// No server answers, one side does not accept the other side's certificate, or the TLS files
@@ -62,6 +64,7 @@ impl ControlPlane {
         &self,
         address: Option<SocketAddr>,
         tls: Option<&Arc<AgentTls>>,
+        carrier: Option<&Arc<dyn Carrier>>,
     ) -> Result<Connected, ConnectError> {
         let endpoint = |uri: Endpoint| {
             uri.http2_keep_alive_interval(KEEPALIVE_INTERVAL)
@@ -82,6 +85,9 @@ impl ControlPlane {
         } else if let Some(socket) = self.socket() {
             let socket = Endpoint::from_shared(socket.to_owned()).map_err(ConnectError::Connect)?;
             timeout(CONNECT_TIMEOUT, endpoint(socket).connect()).await
+        } else if let (Some(carrier), Some(to)) = (carrier, address) {
+            let connector = connector(Arc::clone(carrier), to);
+            timeout(CONNECT_TIMEOUT, endpoint(self.at(address).into()).connect_with_connector(connector)).await
         } else {
             timeout(2 * CONNECT_TIMEOUT, endpoint(self.at(address).into()).connect_with_connector(tcp())).await
         };
@@ -198,7 +204,7 @@ mod tests {
             TlsMetrics::default(),
         );
         let target = ControlPlane::parse("https://127.0.0.1:1", false).unwrap();
-        let error = target.connect(None, Some(&tls)).await.unwrap_err().to_string();
+        let error = target.connect(None, Some(&tls), None).await.unwrap_err().to_string();
         assert!(error.starts_with("--tls-cert /nowhere/c: cannot read the file: No such file"), "{error}");
     }
 }

@@ -17,6 +17,7 @@ use std::{
 
 use futures::{FutureExt as _, StreamExt as _, future::BoxFuture};
 use headgate_core::{node_state::SourceState, reference::Referable};
+use headgate_listener::Carrier;
 use headgate_proto::v1::{
     self, agent_message::Body as Asked, discovery_client::DiscoveryClient, server_message::Body as ServerBody,
     source_position::Kind,
@@ -226,13 +227,12 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
     /// answers. If the agent noted its positions after the answers, every other replica would seem
     /// to be behind.
     fn ask_others(&self, session: &Session, replicas: &Replicas) -> BoxFuture<'static, Answered> {
-        let SessionConfig { node_name, tls, .. } = &session.config;
-        let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.outbox.epoch);
+        let (config, epoch) = (session.config.clone(), self.outbox.epoch);
         let others = replicas.others();
         let state = Arc::clone(&session.state);
         let ask = async move {
             let held = state.blocking(AgentState::point).await.as_ref().map(HeldState::of);
-            (held, ask(node, tls, others.await, epoch).await)
+            (held, ask(config, others.await, epoch).await)
         };
         ask.boxed()
     }
@@ -715,6 +715,8 @@ pub struct SessionConfig {
     pub tls: Option<Arc<AgentTls>>,
     /// Pauses between attempts to connect.
     pub backoff: Backoff,
+    /// What carries connections without TLS to addresses, instead of TCP.
+    pub carrier: Option<Arc<dyn Carrier>>,
 }
 
 /// The agent's side of all streams.
@@ -806,20 +808,15 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The replicas that answered, with their standings.
 pub(super) type Standings = Vec<(Replica, Standing)>;
 
-/// Asks all replicas at the same time, for the agent of `node`, and returns the answers. Replicas
+/// Asks all replicas at the same time, for the agent of `config`, and returns the answers. Replicas
 /// that do not answer in time are left out. So is a replica that answers with `epoch`, the epoch of
 /// the replica that the agent follows: it is the same replica at another address.
-pub(super) async fn ask(
-    node: Arc<str>,
-    tls: Option<Arc<AgentTls>>,
-    replicas: Vec<Replica>,
-    epoch: Option<u64>,
-) -> Standings {
+pub(super) async fn ask(config: SessionConfig, replicas: Vec<Replica>, epoch: Option<u64>) -> Standings {
     let mut asked = JoinSet::new();
     for target in replicas {
-        let (node, tls) = (Arc::clone(&node), tls.clone());
+        let config = config.clone();
         asked.spawn(async move {
-            let answer = timeout(ANSWER_TIMEOUT, ask_one(&target, &node, tls.as_ref())).await;
+            let answer = timeout(ANSWER_TIMEOUT, ask_one(&target, &config)).await;
             (target, answer.unwrap_or_else(|_| Err(format!("no answer in {} s", ANSWER_TIMEOUT.as_secs()))))
         });
     }
@@ -835,9 +832,10 @@ pub(super) async fn ask(
 }
 
 /// Asks one replica for its epoch and standing.
-async fn ask_one(target: &Replica, node: &str, tls: Option<&Arc<AgentTls>>) -> Result<(u64, Standing), String> {
-    let connection = target.control_plane.connect(target.address, tls).await.map_err(|error| error.to_string())?;
-    let request = Asked::Standing(v1::StandingRequest { node_name: node.to_owned() });
+async fn ask_one(target: &Replica, config: &SessionConfig) -> Result<(u64, Standing), String> {
+    let connecting = target.control_plane.connect(target.address, config.tls.as_ref(), config.carrier.as_ref());
+    let connection = connecting.await.map_err(|error| error.to_string())?;
+    let request = Asked::Standing(v1::StandingRequest { node_name: config.node_name.to_string() });
     let request = tokio_stream::once(v1::AgentMessage { body: Some(request) });
     let answer = async { DiscoveryClient::new(connection.channel).sync(request).await?.into_inner().message().await };
     match answer.await.map_err(|status| status.message().to_owned())?.and_then(|message| message.body) {

@@ -11,7 +11,7 @@ pub mod backlog;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     net::{IpAddr, SocketAddr},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
     time::Instant,
 };
 
@@ -22,6 +22,7 @@ use headgate_core::{
     frontends::{Conflict, Frontend},
 };
 use headgate_proto::{digests_to_wire, node_to_wire, reserved_to_wire, v1};
+use tokio::{sync::Notify, time::timeout_at};
 use tracing::{error, info};
 
 use crate::{node_inputs::node_addresses, progress::Target};
@@ -51,7 +52,8 @@ pub struct NodePolicy {
 pub struct AgentState {
     backlog: Arc<Backlog>,
     inner: Mutex<Shared>,
-    changed: Condvar,
+    /// Wakes the reconcile loop, which alone waits.
+    changed: Notify,
     unchecked: Mutex<Unchecked>,
 }
 
@@ -265,12 +267,15 @@ pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send 
 }
 
 impl AgentState {
-    /// Runs `work` on a thread that may block, because `work` waits for the lock of the state. The
-    /// planning of a full sync may hold this lock for a while.
+    /// Runs `work`, which waits for the lock of the state: at once if the lock is free, else on a
+    /// thread that may block, because the planning of a full sync may hold the lock for a while.
     pub(crate) async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Self) -> T + Send + 'static,
     ) -> T {
+        if self.try_lock().is_some() {
+            return work(self);
+        }
         let state = Arc::clone(self);
         blocking(move || work(&state)).await
     }
@@ -302,7 +307,7 @@ impl AgentState {
             verifications_requested: 0,
             generation: 0,
         };
-        Self { backlog, inner: Mutex::new(inner), changed: Condvar::new(), unchecked: Mutex::default() }
+        Self { backlog, inner: Mutex::new(inner), changed: Notify::new(), unchecked: Mutex::default() }
     }
 
     /// Sets the operator's settings about the node, before the first sync.
@@ -323,7 +328,7 @@ impl AgentState {
             if !inner.dirty.is_empty() {
                 self.backlog.queue_other();
                 inner.generation += 1;
-                self.changed.notify_all();
+                self.changed.notify_one();
             }
         }
     }
@@ -351,7 +356,7 @@ impl AgentState {
                 "a Service may have taken an address of the control plane, so that no control plane can answer; programming the last good state"
             );
             inner.lack = Lack::Changes;
-            self.changed.notify_all();
+            self.changed.notify_one();
         }
     }
 
@@ -404,7 +409,7 @@ impl AgentState {
         let Shared { held, dirty, .. } = inner;
         held.apply(step, dirty);
         inner.generation += 1;
-        self.changed.notify_all();
+        self.changed.notify_one();
     }
 
     /// Changes the node's facts about some services. `change` returns these services, which the
@@ -416,7 +421,7 @@ impl AgentState {
             inner.dirty.services.extend(services);
             self.backlog.queue_other();
             inner.generation += 1;
-            self.changed.notify_all();
+            self.changed.notify_one();
         }
     }
 
@@ -445,7 +450,7 @@ impl AgentState {
                 held.state().entries().filter(|(_, entry)| entry.service().is_some_and(Service::is_checked_by_tcp));
             dirty.services.extend(checked.map(|(key, _)| Arc::clone(key)));
             self.backlog.queue_other();
-            self.changed.notify_all();
+            self.changed.notify_one();
         }
     }
 
@@ -476,20 +481,20 @@ impl AgentState {
         inner.reserve();
         inner.node_revision = *revision;
         inner.generation += 1;
-        self.changed.notify_all();
+        self.changed.notify_one();
     }
 
     /// Makes [`Self::wait`] return this, once. Waits for the lock, as [`Self::apply`] does.
     pub(crate) fn signal(&self, wake: Wake) {
         self.lock().signals.insert(wake);
-        self.changed.notify_all();
+        self.changed.notify_one();
     }
 
     /// Like [`Self::signal`], but returns false instead of waiting when the lock is held.
     #[must_use]
     pub(crate) fn try_signal(&self, wake: Wake) -> bool {
         let signalled = self.try_lock().map(|mut inner| inner.signals.insert(wake));
-        self.changed.notify_all();
+        self.changed.notify_one();
         signalled.is_some()
     }
 
@@ -502,7 +507,7 @@ impl AgentState {
         let mut inner = self.lock();
         inner.verifications_requested += 1;
         inner.signals.insert(Wake::Requested);
-        self.changed.notify_all();
+        self.changed.notify_one();
         inner.verifications_requested
     }
 
@@ -515,7 +520,7 @@ impl AgentState {
     /// Syncs may program it from now on.
     pub fn confirm(&self) {
         self.lock().lack = Lack::Nothing;
-        self.changed.notify_all();
+        self.changed.notify_one();
     }
 
     /// Allows syncs to program the state from disk, because the kernel has no rules. The state may
@@ -523,7 +528,7 @@ impl AgentState {
     pub fn program_unconfirmed(&self) {
         let mut inner = self.lock();
         inner.lack = inner.lack.min(Lack::Changes);
-        self.changed.notify_all();
+        self.changed.notify_one();
     }
 
     /// True while the state is from disk and may not be programmed.
@@ -597,16 +602,18 @@ impl AgentState {
 
     /// Waits until changes newer than generation `done` may be programmed, as `pace` allows, or
     /// for a signal. Without such changes, waits until `verify_at`. Before the first complete
-    /// snapshot, only [`Self::signal`] ends the wait.
-    pub(crate) fn wait(&self, done: Option<u64>, pace: Pace, verify_at: Instant) -> Wake {
-        let mut inner = self.lock();
+    /// snapshot, only [`Self::signal`] ends the wait. Only one caller may wait at a time.
+    pub(crate) async fn wait(&self, done: Option<u64>, pace: Pace, verify_at: Instant) -> Wake {
         loop {
-            let now = Instant::now();
-            inner = match inner.next(done, pace, verify_at, now) {
-                None => self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner),
+            let now = tokio::time::Instant::now().into_std();
+            let next = self.lock().next(done, pace, verify_at, now);
+            // A change since then ends the wait at once, because `Notify` keeps it for one waiter.
+            let changed = self.changed.notified();
+            match next {
+                None => changed.await,
                 Some((wake, at)) if at <= now => return wake,
-                Some((_, at)) => self.changed.wait_timeout(inner, at - now).unwrap_or_else(PoisonError::into_inner).0,
-            };
+                Some((_, at)) => _ = timeout_at(at.into(), changed).await,
+            }
         }
     }
 
@@ -1043,5 +1050,49 @@ mod held_tests {
             let changes: Vec<Change> = (0..count).map(change).collect();
             assert_eq!(in_parts(changes.clone()).collect::<Vec<_>>(), changes, "{count} changes");
         }
+    }
+}
+
+#[cfg(test)]
+mod wait_tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{sync::mpsc, time::Duration};
+
+    use futures::FutureExt as _;
+    use tokio::{runtime::Builder, time::timeout};
+
+    use super::*;
+
+    #[test]
+    fn a_wait_misses_no_signal() {
+        let state = Arc::new(AgentState::new("node-1"));
+        let (seen, next) = mpsc::channel();
+        let signaller = Arc::clone(&state);
+        let thread = std::thread::spawn(move || {
+            for _ in 0..10_000 {
+                signaller.signal(Wake::Problems);
+                next.recv().unwrap();
+            }
+            signaller.stop();
+        });
+        let (now, guard) = (Instant::now(), Duration::from_secs(30));
+        let pace = Pace { not_before: now, after_failure: None };
+        Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+            while timeout(guard, state.wait(None, pace, now + guard)).await.unwrap() == Wake::Problems {
+                seen.send(()).unwrap();
+            }
+        });
+        thread.join().unwrap();
+    }
+
+    #[tokio::test]
+    async fn work_runs_at_once_unless_the_state_is_locked() {
+        let state = Arc::new(AgentState::new("node-1"));
+        assert_eq!(state.blocking(AgentState::position).now_or_never(), Some(None));
+        let locked = state.lock();
+        let mut later = Box::pin(state.blocking(AgentState::position));
+        assert_eq!(later.as_mut().now_or_never(), None);
+        drop(locked);
+        assert_eq!(later.await, None);
     }
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod moves;
+mod parts;
 #[expect(unreachable_pub, reason = "the file belongs to the crate of tests, where other modules use it")]
 #[path = "../../../tests/src/testbed/port.rs"]
 mod port;

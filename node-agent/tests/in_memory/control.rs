@@ -133,4 +133,25 @@ impl Control {
     }
 }
 
+/// What only a simulation of whole machines uses.
+#[allow(dead_code)]
+impl Control {
+    /// The number of finished calls.
+    #[must_use]
+    pub fn changes(&self) -> usize {
+        self.script().calls.len()
+    }
+
+    /// What the table holds.
+    #[must_use]
+    pub fn views(&self) -> Vec<ServicePortView> {
+        self.script().table.values().flatten().cloned().collect()
+    }
+
+    /// Empties the table, as a boot of the machine does.
+    pub fn clear(&self) {
+        self.script().table.clear();
+    }
+}
+
 impl KernelHandle for Control {}

@@ -34,10 +34,17 @@ pub struct InMemoryFamily {
 #[must_use]
 pub fn dataplane() -> (DualStack<InMemoryFamily>, Control) {
     let control = Control::default();
+    (dataplane_of(&control), control)
+}
+
+/// A dataplane for a kernel that may have a table already. Nothing is in quarantine.
+#[must_use]
+pub fn dataplane_of(control: &Control) -> DualStack<InMemoryFamily> {
+    control.script().quarantined.clear();
     let make = |_| InMemoryFamily { control: control.clone() };
     let kernel = control.clone();
     let own = Leftover::new("memory", move || kernel.work(Call::Cleanup).map(|mut script| script.table.clear()));
-    (DualStack::assemble("memory", control.clone(), vec![own], vec![Family::V4], make), control)
+    DualStack::assemble("memory", control.clone(), vec![own], vec![Family::V4], make)
 }
 
 /// Changes of the table. An entry without ports removes the service.

@@ -1,12 +1,11 @@
 //! Answers requests: applies faults, serves lists in pages, and opens watches. Options that neither
 //! Headgate's watch loop nor kube's watcher sends are refused.
 
-use std::{io, sync::Arc};
+use std::{fmt::Display, io, sync::Arc};
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header, request::Parts};
 use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
-use hyper::body::Incoming;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use socket2::Socket;
@@ -23,17 +22,25 @@ use super::{
 /// The beginning of a field selector.
 const NOT_ADDRESS: &str = "spec.clusterIP!=";
 
-pub(super) type Body = UnsyncBoxBody<Bytes, io::Error>;
+/// The body of an answer.
+pub type Body = UnsyncBoxBody<Bytes, io::Error>;
+
+/// The socket of a connection. `None` if the client calls the server in its own process.
+pub(super) type Connection = Option<Arc<Socket>>;
 
 /// Answers one request.
 ///
 /// # Errors
 /// A fault cuts the connection. After this error, the caller must close the connection.
-pub(super) async fn answer(
+pub(super) async fn answer<B>(
     shared: Arc<Shared>,
-    socket: Arc<Socket>,
-    request: Request<Incoming>,
-) -> io::Result<Response<Body>> {
+    socket: Connection,
+    request: Request<B>,
+) -> io::Result<Response<Body>>
+where
+    B: hyper::body::Body,
+    B::Error: Display,
+{
     let (head, body) = request.into_parts();
     let (path, query) = (head.uri.path().to_owned(), head.uri.query().unwrap_or_default().to_owned());
     let kind = Kind::of_path(&path).filter(|_| head.method == Method::GET).map(|(kind, _)| kind);
@@ -70,8 +77,9 @@ async fn until_cleared(shared: &Shared) {
 
 /// The error that makes hyper close a connection. With [`Cut::Reset`], close(2) sends RST and not
 /// FIN, because the linger time is 0.
-pub(super) fn cut(socket: &Socket, how: Cut) -> io::Error {
+pub(super) fn cut(socket: &Connection, how: Cut) -> io::Error {
     if how == Cut::Reset
+        && let Some(socket) = socket
         && let Err(error) = socket.set_linger(Some(std::time::Duration::ZERO))
     {
         tracing::warn!(%error, "could not arm a TCP reset");
@@ -79,12 +87,11 @@ pub(super) fn cut(socket: &Socket, how: Cut) -> io::Error {
     io::Error::other("the test cuts the connection")
 }
 
-async fn serve(
-    shared: &Arc<Shared>,
-    socket: &Arc<Socket>,
-    head: &Parts,
-    body: Incoming,
-) -> Result<Response<Body>, Failure> {
+async fn serve<B>(shared: &Arc<Shared>, socket: &Connection, head: &Parts, body: B) -> Result<Response<Body>, Failure>
+where
+    B: hyper::body::Body,
+    B::Error: Display,
+{
     let (path, query, options) = (head.uri.path(), head.uri.query().unwrap_or_default(), shared.lock().options.clone());
     if let Some(rights) = &options.rights {
         rights.check(&head.method, path, query)?;

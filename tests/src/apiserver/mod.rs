@@ -31,6 +31,7 @@ use serde_json::Value;
 
 pub use self::{
     faults::{Cut, Order, RecordedRequest, RequestFault, RequestFilter, Verb},
+    http::Body,
     kinds::Kind,
     real::{ASSETS_VARIABLE, RealApiServer},
     rights::Rights,
@@ -120,6 +121,26 @@ impl ApiServer {
     pub fn start_with(options: Options) -> io::Result<Self> {
         let shared = Arc::new(Shared::new(options));
         Ok(Self { server: Server::start(&shared)?, shared })
+    }
+
+    /// An empty server without a port, for clients in the same process.
+    pub fn without_port() -> Self {
+        Self { shared: Arc::new(Shared::new(Options::default())), server: Server::without_port() }
+    }
+
+    /// Answers a request of a client in the same process.
+    ///
+    /// # Errors
+    /// A fault cuts the connection.
+    pub fn call<B>(
+        &self,
+        request: ::http::Request<B>,
+    ) -> impl Future<Output = io::Result<::http::Response<Body>>> + use<B>
+    where
+        B: hyper::body::Body,
+        B::Error: std::fmt::Display,
+    {
+        self::http::answer(Arc::clone(&self.shared), None, request)
     }
 
     /// The server's address and port. A restart does not change them.
@@ -269,6 +290,12 @@ impl ApiServer {
     /// The server cannot listen on its port.
     pub fn restart(&self, restart: &Restart) -> io::Result<()> {
         self.stop();
+        self.reload(restart);
+        self.server.listen(&self.shared)
+    }
+
+    /// Changes the data as a restart does.
+    pub fn reload(&self, restart: &Restart) {
         self.shared.change(|state| match restart {
             Restart::KeepHistory => {}
             Restart::LoseHistory => state.compact(),
@@ -281,7 +308,6 @@ impl ApiServer {
                 state.compact();
             }
         });
-        self.server.listen(&self.shared)
     }
 }
 

@@ -21,26 +21,32 @@ use crate::testbed::port::ReservedPort;
 /// and connections are refused.
 #[derive(Debug)]
 pub(super) struct Server {
-    port: ReservedPort,
+    /// `None` for a server that only its own process can call.
+    port: Option<ReservedPort>,
     running: Mutex<Option<Runtime>>,
 }
 
 impl Server {
     pub(super) fn start(shared: &Arc<Shared>) -> io::Result<Self> {
-        let server = Self { port: ReservedPort::reserve()?, running: Mutex::new(None) };
+        let server = Self { port: Some(ReservedPort::reserve()?), running: Mutex::new(None) };
         server.listen(shared)?;
         Ok(server)
     }
 
+    /// A server without a port.
+    pub(super) fn without_port() -> Self {
+        Self { port: None, running: Mutex::new(None) }
+    }
+
     pub(super) fn address(&self) -> SocketAddr {
-        self.port.address()
+        self.port.as_ref().map_or(SocketAddr::from(([0; 4], 0)), ReservedPort::address)
     }
 
     /// Listens in the calling thread's network namespace.
     pub(super) fn listen(&self, shared: &Arc<Shared>) -> io::Result<()> {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
         socket.set_reuse_address(true)?;
-        socket.bind(&self.port.address().into())?;
+        socket.bind(&self.address().into())?;
         socket.listen(1_024)?;
         socket.set_nonblocking(true)?;
         let runtime = Builder::new_multi_thread().worker_threads(1).thread_name("stand-in-api").enable_all().build()?;
@@ -88,7 +94,7 @@ async fn accept(shared: Arc<Shared>, listener: TcpListener) {
 async fn serve_connection(shared: Arc<Shared>, stream: TcpStream) {
     // The second handle sets the linger time when a test cuts the connection.
     let socket = match stream.set_nodelay(true).and_then(|()| SockRef::from(&stream).try_clone()) {
-        Ok(socket) => Arc::new(socket),
+        Ok(socket) => Some(Arc::new(socket)),
         Err(error) => return tracing::warn!(%error, "the stand-in API server could not serve a connection"),
     };
     let service = service_fn(move |request| answer(shared.clone(), socket.clone(), request));

@@ -7,14 +7,13 @@ use futures::stream;
 use http::{Response, StatusCode};
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Frame;
-use socket2::Socket;
 use tokio::{
     sync::watch::Receiver,
     time::{Instant, sleep, sleep_until},
 };
 
 use super::{
-    http::{Body, Params, cut, with_headers},
+    http::{Body, Connection, Params, cut, with_headers},
     kinds::Kind,
     state::{Piece, Shared},
     status::Failure,
@@ -32,7 +31,7 @@ const LAST_BOOKMARK: Duration = Duration::from_secs(2);
 /// The body of one watch. It is dropped also when the client disconnects.
 struct Session {
     shared: Arc<Shared>,
-    socket: Arc<Socket>,
+    socket: Connection,
     id: u64,
     kind: Kind,
     changes: Receiver<()>,
@@ -47,7 +46,7 @@ struct Session {
 /// The version is too old. The caller sends the failure as an HTTP code or as an ERROR event.
 pub(super) fn open(
     shared: &Arc<Shared>,
-    socket: &Arc<Socket>,
+    socket: &Connection,
     kind: Kind,
     params: Params,
 ) -> Result<Response<Body>, Failure> {

@@ -179,7 +179,8 @@ impl Scene {
     pub fn add_agents(&mut self, count: usize, replicas: &[usize]) -> Result<()> {
         let urls: Vec<String> = replicas.iter().map(|replica| self.replicas[*replica].url()).collect();
         for _ in 0..count {
-            self.agents.push(Agent::start(&format!("node-{}", self.agents.len()), &urls, None, Backoff::default)?);
+            let node = format!("node-{}", self.agents.len());
+            self.agents.push(Agent::start(&node, &urls, None, Backoff::default, None)?);
         }
         Ok(())
     }

@@ -12,4 +12,5 @@ mod headgatectl;
 mod inspect;
 mod process;
 mod readme;
+mod simulation;
 mod survival;

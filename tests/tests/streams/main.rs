@@ -1,10 +1,11 @@
-//! Tests of parts of Headgate's programs in the test's own process, over loopback sockets.
+//! Tests of parts of Headgate's programs in the test's own process, most over loopback sockets.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod apiserver;
 mod attacks;
 mod barrier;
+mod carrier;
 mod client;
 mod everywhere;
 mod files_source;

@@ -1,8 +1,9 @@
 //! Settings of the servers, from the command line.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use headgate_core::ServiceKey;
+use headgate_listener::Carrier;
 
 /// The settings of a replica's servers.
 #[derive(Clone)]
@@ -43,6 +44,9 @@ pub struct Settings {
     pub readiness: Option<ReadinessSettings>,
     /// The name and port of the API server; `None` if the replica uses none.
     pub api_server: Option<(String, u16)>,
+    /// What carries the connections to both gRPC ports and to other replicas, instead of TCP. The
+    /// gRPC ports then have no TLS.
+    pub carrier: Option<Arc<dyn Carrier>>,
     /// The bound addresses. The start of the servers sets this field.
     pub ports: Ports,
 }
@@ -57,12 +61,14 @@ pub struct Ports {
 }
 
 /// How conditions of readiness gates are set.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct ReadinessSettings {
     /// The longest time that a pod waits for nodes.
     pub bound: Duration,
     /// The kubeconfig file; `None` for the in-cluster configuration.
     pub kubeconfig: Option<PathBuf>,
+    /// The client for the API server; `None` if it is made from the kubeconfig file.
+    pub client: Option<kube::Client>,
 }
 
 /// How agents get certificates for service-account tokens.
@@ -126,6 +132,7 @@ impl Default for Settings {
             enrolment: None,
             readiness: None,
             api_server: None,
+            carrier: None,
             ports: Ports { agents: unbound, inspect: unbound },
         }
     }

@@ -1,24 +1,23 @@
 //! All open streams, and the tasks that visit them after an event that concerns every stream.
 //!
 //! A new version concerns every stream. Waking thousands of tasks would cost more than the work of
-//! the tasks. So one task per core visits the streams in turn. A visit to a stream without work
-//! costs some tens of nanoseconds. The visits also serve heartbeats and time limits, so that a
-//! stream needs no timer. Responses have only time limits, so a new version causes no visits to
-//! them. A [`Signal`] wakes a stream for events that concern only this stream.
+//! the tasks. So one task for each worker of the runtime visits the streams in turn. A visit to a
+//! stream without work costs some tens of nanoseconds. The visits also serve heartbeats and time
+//! limits, so that a stream needs no timer. Responses have only time limits, so a new version
+//! causes no visits to them. A [`Signal`] wakes a stream for events that concern only this stream.
 
 use std::{
-    num::NonZeroUsize,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     task::Waker,
-    thread,
     time::Duration,
 };
 
 use futures::task::AtomicWaker;
 use tokio::{
+    runtime::Handle,
     sync::watch,
     task::{unconstrained, yield_now},
     time::{Instant, MissedTickBehavior, interval},
@@ -51,8 +50,8 @@ pub(crate) trait Visit: Send + Sync {
 
 /// The streams, connections and responses that are visited.
 pub(crate) struct Visits {
-    /// One shard for each core, and then the shard of the items that are visited only once in a
-    /// tick.
+    /// One shard for each worker of the runtime, and then the shard of the items that are visited
+    /// only once in a tick.
     shards: Box<[Mutex<Slots>]>,
     next: AtomicUsize,
     tick: Duration,
@@ -87,10 +86,10 @@ impl Visits {
     /// between two visits is at most a sixteenth of the shortest of `times`, within [`TICK`]. This
     /// maximum is also the precision of the time limits.
     pub(crate) fn new(times: impl IntoIterator<Item = Duration>) -> Self {
-        let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let workers = Handle::try_current().map_or(1, |runtime| runtime.metrics().num_workers());
         let tick = times.into_iter().min().unwrap_or(TICK.1) / 16;
         Self {
-            shards: (0..=cores).map(|_| Mutex::default()).collect(),
+            shards: (0..=workers).map(|_| Mutex::default()).collect(),
             next: AtomicUsize::new(0),
             tick: tick.clamp(TICK.0, TICK.1),
             position_waits: AtomicUsize::new(0),

@@ -12,7 +12,7 @@ use std::{
 };
 
 use headgate_core::{Protocol, ServiceKey};
-use headgate_listener::name_servers;
+use headgate_listener::{Carrier, connector, name_servers, resolve};
 use headgate_proto::{
     address_to_wire,
     v1::{self, inspect_client::InspectClient, peers_client::PeersClient},
@@ -199,8 +199,9 @@ impl Replicas {
         let mut found = HashMap::new();
         let mut problem = None;
         for (host, port) in &self.settings.names {
-            match timeout(CONNECT_TIMEOUT, lookup_host((host.as_str(), *port))).await {
-                Ok(Ok(addresses)) => found.extend(addresses.map(|address| (address, host.clone()))),
+            let carrier = self.fleet.context.settings.carrier.as_deref();
+            match timeout(CONNECT_TIMEOUT, resolve(carrier, host, *port)).await {
+                Ok(Ok(addresses)) => found.extend(addresses.into_iter().map(|address| (address, host.clone()))),
                 Ok(Err(error)) => problem = Some(format!("{host} does not resolve: {error}")),
                 Err(_) => problem = Some(format!("{host} does not resolve in time")),
             }
@@ -252,7 +253,8 @@ impl Replicas {
 
     /// Joins a replica, and reads its messages until the stream ends. Returns why it ended.
     async fn join(&self, link: &Link) -> Result<String, String> {
-        let connected = timeout(CONNECT_TIMEOUT * 2, link.connect(self.settings.tls.clone())).await;
+        let connecting = link.connect(self.settings.tls.clone(), self.fleet.context.settings.carrier.clone());
+        let connected = timeout(CONNECT_TIMEOUT * 2, connecting).await;
         let channel = connected.map_err(|_| "it does not answer".to_owned())??;
         let mut client = peers(channel.clone());
         let (replica, epoch) = (self.fleet.context.settings.replica_name.clone(), self.fleet.context.store.epoch());
@@ -420,7 +422,7 @@ impl Link {
         timeout_at(until + ANSWER_GRACE, asked).await.ok()?
     }
 
-    async fn connect(&self, tls: Option<PeerTls>) -> Result<Channel, String> {
+    async fn connect(&self, tls: Option<PeerTls>, carrier: Option<Arc<dyn Carrier>>) -> Result<Channel, String> {
         let scheme = if tls.is_some() { "https" } else { "http" };
         let mut endpoint = Endpoint::from_shared(format!("{scheme}://{}", self.address))
             .map_err(|error| error.to_string())?
@@ -431,7 +433,11 @@ impl Link {
         if let Some(tls) = tls {
             endpoint = endpoint.tls_config(self.tls_config(tls).await?).map_err(|error| chain(&error))?;
         }
-        endpoint.connect().await.map_err(|error| chain(&error))
+        let connected = match carrier {
+            Some(carrier) => endpoint.connect_with_connector(connector(carrier, self.address)).await,
+            None => endpoint.connect().await,
+        };
+        connected.map_err(|error| chain(&error))
     }
 
     /// Reads the files for each connection, because they may have been renewed.

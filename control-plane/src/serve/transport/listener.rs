@@ -2,18 +2,19 @@
 //! ports share.
 
 use std::{
-    future::pending,
+    future::{pending, poll_fn},
     io,
-    net::{Ipv4Addr, SocketAddr},
+    net::SocketAddr,
     sync::Arc,
     time::Duration,
 };
 
 use futures::future::BoxFuture;
+use headgate_listener::{Accept, Io};
 use headgate_tls::Denied;
 use rustls::HandshakeKind;
 use tokio::{
-    net::{TcpListener, TcpStream, UnixListener, UnixStream},
+    net::{TcpListener, TcpStream},
     time::{Instant, sleep, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
@@ -54,7 +55,7 @@ impl Entrance {
     }
 
     /// Accepts connections. `serve` serves each of them after its handshake, in a task of its own.
-    pub(crate) async fn accept(self, listener: Listener, serve: Serve) {
+    pub(crate) async fn accept(self, mut listener: Listener, serve: Serve) {
         while let Some(accepted) = self.shutdown.run_until_cancelled(listener.accept()).await {
             let (stream, address) = match accepted {
                 Ok(accepted) => accepted,
@@ -187,20 +188,20 @@ pub(crate) struct Connection {
 /// Serves a connection that counts until it ends.
 pub(crate) type Serve = Arc<dyn Fn(Connection, HeldConnection) -> BoxFuture<'static, ()> + Send + Sync>;
 
-/// Where connections come from. A Unix socket needs no TLS: only the user of this process can open
-/// it.
+/// Where connections come from. Only TCP has TLS. A Unix socket needs none: only the user of this
+/// process can open it.
 pub(crate) enum Listener {
     Tcp(TcpListener),
-    Unix(UnixListener),
+    Other(Box<dyn Accept>),
 }
 
 impl Listener {
-    /// Accepts a connection. Those of a Unix socket come from this machine.
-    async fn accept(&self) -> io::Result<(Plain, SocketAddr)> {
+    /// Accepts a connection.
+    async fn accept(&mut self) -> io::Result<(Plain, SocketAddr)> {
         match self {
-            Self::Unix(listener) => {
-                let (stream, _) = listener.accept().await?;
-                Ok((Either::Right(stream), SocketAddr::from((Ipv4Addr::LOCALHOST, 0))))
+            Self::Other(listener) => {
+                let (stream, address) = poll_fn(|cx| listener.poll_accept(cx)).await?;
+                Ok((Either::Right(stream), address))
             }
             Self::Tcp(listener) => {
                 let (stream, address) = listener.accept().await?;
@@ -217,4 +218,4 @@ impl Listener {
 pub(crate) type Transport = Either<Plain, Box<TlsStream<TcpStream>>>;
 
 /// The transport of a connection without TLS, or below it.
-pub(crate) type Plain = Either<TcpStream, UnixStream>;
+pub(crate) type Plain = Either<TcpStream, Box<dyn Io>>;

@@ -40,17 +40,17 @@ const WAITING_UPDATES: usize = 1_024;
 /// Maximum time to connect to the server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Watches the API server until `shutdown`, and passes its changes to `sink`.
+/// Watches the API server of `client` until `shutdown`, and passes its changes to `sink`.
 ///
 /// # Errors
-/// The configuration cannot be used, or a task has ended that should never end. An unreachable
-/// server or an invalid answer is not an error: the watch is retried.
-pub(super) async fn run(
+/// A task has ended that should never end. An unreachable server or an invalid answer is not an
+/// error: the watch is retried.
+pub async fn follow(
+    client: Client,
     settings: SourceSettings,
     sink: Arc<dyn Sink>,
     shutdown: CancellationToken,
 ) -> Result<(), SourceError> {
-    let client = client(settings.kubeconfig.as_deref()).await?;
     let (sender, mut updates) = mpsc::channel(WAITING_UPDATES);
     let mut watches = JoinSet::new();
     let contact = Contact::new(Arc::clone(&sink));

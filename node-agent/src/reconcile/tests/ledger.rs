@@ -5,6 +5,7 @@ mod fake_kernel;
 
 use std::{cell::Cell, collections::VecDeque};
 
+use futures::FutureExt as _;
 use headgate_core::{
     forwarding,
     iptables::{ExistingTables, RenderConfig, RulesLedger, RulesTable, Script, ruleset},
@@ -405,7 +406,7 @@ fn signals_are_served_while_the_rules_are_verified() {
     let mut run = after(Wake::Stop, Ok(Finding::Intact));
     assert_eq!((run.reconciler.unfinished.needs_full, run.found()), (false, (0, 0)));
     let Reconciler { shared, done, pace, check_at, .. } = &run.reconciler;
-    let wake = shared.wait(*done, *pace, *check_at);
+    let wake = shared.wait(*done, *pace, *check_at).now_or_never().unwrap();
     assert_eq!(wake, Wake::Stop);
     assert!(!run.reconciler.step(wake), "the loop goes on");
 }

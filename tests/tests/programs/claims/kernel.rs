@@ -6,11 +6,8 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use headgate_tests::testbed::Namespace;
+use headgate_tests::{simulate::source::Forwarding, testbed::Namespace};
 use serde_json::Value;
-
-/// The addresses of endpoints by the ClusterIP that leads to them.
-pub(super) type Forwarding = BTreeMap<Ipv4Addr, BTreeSet<Ipv4Addr>>;
 
 /// How the agents program the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -15,7 +15,6 @@
 mod asking;
 mod faults;
 mod kernel;
-mod source;
 mod world;
 
 use std::{
@@ -32,9 +31,12 @@ use anyhow::{Result, ensure};
 use asking::{Asker, Question, Tally};
 use fastrand::Rng;
 use faults::Fault;
-use headgate_tests::testbed::process::{output, program};
+use headgate_tests::{
+    simulate::source,
+    testbed::process::{output, program},
+};
 use kernel::Backend;
-use source::{CLUSTER, CROWD, LOCAL, NODES, Phase, SERVICES, cluster_ip};
+use source::{CLUSTER, CROWD, LOCAL, NODES, Phase, SERVICES, Source, cluster_ip};
 use world::{PLACES, World, lock};
 
 /// A guard against hanging. No test asserts on time.
@@ -186,9 +188,9 @@ fn round(
     });
     result?;
     if has_crowd {
-        world.shared.change(source::Source::remove_crowd);
+        world.shared.change(Source::remove_crowd);
     }
-    world.shared.change(source::Source::stock);
+    world.shared.change(Source::stock);
     settle(world)?;
     check_with_packets(world, rng)
 }
@@ -223,7 +225,7 @@ fn run(seed: u64, rounds: usize) {
             let is_short = (index - first) / of_world % 2 == number("SHORT_MEMORY", 1) % 2;
             let seconds = if is_short { UNCOVERED_AFTER_SECONDS } else { 600 };
             let world = World::start(backend, seconds).unwrap();
-            world.shared.change(source::Source::stock);
+            world.shared.change(Source::stock);
             settle(&world).unwrap();
             if is_short {
                 // From now on, a Node without an agent may be one that never had an agent.

@@ -38,8 +38,8 @@ use tempfile::TempDir;
 use tokio::{io::AsyncWriteExt as _, net::TcpListener, runtime::Handle, sync::oneshot};
 
 use super::{
-    kernel::{Backend, Forwarding},
-    source::{BAIT, CROWD_PORT, NODES, Source, cluster_ip, service_name},
+    kernel::Backend,
+    source::{BAIT, CROWD_PORT, Forwarding, NODES, Source, cluster_ip, service_name},
 };
 
 /// The number of places for replicas.

@@ -81,7 +81,7 @@ pub(super) async fn agent_error(url: &str, own: &Pair, trusts: &Authority) -> St
         Files { side: Side::Client, cert, key, node_ca: ca.clone(), ca, denied: None },
         TlsMetrics::default(),
     );
-    match Target::parse(url, false).unwrap().connect(None, Some(&tls)).await {
+    match Target::parse(url, false).unwrap().connect(None, Some(&tls), None).await {
         Err(ConnectError::Refused(refusal)) => refusal.sentence,
         other => panic!("{other:?}"),
     }

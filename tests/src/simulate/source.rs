@@ -1,37 +1,45 @@
 //! The objects at the API server, and what each node must forward because of them.
+// The stand-in API server refuses no object of these functions.
+#![allow(clippy::unwrap_used)]
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     net::Ipv4Addr,
     time::{Duration, Instant},
 };
 
-use headgate_tests::apiserver::{
+use crate::apiserver::{
     ApiServer, Kind,
     objects::{endpoint_slice, node, pod, service, service_cidr},
 };
 use serde_json::{Value, json};
 
-use super::kernel::Forwarding;
+/// The addresses of endpoints by the ClusterIP that leads to them.
+pub type Forwarding = BTreeMap<Ipv4Addr, BTreeSet<Ipv4Addr>>;
 
-pub(super) const NAMESPACE: &str = "shop";
-pub(super) const NODES: [&str; 3] = ["node-a", "node-b", "node-c"];
-pub(super) const GATE: &str = "headgate.io/programmed";
+/// The namespace of all objects.
+pub const NAMESPACE: &str = "shop";
+/// The nodes.
+pub const NODES: [&str; 3] = ["node-a", "node-b", "node-c"];
+/// The readiness gate of pods that wait for it.
+pub const GATE: &str = "headgate.io/programmed";
 /// The number of Services that always exist. The first ones have the policy Cluster.
-pub(super) const SERVICES: usize = CLUSTER + 2;
-pub(super) const CLUSTER: usize = 3;
+pub const SERVICES: usize = CLUSTER + 2;
+/// The number of Services with the policy Cluster.
+pub const CLUSTER: usize = 3;
 /// The Service with `internalTrafficPolicy: Local`.
-pub(super) const LOCAL: usize = CLUSTER;
-/// A Service that never changes, and that [`super::asking`] breaks in kernels.
-pub(super) const BAIT: usize = CLUSTER + 1;
+pub const LOCAL: usize = CLUSTER;
+/// A Service that never changes, and that questions break in kernels.
+pub const BAIT: usize = CLUSTER + 1;
 /// The number of Services of the crowd, whose endpoints an agent may reject.
-pub(super) const CROWD: usize = 30;
-/// The name and the number of the port of these endpoints. [`super::world`] makes them unusable on
+pub const CROWD: usize = 30;
+/// The name and the number of the port of these endpoints. A network makes them unusable on
 /// their way to an agent.
-pub(super) const CROWD_PORT: (&str, u16) = ("refuse", 9000);
+pub const CROWD_PORT: (&str, u16) = ("refuse", 9000);
 
+/// What the EndpointSlices say about a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
+pub enum Phase {
     /// The EndpointSlices have the endpoint, and say that it is ready.
     Ready,
     /// The endpoint is neither ready nor terminating.
@@ -46,35 +54,43 @@ pub(super) enum Phase {
 
 /// A pod. Its address is never used again.
 #[derive(Debug, Clone)]
-pub(super) struct Pod {
-    pub(super) name: String,
-    pub(super) address: Ipv4Addr,
-    pub(super) node: usize,
+pub struct Pod {
+    /// The name.
+    pub name: String,
+    /// The address.
+    pub address: Ipv4Addr,
+    /// The index of its node.
+    pub node: usize,
     /// Indices of Services.
-    pub(super) services: Vec<usize>,
-    pub(super) phase: Phase,
+    pub services: Vec<usize>,
+    /// What the EndpointSlices say.
+    pub phase: Phase,
     /// The resourceVersion of the last change.
-    pub(super) version: u64,
+    pub version: u64,
     /// True if a question is about this pod. Nothing else changes the pod then.
-    is_taken: bool,
+    pub is_taken: bool,
     /// True if all replicas knew the pod at the start of the round.
-    pub(super) is_known: bool,
+    pub is_known: bool,
 }
 
 /// The objects. Pods are never removed from the list before [`Self::forget`].
-pub(super) struct Source {
-    pub(super) pods: Vec<Pod>,
+#[derive(Debug)]
+pub struct Source {
+    /// The pods.
+    pub pods: Vec<Pod>,
     /// Since when each Node exists.
     nodes: [Option<Instant>; NODES.len()],
     created: u32,
     has_crowd: bool,
 }
 
-pub(super) fn service_name(service: usize) -> String {
+/// The name of a Service.
+pub fn service_name(service: usize) -> String {
     if service < SERVICES { format!("web-{service}") } else { format!("crowd-{:02}", service - SERVICES) }
 }
 
-pub(super) fn cluster_ip(service: usize) -> Ipv4Addr {
+/// The ClusterIP of a Service.
+pub fn cluster_ip(service: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 96, 1, u8::try_from(service + 1).unwrap())
 }
 
@@ -84,7 +100,8 @@ fn has_anchor(service: usize, node: usize) -> bool {
 }
 
 impl Source {
-    pub(super) fn new(api: &ApiServer) -> Self {
+    /// Writes the Nodes and Services, and the pods that never change.
+    pub fn new(api: &ApiServer) -> Self {
         let mut source = Self { pods: Vec::new(), nodes: [None; NODES.len()], created: 0, has_crowd: false };
         api.apply(service_cidr("kubernetes", &["10.96.0.0/16"]).build()).unwrap();
         for index in 0..NODES.len() {
@@ -103,13 +120,15 @@ impl Source {
         source
     }
 
-    pub(super) fn put_node(&mut self, api: &ApiServer, index: usize) {
+    /// Creates a Node.
+    pub fn put_node(&mut self, api: &ApiServer, index: usize) {
         let address = format!("192.0.2.{}", 11 + index);
         api.apply(node(NODES[index]).address("InternalIP", &address).build()).unwrap();
         self.nodes[index].get_or_insert(Instant::now());
     }
 
-    pub(super) fn delete_node(&mut self, api: &ApiServer, index: usize) {
+    /// Deletes a Node.
+    pub fn delete_node(&mut self, api: &ApiServer, index: usize) {
         if self.nodes[index].take().is_some() {
             api.delete(Kind::Node, "", NODES[index]).unwrap();
         }
@@ -117,12 +136,12 @@ impl Source {
 
     /// Whether the Node has existed since two seconds before `asked`. Each replica knows it then,
     /// so that it counts.
-    pub(super) fn counts(&self, node: usize, asked: Instant) -> bool {
+    pub fn counts(&self, node: usize, asked: Instant) -> bool {
         self.nodes[node].is_some_and(|since| since + Duration::from_secs(2) <= asked)
     }
 
     /// Adds a pod with an endpoint of each Service, and returns its index.
-    pub(super) fn add(&mut self, api: &ApiServer, node: usize, services: &[usize], phase: Phase) -> usize {
+    pub fn add(&mut self, api: &ApiServer, node: usize, services: &[usize], phase: Phase) -> usize {
         self.created += 1;
         let [_, high, middle, low] = self.created.to_be_bytes();
         let (name, address) = (format!("pod-{}", self.created), Ipv4Addr::new(10, 128 + high, middle, low));
@@ -142,7 +161,7 @@ impl Source {
     }
 
     /// Changes the phase of a pod, and writes the EndpointSlices.
-    pub(super) fn set(&mut self, api: &ApiServer, pod: usize, phase: Phase) {
+    pub fn set(&mut self, api: &ApiServer, pod: usize, phase: Phase) {
         if self.pods[pod].phase == Phase::Gone {
             return;
         }
@@ -166,7 +185,7 @@ impl Source {
     }
 
     /// A pod that no question is about, for a question. Nothing else changes it from now on.
-    pub(super) fn take(&mut self, api: &ApiServer, choice: usize, services: &[usize]) -> usize {
+    pub fn take(&mut self, api: &ApiServer, choice: usize, services: &[usize]) -> usize {
         let is_free =
             |pod: &Pod| pod.is_known && !pod.is_taken && pod.phase == Phase::Ready && pod.services == services;
         let free: Vec<usize> = (0..self.pods.len()).filter(|index| is_free(&self.pods[*index])).collect();
@@ -179,7 +198,7 @@ impl Source {
     }
 
     /// A stopping pod of the crowd, for a question.
-    pub(super) fn take_crowd(&mut self, choice: usize) -> Option<usize> {
+    pub fn take_crowd(&mut self, choice: usize) -> Option<usize> {
         let is_free = |pod: &Pod| pod.services == [SERVICES + choice] && pod.phase == Phase::Stopping && !pod.is_taken;
         let taken = self.pods.iter().position(is_free)?;
         self.pods[taken].is_taken = true;
@@ -187,22 +206,23 @@ impl Source {
     }
 
     /// Lets nothing else change a pod until [`Self::release`].
-    pub(super) fn hold(&mut self, pod: usize) {
+    pub fn hold(&mut self, pod: usize) {
         self.pods[pod].is_taken = true;
     }
 
-    pub(super) fn release(&mut self, pod: usize) {
+    /// Lets other things change a pod again.
+    pub fn release(&mut self, pod: usize) {
         self.pods[pod].is_taken = false;
     }
 
     /// The pods that no question is about, without the crowd.
-    pub(super) fn free(&self) -> Vec<usize> {
+    pub fn free(&self) -> Vec<usize> {
         let is_free = |pod: &Pod| !pod.is_taken && pod.phase == Phase::Ready && pod.services[0] < SERVICES;
         (0..self.pods.len()).filter(|index| is_free(&self.pods[*index])).collect()
     }
 
     /// Adds the Services of the crowd, each with this number of pods.
-    pub(super) fn add_crowd(&mut self, api: &ApiServer, pods: usize) {
+    pub fn add_crowd(&mut self, api: &ApiServer, pods: usize) {
         self.has_crowd = true;
         for index in SERVICES..SERVICES + CROWD {
             let (name, port) = (service_name(index), CROWD_PORT.0);
@@ -218,7 +238,7 @@ impl Source {
     }
 
     /// Changes the phase of all pods of these Services of the crowd that no question is about.
-    pub(super) fn set_crowd(&mut self, api: &ApiServer, services: std::ops::Range<usize>, phase: Phase) {
+    pub fn set_crowd(&mut self, api: &ApiServer, services: std::ops::Range<usize>, phase: Phase) {
         for service in services {
             let of = |pod: &Pod| pod.services == [service] && !pod.is_taken && pod.phase != Phase::Gone;
             let of: Vec<usize> = (0..self.pods.len()).filter(|index| of(&self.pods[*index])).collect();
@@ -229,7 +249,7 @@ impl Source {
     }
 
     /// Removes the crowd.
-    pub(super) fn remove_crowd(&mut self, api: &ApiServer) {
+    pub fn remove_crowd(&mut self, api: &ApiServer) {
         if !std::mem::take(&mut self.has_crowd) {
             return;
         }
@@ -245,7 +265,7 @@ impl Source {
 
     /// Forgets the pods that are gone, and adds pods for the questions of a round. No question may
     /// be open.
-    pub(super) fn stock(&mut self, api: &ApiServer) {
+    pub fn stock(&mut self, api: &ApiServer) {
         self.pods.retain(|pod| pod.phase != Phase::Gone);
         for service in 0..CLUSTER {
             for services in [&[service][..], &[service, LOCAL]] {
@@ -258,12 +278,12 @@ impl Source {
     }
 
     /// All replicas know all pods now.
-    pub(super) fn settled(&mut self) {
+    pub fn settled(&mut self) {
         self.pods.iter_mut().for_each(|pod| pod.is_known = true);
     }
 
     /// Whether the node must forward to the pod. `None` if it depends on other pods.
-    pub(super) fn wants(&self, pod: &Pod, service: usize, node: usize) -> Option<bool> {
+    pub fn wants(&self, pod: &Pod, service: usize, node: usize) -> Option<bool> {
         let is_near = service != LOCAL || pod.node == node;
         match pod.phase {
             Phase::Ready => Some(is_near),
@@ -275,7 +295,7 @@ impl Source {
 
     /// What is wrong with the endpoints to which a node forwards. Only changes up to `version`
     /// count, and only these Services.
-    pub(super) fn compare(
+    pub fn compare(
         &self,
         node: usize,
         kernel: &Forwarding,

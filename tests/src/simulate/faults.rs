@@ -1,0 +1,263 @@
+//! What may go wrong. Each fault ends when the world heals.
+
+use std::{net::IpAddr, sync::Arc, time::Duration};
+
+use anyhow::Result;
+use fastrand::Rng;
+use tokio::time::sleep;
+
+use super::{
+    net::{ORDINARY_DELAYS_MS, Route},
+    source::{BAIT, LOCAL, NAMESPACE, NODES, cluster_ip, service_name},
+    world::{PLACES, Shared, World, lock, node_host, replica_host},
+};
+use crate::apiserver::{Cut, Kind, Order, RequestFault, RequestFilter, Restart, Verb};
+
+/// A kind of fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Fault {
+    /// A replica gets SIGKILL, and starts again later, with the same name.
+    KillReplica,
+    /// A replica starts again, and its source does not answer for some time.
+    SlowLists,
+    /// A replica stops for some time, as with SIGSTOP.
+    FreezeReplica,
+    /// The machine of a replica loses its power, and others do not look for it any more.
+    Vanish,
+    /// A replica gets SIGTERM, and others do not look for it any more.
+    Leave,
+    /// A replica starts at another place.
+    Join,
+    /// An agent gets SIGKILL.
+    KillAgent,
+    /// An agent stops for some time.
+    FreezeAgent,
+    /// A node loses its power and boots again.
+    Reboot,
+    /// The connections of an agent to a replica, or to all.
+    CutAgents,
+    /// Only one direction of the connections of an agent to a replica.
+    CutOneWay,
+    /// The connections between replicas.
+    CutPeers,
+    /// The connections of a replica to the API server.
+    CutSource,
+    /// All connections are slow.
+    Delay,
+    /// Lists and watches fail, break or expire.
+    FailLists,
+    /// The API server is restored from an older backup.
+    Restore,
+    /// A watch is stuck.
+    StuckWatch,
+    /// A Node is deleted and created again, while its agent is dead or alive.
+    NodeAgain,
+    /// The kernel of a node fails to execute what the agent writes, and may lose rules.
+    FailKernel,
+    /// The kernel of a node rejects the rules of some Services.
+    Reject,
+    /// A calendar goes back or forth by an hour.
+    StepClock,
+    /// A clock is too fast or too slow.
+    Drift,
+    /// The disk of a node is full.
+    DiskFull,
+}
+
+impl Fault {
+    /// All faults.
+    pub const ALL: [Self; 23] = [
+        Self::KillReplica,
+        Self::SlowLists,
+        Self::FreezeReplica,
+        Self::Vanish,
+        Self::Leave,
+        Self::Join,
+        Self::KillAgent,
+        Self::FreezeAgent,
+        Self::Reboot,
+        Self::CutAgents,
+        Self::CutOneWay,
+        Self::CutPeers,
+        Self::CutSource,
+        Self::Delay,
+        Self::FailLists,
+        Self::Restore,
+        Self::StuckWatch,
+        Self::NodeAgain,
+        Self::FailKernel,
+        Self::Reject,
+        Self::StepClock,
+        Self::Drift,
+        Self::DiskFull,
+    ];
+}
+
+impl Shared {
+    /// Makes a node drop what its agent programmed for the bait, as another program might.
+    pub fn forget_bait(&self, node: usize) {
+        self.kernels[node].forget(&format!("{}/{}", NAMESPACE, service_name(BAIT)));
+        self.tell(format!("{} forgets {} ({})", NODES[node], service_name(BAIT), cluster_ip(BAIT)));
+    }
+}
+
+impl World {
+    /// Causes a fault. [`Self::heal`] ends it.
+    ///
+    /// # Errors
+    /// A process cannot be started.
+    pub fn inject(&mut self, fault: Fault, rng: &mut Rng) -> Result<()> {
+        let place = rng.choice(self.shared.running()).unwrap_or_default();
+        let node = rng.usize(0..NODES.len());
+        let route = if rng.bool() { Route::Silent } else { Route::Refused };
+        self.shared.tell(format!("fault {fault:?}: replica-{place}, {}, {route:?}", NODES[node]));
+        match fault {
+            Fault::KillReplica => self.kill_replica(place, false),
+            Fault::FreezeReplica => self.replicas[place].freeze(true),
+            Fault::SlowLists => {
+                self.kill_replica(place, false);
+                self.ways[place].set(route);
+                self.start_replica(place)?;
+            }
+            Fault::Vanish | Fault::Leave if lock(&self.shared.named).len() > 1 => {
+                if fault == Fault::Leave {
+                    self.stop_replica(place);
+                } else {
+                    self.kill_replica(place, true);
+                }
+                lock(&self.shared.named).retain(|named| *named != place);
+            }
+            Fault::Vanish | Fault::Leave | Fault::Join => self.join()?,
+            Fault::KillAgent => self.kill_agent(node, false),
+            Fault::FreezeAgent => self.agents[node].freeze(true),
+            Fault::Reboot => {
+                self.kill_agent(node, true);
+                lock(&self.shared.lost_power)[node] = Some(super::clock::now());
+                self.shared.kernels[node].clear();
+                self.disks[node].lose_power(rng.bool());
+            }
+            Fault::CutAgents => {
+                let all = rng.bool();
+                for to in (0..PLACES).filter(|to| all || *to == place) {
+                    self.set_routes(node_host(node), replica_host(to), route);
+                }
+            }
+            Fault::CutOneWay => {
+                let mut ends: [IpAddr; 2] = [node_host(node), replica_host(place)];
+                rng.shuffle(&mut ends);
+                self.shared.network.set_route(ends[0], ends[1], Route::Silent);
+            }
+            Fault::CutPeers => {
+                for to in (0..PLACES).filter(|to| *to != place) {
+                    self.set_routes(replica_host(place), replica_host(to), route);
+                }
+            }
+            Fault::CutSource => self.ways[place].set(route),
+            Fault::Delay => self.shared.network.set_delays(2..rng.u64(10..800)),
+            Fault::FailLists => {
+                let api = &self.shared.api;
+                let code = rng.choice([429, 500, 503]).unwrap_or(500);
+                api.fail_next(4, RequestFilter::verb(Verb::List), RequestFault::status(code));
+                api.fail_next(4, RequestFilter::verb(Verb::Watch), RequestFault::Cut(Cut::Reset));
+                api.order(Some(Kind::EndpointSlice), &Order::CutNow(Cut::Close));
+                // The other watches and pages of lists expire, so their kinds are listed again.
+                api.compact();
+                api.order(None, &Order::Expire);
+                api.expire_continue_tokens();
+            }
+            Fault::Restore => {
+                // All objects are as before, but their versions are not.
+                self.shared.api.reload(&Restart::RaiseVersions(rng.u64(1..1000)));
+                self.shared.api.order(None, &Order::Close);
+            }
+            Fault::StuckWatch => self.shared.api.freeze(Kind::EndpointSlice),
+            Fault::NodeAgain => {
+                if rng.bool() {
+                    self.kill_agent(node, false);
+                }
+                self.shared.change(|source, api| source.delete_node(api, node));
+                let (shared, pause) = (Arc::clone(&self.shared), Duration::from_millis(rng.u64(0..1500)));
+                self.client.spawn(async move {
+                    sleep(pause).await;
+                    shared.change(|source, api| source.put_node(api, node));
+                    shared.tell(format!("{} exists again", NODES[node]));
+                });
+            }
+            Fault::Reject => {
+                let rejected: Vec<String> = (0..=LOCAL)
+                    .filter(|_| rng.bool())
+                    .map(|service| format!("{NAMESPACE}/{}", service_name(service)))
+                    .collect();
+                self.shared.tell(format!("the kernel of {} rejects {rejected:?}", NODES[node]));
+                self.shared.kernels[node].reject(&rejected.iter().map(String::as_str).collect::<Vec<_>>());
+            }
+            Fault::FailKernel => {
+                self.fail_kernel(node, rng.usize(1..40));
+                if rng.bool() {
+                    self.shared.forget_bait(node);
+                }
+            }
+            Fault::StepClock => {
+                let hour = 3_600_000_000_000_i64;
+                let step = if rng.u8(0..3) == 0 { hour } else { -hour };
+                let mut processes = self.processes();
+                let chosen = rng.usize(0..processes.len());
+                processes[chosen].calendar_step = step;
+            }
+            Fault::Drift => {
+                let drift = rng.i64(-200_000..200_000);
+                let mut processes = self.processes();
+                let chosen = rng.usize(0..processes.len() - 1);
+                processes[chosen].drift_ppm = drift;
+            }
+            Fault::DiskFull => self.disks[node].set_full(true),
+        }
+        Ok(())
+    }
+
+    fn join(&mut self) -> Result<()> {
+        let free = (0..PLACES).find(|place| !lock(&self.shared.named).contains(place));
+        let Some(place) = free else { return Ok(()) };
+        // A replica that was told to leave may still run there.
+        self.kill_replica(place, false);
+        lock(&self.shared.named).push(place);
+        self.generations[place] += 1;
+        self.start_replica(place)
+    }
+
+    /// Opens all connections, and starts and thaws all processes.
+    ///
+    /// # Errors
+    /// A process cannot be started.
+    pub fn recover(&mut self) -> Result<()> {
+        self.shared.tell("recover");
+        self.shared.network.open_routes();
+        self.shared.network.set_delays(ORDINARY_DELAYS_MS);
+        self.ways.iter().for_each(|way| way.set(Route::Open));
+        self.processes().into_iter().for_each(|process| process.freeze(false));
+        let named = lock(&self.shared.named).clone();
+        named.into_iter().try_for_each(|place| self.start_replica(place))?;
+        (0..NODES.len()).try_for_each(|node| self.start_agent(node))
+    }
+
+    /// Ends all faults. Afterwards at least two replicas run, and all agents.
+    ///
+    /// # Errors
+    /// A process cannot be started.
+    pub fn heal(&mut self) -> Result<()> {
+        self.shared.tell("heal");
+        self.shared.api.clear_faults();
+        for node in 0..NODES.len() {
+            self.shared.change(|source, api| source.put_node(api, node));
+            self.shared.kernels[node].recover();
+            self.shared.kernels[node].reject(&[]);
+            self.disks[node].set_full(false);
+        }
+        for process in self.processes() {
+            (process.calendar_step, process.drift_ppm) = (0, 0);
+        }
+        self.recover()?;
+        let replicas = lock(&self.shared.named).len();
+        if replicas < 2 { self.join() } else { Ok(()) }
+    }
+}

@@ -1,0 +1,279 @@
+//! The whole fleet in simulated time: real replicas and real agents in one thread, with a network, a
+//! clock, disks, kernels and an API server that are simulated. A seed decides everything that
+//! happens.
+//!
+//! Each process is a tokio runtime with a paused clock ([`process`]). The driver ([`run`]) gives
+//! each process a turn of simulated time, one after the other, and delivers between the turns what
+//! they have sent ([`net`]). The clocks of the standard library, and the random keys of its maps,
+//! follow the simulation as well ([`clock`]), so that equal seeds give equal stories.
+//!
+//! The programs are asked what all nodes have programmed while processes die, freeze and lose
+//! connections ([`faults`]). Each answer is compared with what the kernels forward ([`ask`]).
+//!
+//! TLS, threads and the netlink of a real kernel are left out. An agent's sync takes no time.
+
+pub mod api;
+pub mod ask;
+pub mod clock;
+pub mod disk;
+pub mod faults;
+pub mod net;
+pub mod process;
+pub mod source;
+pub mod world;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    hash::{DefaultHasher, Hash as _, Hasher as _},
+    net::{IpAddr, Ipv4Addr},
+    sync::{Arc, atomic::Ordering},
+};
+
+use anyhow::{Result, ensure};
+use fastrand::Rng;
+
+use self::{
+    ask::{Asker, Question},
+    faults::Fault,
+    source::{LOCAL, NODES, Phase},
+    world::{World, lock},
+};
+use crate::apiserver::Order;
+
+const MILLISECOND: u64 = 1_000_000;
+const SECOND: u64 = 1000 * MILLISECOND;
+/// The longest turn of a process. A turn ends when bytes arrive.
+const LONGEST_TURN_MS: u64 = 100;
+/// How long the programs may take until all is well after all faults have ended.
+const LONGEST_HEALING: u64 = 60 * SECOND;
+/// How long a fleet is watched in which nothing happens, in seconds, and the most bytes that its
+/// connections may carry in a minute then.
+const QUIET: u64 = 10;
+const LONG_QUIET: u64 = 200;
+const MOST_QUIET_BYTES: u64 = 60_000;
+
+/// What happens at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Act {
+    /// A fault begins.
+    Fault(Fault),
+    /// A question is asked.
+    Ask(Question),
+    /// Some endpoints are added, and others removed.
+    Churn,
+    /// Processes start again, and connections open.
+    Recover,
+}
+
+/// An act, its time in milliseconds after all processes have started, and the seed of its choices.
+#[derive(Debug, Clone, Copy)]
+pub struct Planned {
+    /// The time.
+    pub at_ms: u64,
+    /// The act.
+    pub act: Act,
+    seed: u64,
+}
+
+/// What a seed showed.
+#[derive(Debug)]
+pub struct Outcome {
+    /// The claims that differ from the kernels, and what did not heal.
+    pub defects: Vec<String>,
+    /// A hash of everything that happened.
+    pub hash: u64,
+    /// What happened, line by line.
+    pub story: Vec<String>,
+    /// The number of answers by question and outcome.
+    pub answers: BTreeMap<String, u64>,
+    /// The simulated time.
+    pub simulated_ms: u64,
+}
+
+/// Draws what happens for a seed.
+#[must_use]
+pub fn plan(seed: u64) -> Vec<Planned> {
+    let mut rng = Rng::with_seed(seed);
+    let mut acts: Vec<Act> =
+        (0..rng.usize(1..6)).map(|_| Act::Fault(Fault::ALL[rng.usize(0..Fault::ALL.len())])).collect();
+    acts.extend((0..rng.usize(4..10)).map(|_| Act::Ask(Question::ALL[rng.usize(0..Question::ALL.len())])));
+    acts.extend((0..rng.usize(2..6)).map(|_| Act::Churn));
+    acts.extend((0..rng.usize(0..2)).map(|_| Act::Recover));
+    rng.shuffle(&mut acts);
+    let mut at_ms = 0;
+    let next = |act| {
+        at_ms += rng.u64(0..800);
+        Planned { at_ms, act, seed: rng.u64(..) }
+    };
+    acts.into_iter().map(next).collect()
+}
+
+/// Runs the acts of a plan in a world that follows from `seed`. The calling thread must have begun
+/// to simulate ([`clock::begin`]), and must do nothing else afterwards.
+///
+/// # Errors
+/// The simulation itself fails.
+pub fn run(seed: u64, plan: &[Planned]) -> Result<Outcome> {
+    let (rng, world) = (Rng::with_seed(seed), World::new(&mut Rng::with_seed(seed))?);
+    let (seen, dropped) = (Default::default(), Default::default());
+    let mut driver = Driver { rng, world, hash: DefaultHasher::new(), reached: BTreeSet::new(), seen, dropped };
+    let result = driver.everything(plan);
+    let shared = Arc::clone(&driver.world.shared);
+    let mut defects = std::mem::take(&mut *lock(&shared.false_claims));
+    defects.extend(result.err().map(|error| format!("{error:#}")));
+    let story = std::mem::take(&mut *lock(&shared.story));
+    story.hash(&mut driver.hash);
+    let answers = std::mem::take(&mut *lock(&shared.answers));
+    Ok(Outcome { defects, hash: driver.hash.finish(), story, answers, simulated_ms: clock::now() / MILLISECOND })
+}
+
+struct Driver {
+    rng: Rng,
+    world: World,
+    hash: DefaultHasher,
+    /// The hosts that got something at the end of the last turn.
+    reached: BTreeSet<IpAddr>,
+    /// The number of changes of each kernel that the driver has looked at.
+    seen: [usize; NODES.len()],
+    /// The addresses of pods that have gone, and to which a kernel does not forward any more.
+    dropped: [BTreeSet<Ipv4Addr>; NODES.len()],
+}
+
+impl Driver {
+    fn everything(&mut self, plan: &[Planned]) -> Result<()> {
+        self.world.start_replica(0)?;
+        self.world.start_replica(1)?;
+        (0..NODES.len()).try_for_each(|node| self.world.start_agent(node))?;
+        self.world.shared.change(source::Source::stock);
+        self.settle("at the start")?;
+        let began = clock::now();
+        for planned in plan {
+            self.until(began + planned.at_ms * MILLISECOND);
+            self.act(planned)?;
+        }
+        let calm = self.rng.u64(0..6000) * MILLISECOND;
+        self.until(clock::now() + calm);
+        self.world.heal()?;
+        while self.world.shared.open_questions.load(Ordering::Relaxed) > 0 {
+            self.until(clock::now() + SECOND / 4);
+        }
+        self.world.shared.change(source::Source::stock);
+        self.settle("after all faults ended")?;
+        self.stay_quiet();
+        Ok(())
+    }
+
+    fn act(&mut self, planned: &Planned) -> Result<()> {
+        let mut rng = Rng::with_seed(planned.seed);
+        match planned.act {
+            Act::Fault(fault) => self.world.inject(fault, &mut rng)?,
+            Act::Recover => self.world.recover()?,
+            Act::Churn => self.world.shared.change(|source, api| {
+                let (node, service) = (rng.usize(0..NODES.len()), rng.usize(0..=LOCAL));
+                source.add(api, node, &[service], Phase::Ready);
+                let free = source.free();
+                if free.len() > 6 {
+                    source.set(api, free[rng.usize(0..free.len())], Phase::Gone);
+                }
+            }),
+            Act::Ask(question) => {
+                let asker = Asker { shared: Arc::clone(&self.world.shared), rng };
+                self.world.shared.open_questions.fetch_add(1, Ordering::Relaxed);
+                self.world.client.spawn(asker.ask(question));
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets time pass.
+    fn until(&mut self, end: u64) {
+        while clock::now() < end {
+            self.turn(end);
+        }
+    }
+
+    /// Gives each process a turn that got something or has had none for long, and delivers what they
+    /// have sent.
+    fn turn(&mut self, end: u64) {
+        let network = self.world.shared.network.clone();
+        let [shortest, longest] = [1, LONGEST_TURN_MS].map(|milliseconds| clock::now() + milliseconds * MILLISECOND);
+        let now = network.next_arrival().unwrap_or(longest).clamp(shortest, longest).min(end);
+        let mut order: Vec<&mut process::Process> = self.world.processes();
+        order.retain(|process| now == end || self.reached.contains(&process.host) || process.is_behind(now));
+        self.rng.shuffle(&mut order);
+        order.into_iter().for_each(|process| process.run(now));
+        clock::set(now);
+        self.reached = network.deliver();
+        (now, network.arrived()).hash(&mut self.hash);
+        self.look_at_kernels();
+    }
+
+    /// Says so if a kernel forwards again to a pod that it had dropped because the pod has gone.
+    fn look_at_kernels(&mut self) {
+        let shared = Arc::clone(&self.world.shared);
+        for (node, name) in NODES.iter().enumerate() {
+            let changes = shared.kernels[node].changes();
+            if std::mem::replace(&mut self.seen[node], changes) == changes {
+                continue;
+            }
+            let kernel = shared.read(node);
+            if shared.is_dark(node) {
+                // The agent may begin with the state on its disk, which may be old.
+                self.dropped[node].clear();
+                continue;
+            }
+            for pod in shared.source().pods.iter().filter(|pod| pod.phase == Phase::Gone) {
+                let is_there = kernel.values().any(|endpoints| endpoints.contains(&pod.address));
+                let is_known = self.dropped[node].contains(&pod.address);
+                if is_there && is_known {
+                    let claim =
+                        format!("{name} goes back: it forwards again to {}, which is gone", pod.address);
+                    self.dropped[node].remove(&pod.address);
+                    shared.is_false(&claim);
+                } else if !is_there && !is_known {
+                    self.dropped[node].insert(pod.address);
+                }
+            }
+        }
+    }
+
+    /// Checks that a fleet without changes says little, and that all its nodes are up to date. Often
+    /// the API server sends no bookmarks, as etcd does not by default for many minutes.
+    fn stay_quiet(&mut self) {
+        let shared = Arc::clone(&self.world.shared);
+        let seconds = match self.rng.u8(0..32) {
+            0 => LONG_QUIET,
+            1..8 => QUIET,
+            _ => return,
+        };
+        let has_bookmarks = self.rng.bool();
+        shared.api.set_options(|options| options.bookmarks = has_bookmarks);
+        shared.api.order(None, &Order::Close);
+        let before = shared.network.arrived();
+        self.until(clock::now() + seconds * SECOND);
+        let a_minute = (shared.network.arrived() - before) * 60 / seconds;
+        if a_minute > MOST_QUIET_BYTES {
+            shared.is_false(&format!("{a_minute} bytes a minute while nothing happens; at most {MOST_QUIET_BYTES}"));
+        }
+        let asker = Asker { shared: Arc::clone(&shared), rng: self.rng.fork() };
+        self.world.client.spawn(asker.all_are_up_to_date());
+        self.until(clock::now() + 6 * SECOND);
+    }
+
+    /// Waits until all kernels forward what the source says.
+    fn settle(&mut self, when: &str) -> Result<()> {
+        let until = clock::now() + LONGEST_HEALING;
+        loop {
+            self.until(clock::now() + 100 * MILLISECOND);
+            let shared = &self.world.shared;
+            let difference = (0..NODES.len()).find_map(|node| {
+                let kernel = shared.read(node);
+                shared.source().compare(node, &kernel, u64::MAX, |_| true)
+            });
+            let Some(difference) = difference else { break };
+            ensure!(clock::now() < until, "{when}: {difference} after {} s", LONGEST_HEALING / SECOND);
+        }
+        self.world.shared.source().settled();
+        Ok(())
+    }
+}
