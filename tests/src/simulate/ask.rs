@@ -95,7 +95,8 @@ impl Asker {
 
     async fn client(&self, place: usize) -> Answer<InspectClient<Channel>> {
         let endpoint = Endpoint::from_static("http://replica");
-        let connector = connector(Host::carrier(&self.shared.network, CLIENT, &self.shared.named), inspect_address(place));
+        let connector =
+            connector(Host::carrier(&self.shared.network, CLIENT, &self.shared.named), inspect_address(place));
         let connected = timeout(Duration::from_secs(5), endpoint.connect_with_connector(connector)).await;
         let channel = connected.map_err(|_| "no connection".to_owned())?.map_err(|error| error.to_string())?;
         Ok(InspectClient::new(channel))

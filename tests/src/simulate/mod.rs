@@ -226,8 +226,7 @@ impl Driver {
                 let is_there = kernel.values().any(|endpoints| endpoints.contains(&pod.address));
                 let is_known = self.dropped[node].contains(&pod.address);
                 if is_there && is_known {
-                    let claim =
-                        format!("{name} goes back: it forwards again to {}, which is gone", pod.address);
+                    let claim = format!("{name} goes back: it forwards again to {}, which is gone", pod.address);
                     self.dropped[node].remove(&pod.address);
                     shared.is_false(&claim);
                 } else if !is_there && !is_known {

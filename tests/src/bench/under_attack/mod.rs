@@ -22,6 +22,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use nix::sys::resource::{Resource, setrlimit};
 
 use self::{
     bed::{Bed, Enrols, HEALTH_NODE_PORT, HEALTH_PORT, LOAD_BALANCER, NODE_ADDRESS, OUTSIDE},
@@ -33,6 +34,8 @@ use crate::uml;
 
 /// The longest time of all attacks inside User-Mode Linux.
 const INSIDE_TIME_LIMIT: Duration = Duration::from_secs(2_400);
+/// The files that this program may open inside.
+const INSIDE_FILES: u64 = 65_536;
 /// The prefix of the line with the figures in the output of the program inside.
 const MARK: &str = "figures: ";
 
@@ -350,6 +353,7 @@ fn inside() -> Result<Vec<Figure>> {
 /// As for [`run`].
 pub fn measure_inside(options: &Attacks, services: Option<u32>) -> Result<()> {
     uml::guest::mark_entered();
+    setrlimit(Resource::RLIMIT_NOFILE, INSIDE_FILES, INSIDE_FILES).context("allowing open files")?;
     println!("{MARK}{}", serde_json::to_string(&run(options, services)?)?);
     Ok(())
 }
