@@ -27,8 +27,8 @@ thread_local! {
     static BYTES: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Makes this thread simulate from now on, with this seed. It must not have used a `HashMap` before:
-/// their keys stay those of the first one.
+/// Makes this thread simulate from now on, with this seed. It must not have used a `HashMap`
+/// before: their keys stay those of the first one.
 pub fn begin(seed: u64) {
     IS_SIMULATED.set(true);
     BYTES.set(seed ^ 0x9e37_79b9_7f4a_7c15);

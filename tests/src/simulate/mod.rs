@@ -1,5 +1,5 @@
-//! The whole fleet in simulated time: real replicas and real agents in one thread, with a network, a
-//! clock, disks, kernels and an API server that are simulated. A seed decides everything that
+//! The whole fleet in simulated time: real replicas and real agents in one thread, with a network,
+//! a clock, disks, kernels and an API server that are simulated. A seed decides everything that
 //! happens.
 //!
 //! Each process is a tokio runtime with a paused clock ([`process`]). The driver ([`run`]) gives
@@ -192,8 +192,8 @@ impl Driver {
         }
     }
 
-    /// Gives each process a turn that got something or has had none for long, and delivers what they
-    /// have sent.
+    /// Gives each process a turn that got something or has had none for long, and delivers what
+    /// they have sent.
     fn turn(&mut self, end: u64) {
         let network = self.world.shared.network.clone();
         let [shortest, longest] = [1, LONGEST_TURN_MS].map(|milliseconds| clock::now() + milliseconds * MILLISECOND);
@@ -236,8 +236,8 @@ impl Driver {
         }
     }
 
-    /// Checks that a fleet without changes says little, and that all its nodes are up to date. Often
-    /// the API server sends no bookmarks, as etcd does not by default for many minutes.
+    /// Checks that a fleet without changes says little, and that all its nodes are up to date.
+    /// Often the API server sends no bookmarks, as etcd does not by default for many minutes.
     fn stay_quiet(&mut self) {
         let shared = Arc::clone(&self.world.shared);
         let seconds = match self.rng.u8(0..32) {

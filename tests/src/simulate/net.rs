@@ -1,4 +1,5 @@
-//! A simulated network: connections between hosts, which deliver bytes after a delay and can be cut.
+//! A simulated network: connections between hosts, which deliver bytes after a delay and can be
+//! cut.
 //!
 //! A host is an IP address. What a process sends arrives when the driver calls
 //! [`Network::deliver`], so that the order does not depend on which process runs first.

@@ -1,5 +1,5 @@
-//! A simulated process: a runtime of its own with a clock of its own. A process that is killed loses
-//! all its tasks, and one that is frozen runs none.
+//! A simulated process: a runtime of its own with a clock of its own. A process that is killed
+//! loses all its tasks, and one that is frozen runs none.
 
 use std::{future::Future, net::IpAddr, time::Duration};
 

@@ -1,4 +1,5 @@
-//! The simulated cluster: an API server, replicas, nodes with an agent each, and a client that asks.
+//! The simulated cluster: an API server, replicas, nodes with an agent each, and a client that
+//! asks.
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},

@@ -1,5 +1,5 @@
-//! The fleet in simulated time (`headgate_tests::simulate`), with the binary `simulate`: it replaces
-//! clocks and random numbers, which a test program must not do.
+//! The fleet in simulated time (`headgate_tests::simulate`), with the binary `simulate`: it
+//! replaces clocks and random numbers, which a test program must not do.
 
 use std::process::{Command, Output};
 
