@@ -115,8 +115,9 @@ pub fn plan(seed: u64) -> Vec<Planned> {
 /// The simulation itself fails.
 pub fn run(seed: u64, plan: &[Planned]) -> Result<Outcome> {
     let (rng, world) = (Rng::with_seed(seed), World::new(&mut Rng::with_seed(seed))?);
-    let (seen, dropped) = (Default::default(), Default::default());
-    let mut driver = Driver { rng, world, hash: DefaultHasher::new(), reached: BTreeSet::new(), seen, dropped };
+    let (seen, forwarded, dropped) = Default::default();
+    let mut driver =
+        Driver { rng, world, hash: DefaultHasher::new(), reached: BTreeSet::new(), seen, forwarded, dropped };
     let result = driver.everything(plan);
     let shared = Arc::clone(&driver.world.shared);
     let mut defects = std::mem::take(&mut *lock(&shared.false_claims));
@@ -135,7 +136,9 @@ struct Driver {
     reached: BTreeSet<IpAddr>,
     /// The number of changes of each kernel that the driver has looked at.
     seen: [usize; NODES.len()],
-    /// The addresses of pods that have gone, and to which a kernel does not forward any more.
+    /// The pods to which each kernel forwards.
+    forwarded: [BTreeSet<Ipv4Addr>; NODES.len()],
+    /// The pods that have gone, and to which a kernel did not forward any more.
     dropped: [BTreeSet<Ipv4Addr>; NODES.len()],
 }
 
@@ -219,20 +222,20 @@ impl Driver {
             let kernel = shared.read(node);
             if shared.is_dark(node) {
                 // The agent may begin with the state on its disk, which may be old.
+                self.forwarded[node].clear();
                 self.dropped[node].clear();
                 continue;
             }
-            for pod in shared.source().pods.iter().filter(|pod| pod.phase == Phase::Gone) {
-                let is_there = kernel.values().any(|endpoints| endpoints.contains(&pod.address));
-                let is_known = self.dropped[node].contains(&pod.address);
-                if is_there && is_known {
-                    let claim = format!("{name} goes back: it forwards again to {}, which is gone", pod.address);
-                    self.dropped[node].remove(&pod.address);
-                    shared.is_false(&claim);
-                } else if !is_there && !is_known {
-                    self.dropped[node].insert(pod.address);
-                }
+            let now: BTreeSet<Ipv4Addr> = kernel.into_values().flatten().collect();
+            let is_gone = |address: &&Ipv4Addr| {
+                let source = shared.source();
+                source.pods.iter().any(|pod| pod.address == **address && pod.phase == Phase::Gone)
+            };
+            for address in now.intersection(&self.dropped[node]) {
+                shared.is_false(&format!("{name} goes back: it forwards again to {address}, which is gone"));
             }
+            self.dropped[node].extend(self.forwarded[node].difference(&now).filter(is_gone));
+            self.forwarded[node] = now;
         }
     }
 
