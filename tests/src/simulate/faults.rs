@@ -30,6 +30,8 @@ pub enum Fault {
     Join,
     /// An agent gets SIGKILL.
     KillAgent,
+    /// An agent starts again, its first look at the kernel fails, and no replica answers it.
+    BlindRestart,
     /// An agent stops for some time.
     FreezeAgent,
     /// A node loses its power and boots again.
@@ -66,7 +68,7 @@ pub enum Fault {
 
 impl Fault {
     /// All faults.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 24] = [
         Self::KillReplica,
         Self::SlowLists,
         Self::FreezeReplica,
@@ -74,6 +76,7 @@ impl Fault {
         Self::Leave,
         Self::Join,
         Self::KillAgent,
+        Self::BlindRestart,
         Self::FreezeAgent,
         Self::Reboot,
         Self::CutAgents,
@@ -129,6 +132,12 @@ impl World {
             }
             Fault::Vanish | Fault::Leave | Fault::Join => self.join()?,
             Fault::KillAgent => self.kill_agent(node, false),
+            Fault::BlindRestart => {
+                self.kill_agent(node, false);
+                (0..PLACES).for_each(|to| self.set_routes(node_host(node), replica_host(to), Route::Refused));
+                self.fail_kernel(node, 1);
+                self.start_agent(node)?;
+            }
             Fault::FreezeAgent => self.agents[node].freeze(true),
             Fault::Reboot => {
                 self.kill_agent(node, true);

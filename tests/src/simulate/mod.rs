@@ -27,6 +27,7 @@ use std::{
     hash::{DefaultHasher, Hash as _, Hasher as _},
     net::{IpAddr, Ipv4Addr},
     sync::{Arc, atomic::Ordering},
+    time::Duration,
 };
 
 use anyhow::{Result, ensure};
@@ -46,6 +47,8 @@ const SECOND: u64 = 1000 * MILLISECOND;
 const LONGEST_TURN_MS: u64 = 100;
 /// How long the programs may take until all is well after all faults have ended.
 const LONGEST_HEALING: u64 = 60 * SECOND;
+/// Longer than the time after which some worlds take a Node for one that never had an agent.
+const SHORT: Duration = Duration::from_secs(11);
 /// How long a fleet is watched in which nothing happens, in seconds, and the most bytes that its
 /// connections may carry in a minute then.
 const QUIET: u64 = 10;
@@ -149,6 +152,10 @@ impl Driver {
         (0..NODES.len()).try_for_each(|node| self.world.start_agent(node))?;
         self.world.shared.change(source::Source::stock);
         self.settle("at the start")?;
+        if self.world.uncovered_after < SHORT {
+            // From now on, a Node without an agent may be one that never had an agent.
+            self.until(clock::now() + SHORT.as_nanos() as u64);
+        }
         let began = clock::now();
         for planned in plan {
             self.until(began + planned.at_ms * MILLISECOND);
@@ -207,6 +214,7 @@ impl Driver {
         order.into_iter().for_each(|process| process.run(now));
         clock::set(now);
         self.reached = network.deliver();
+        self.world.note_failures();
         (now, network.arrived()).hash(&mut self.hash);
         self.look_at_kernels();
     }

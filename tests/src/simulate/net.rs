@@ -171,6 +171,13 @@ impl Network {
         }
     }
 
+    /// Whether all routes are open, and no faster or slower than without faults.
+    #[must_use]
+    pub fn is_clear(&self) -> bool {
+        let wires = self.wires();
+        wires.delay_ms == ORDINARY_DELAYS_MS && wires.routes.values().all(|route| *route == Route::Open)
+    }
+
     /// Opens all routes.
     pub fn open_routes(&self) {
         self.wires().routes.clear();

@@ -270,8 +270,10 @@ impl Source {
         for service in 0..CLUSTER {
             for services in [&[service][..], &[service, LOCAL]] {
                 let count = self.free().into_iter().filter(|pod| self.pods[*pod].services == services).count();
+                // The last node has only one pod of the Service with a Local policy.
+                let nodes = if services.len() > 1 && service > 0 { NODES.len() - 1 } else { NODES.len() };
                 for number in count..3 {
-                    self.add(api, number % NODES.len(), services, Phase::Ready);
+                    self.add(api, number % nodes, services, Phase::Ready);
                 }
             }
         }

@@ -33,9 +33,11 @@ use headgate_node_agent::{
     control_planes::ControlPlane,
     dataplane::{DataplaneError, ErrorKind},
     metrics::Metrics as AgentMetrics,
+    progress::Progress,
     reconcile::Timing,
     session::{barriers::Barriers, client::SessionConfig},
 };
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::{
@@ -55,6 +57,8 @@ use crate::{
 pub const PLACES: usize = 3;
 /// After this time, replicas know that a node has lost its power: pings are 10 s apart.
 const DARK: u64 = 30_000_000_000;
+/// After this time, a replica knows what an agent knows.
+const TOLD: u64 = 2_000_000_000;
 /// The host of the client.
 pub const CLIENT: IpAddr = IpAddr::V4(Ipv4Addr::new(198, 19, 0, 100));
 const AGENTS_PORT: u16 = 7443;
@@ -139,6 +143,8 @@ pub struct Shared {
     pub barriers: Mutex<Vec<Option<Arc<Barriers>>>>,
     /// The store of each replica.
     pub stores: Mutex<Vec<Option<Arc<Store>>>>,
+    /// Since when each agent knows that it cannot repair its kernel.
+    pub failing_since: Mutex<[Option<u64>; NODES.len()]>,
     /// When each node lost its power last.
     pub lost_power: Mutex<[Option<u64>; NODES.len()]>,
     /// The places to which the name of the replicas leads.
@@ -207,6 +213,13 @@ impl Shared {
         found
     }
 
+    /// Whether a node's agent has known for some time that it cannot repair its kernel, and could
+    /// say so.
+    pub fn is_known_to_fail(&self, node: usize) -> bool {
+        let since = lock(&self.failing_since)[node];
+        since.is_some_and(|since| clock::local() > since + TOLD) && self.network.is_clear()
+    }
+
     /// Whether a node lost its power a short time ago. Replicas cannot know that at once.
     pub fn is_dark(&self, node: usize) -> bool {
         lock(&self.lost_power)[node].is_some_and(|at| clock::local() < at + DARK)
@@ -235,7 +248,9 @@ pub struct World {
     /// How often each place got a new replica, which is part of the replica's name.
     pub generations: [u32; PLACES],
     tokens: Vec<Option<CancellationToken>>,
-    uncovered_after: Duration,
+    /// After this time without an agent, a replica takes a Node for one that never had one.
+    pub uncovered_after: Duration,
+    progress: Vec<Option<watch::Receiver<Progress>>>,
 }
 
 impl World {
@@ -254,6 +269,7 @@ impl World {
             running: Mutex::default(),
             barriers: Mutex::new(vec![None; NODES.len()]),
             stores: Mutex::new(vec![None; PLACES]),
+            failing_since: Mutex::default(),
             lost_power: Mutex::default(),
             named: Arc::new(Mutex::new(vec![0, 1])),
             open_questions: AtomicUsize::default(),
@@ -276,6 +292,7 @@ impl World {
             generations: [0; PLACES],
             tokens: vec![None; PLACES + NODES.len()],
             uncovered_after,
+            progress: vec![None; NODES.len()],
             shared,
         })
     }
@@ -364,12 +381,12 @@ impl World {
             ..Timing::default()
         };
         let (kernel, disk) = (self.shared.kernels[node].clone(), self.disks[node].clone());
-        let barriers = self.agents[node].start(|| {
+        let (barriers, progress) = self.agents[node].start(|| {
             let dataplane = Box::new(in_memory::dataplane_of(&kernel));
             let metrics = AgentMetrics::registered();
             let period = Duration::from_millis(500);
             let parts = Parts::connect(dataplane, config, timing, Some(Box::new(disk)), period, &metrics);
-            let Parts { reconciler, session, barriers, saver, .. } = parts;
+            let Parts { reconciler, session, barriers, saver, progress, .. } = parts;
             tokio::spawn(reconciler.follow());
             tokio::spawn(session.run(token.clone()));
             tokio::spawn(async move {
@@ -377,8 +394,9 @@ impl World {
                     saver.run(token).await;
                 }
             });
-            barriers
+            (barriers, progress)
         })?;
+        self.progress[node] = Some(progress);
         lock(&self.shared.barriers)[node] = Some(barriers);
         Ok(())
     }
@@ -401,7 +419,19 @@ impl World {
     /// Ends an agent at once.
     pub fn kill_agent(&mut self, node: usize, is_silent: bool) {
         self.agents[node].kill(is_silent);
+        self.progress[node] = None;
         lock(&self.shared.barriers)[node] = None;
+    }
+
+    /// Notes which agents know that they cannot repair their kernels.
+    pub fn note_failures(&self) {
+        let mut failing = lock(&self.shared.failing_since);
+        for (since, progress) in failing.iter_mut().zip(&self.progress) {
+            let knows = |progress: &watch::Receiver<Progress>| {
+                progress.borrow().failure.as_ref().is_some_and(|failure| failure.is_lost)
+            };
+            *since = if progress.as_ref().is_some_and(knows) { since.or(Some(clock::now())) } else { None };
+        }
     }
 
     /// Sets what happens between two hosts, in both directions.
