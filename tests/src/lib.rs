@@ -1,12 +1,13 @@
 //! Shared parts of tests, benches and the demo: a cluster of namespaces, the packet cases, the
-//! stand-in API server, the page of behaviours, test machines with their own kernel, and the driver
-//! of fuzz targets.
+//! stand-in API server, the page of behaviours, test machines with their own kernel, the driver of
+//! fuzz targets, and counts of instructions.
 
 pub mod agent;
 pub mod apiserver;
 pub mod behaviours;
 pub mod bench;
 pub mod cases;
+pub mod count;
 pub mod failover;
 pub mod fleet;
 pub mod fuzz;

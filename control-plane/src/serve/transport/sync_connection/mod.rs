@@ -120,7 +120,7 @@ pub(crate) fn serve_accepted(
 
 /// Returns a future that serves a connection on which nothing has been read or written yet, except
 /// the handshake of TLS.
-fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+pub(crate) fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     streams: &Arc<Streams>,
     peer: Peer,
     stream: S,
