@@ -22,7 +22,7 @@ struct Arguments {
     #[arg(long, default_value = "tests/counts.txt", value_name = "FILE")]
     baseline: PathBuf,
     /// Folder for the profiles, which `callgrind_annotate` reads
-    #[arg(long, default_value = "target/count/profiles", value_name = "DIR")]
+    #[arg(long, default_value = "target/count", value_name = "DIR")]
     profiles: PathBuf,
     /// Run this path once, under valgrind
     #[arg(long, hide = true, value_name = "NAME")]
@@ -35,6 +35,7 @@ fn main() -> Result<()> {
         let (.., run) = PATHS.into_iter().find(|(known, ..)| *known == name).context("no such path")?;
         return run();
     }
+    ensure!(!cfg!(debug_assertions), "this program is not optimized: run `make count`");
     let chosen: Vec<_> =
         PATHS.into_iter().filter(|(name, ..)| only.as_deref().is_none_or(|only| only == *name)).collect();
     ensure!(!chosen.is_empty(), "no such path; the paths are {}", PATHS.map(|(name, ..)| name).join(", "));

@@ -41,7 +41,8 @@ pub fn tools() -> Result<String> {
         Ok::<_, anyhow::Error>(text.lines().next().unwrap_or_default().to_owned())
     };
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".to_owned());
-    let tools = [first_line(&rustc, "-V")?, first_line("valgrind", "--version")?, first_line("getconf", "GNU_LIBC_VERSION")?];
+    let tools =
+        [first_line(&rustc, "-V")?, first_line("valgrind", "--version")?, first_line("getconf", "GNU_LIBC_VERSION")?];
     Ok(format!("{} on {}", tools.join(", "), std::env::consts::ARCH))
 }
 

@@ -96,8 +96,7 @@ fn event_to_frame() -> Result<()> {
             "metadata": {"name": key.name.as_str(), "namespace": key.namespace.as_str(), "resourceVersion": "1000"},
             "spec": {"clusterIP": ip, "ports": [{"name": "http", "port": 80, "protocol": "TCP"}]},
         }});
-        let lines =
-            [(ObjectKind::Service, service.to_string()), (ObjectKind::EndpointSlice, slice(number, ENDPOINTS))];
+        let lines = [(ObjectKind::Service, service.to_string()), (ObjectKind::EndpointSlice, slice(number, ENDPOINTS))];
         for (kind, line) in lines {
             for event in watch_events(kind, line.as_bytes()) {
                 model.event(event, "");

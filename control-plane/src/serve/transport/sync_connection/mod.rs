@@ -479,3 +479,29 @@ impl<S: AsyncWrite + Unpin> io::Write for TlsWriter<'_, '_, S> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod size_tests {
+    use super::*;
+    use crate::serve::{
+        fleet::Agent,
+        stream::Session,
+        transport::listener::{Connection, Plain},
+    };
+
+    /// The size of the future that a function returns. The function is not called.
+    fn size_of_future<A, F: Future>(_: impl Fn(A) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    /// A replica has thousands of connections. Each has its task, its state with one HTTP/2 stream,
+    /// and the session of its agent.
+    #[test]
+    fn connections_are_small() {
+        type Accepted = (&'static Arc<Streams>, Connection, HeldConnection);
+        let task = size_of_future(|(streams, connection, held): Accepted| serve_accepted(streams, connection, held));
+        let sizes = [task, size_of::<SyncConnection<Plain>>(), size_of::<Session>(), size_of::<Agent>()];
+        let most = [0, 0, 0, 0];
+        assert!(sizes.iter().zip(&most).all(|(size, most)| size <= most), "{sizes:?} bytes, and not {most:?}");
+    }
+}
