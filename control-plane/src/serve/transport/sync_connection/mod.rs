@@ -213,7 +213,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionState<S> {
 
     /// Writes what is due. If the kernel accepts no more bytes, `cx` is woken once it does.
     fn write(&mut self, scratch: &mut Vec<u8>, cx: &mut Context<'_>, now: Instant) -> Result<Written, Error> {
-        let mut total = 0;
+        let (mut total, mut is_done) = (0, false);
         loop {
             let before = self.io.written_bytes();
             let is_flushed = self.io.flush(cx)?;
@@ -226,11 +226,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionState<S> {
             if self.is_blocked {
                 return Ok(Written::Blocked);
             }
+            // What became due after the last look has woken the connection, or visits it again.
+            if is_done {
+                return Ok(Written::All);
+            }
             if total >= TURN_BYTES {
                 return Ok(Written::Turn);
             }
             scratch.clear();
-            self.http2.fill(scratch, WRITE_BYTES, now);
+            is_done = self.http2.fill(scratch, WRITE_BYTES, now) && !scratch.is_empty();
             if scratch.is_empty() {
                 if self.http2.is_closing() && !self.is_closed {
                     self.is_closed = true;
