@@ -4,6 +4,7 @@ use std::{hint::black_box, sync::Arc, time::Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use bytes::Bytes;
+use futures::FutureExt as _;
 use headgate_control_plane::{
     metrics::Metrics,
     model::{Model, ModelSettings},
@@ -26,6 +27,7 @@ use headgate_node_agent::{
 use headgate_proto::{PREFIX_BYTES, v1};
 use prost::Message as _;
 use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
 use v1::{agent_message, server_message::Body};
 
 use super::{Counted, measured};
@@ -242,65 +244,89 @@ fn resume_digests() -> Result<()> {
     resume(ResumeMode::Digests)
 }
 
-/// A replica with streams that follow, and how each continues its connection.
-fn crowd() -> Result<(Arc<Store>, Crowd, Vec<Http2>)> {
-    let store = store(10);
-    let mut crowd = Crowd::new(Arc::clone(&store));
-    let mut clients = Vec::new();
-    for number in 0..STREAMS {
-        let (mut http2, mut bytes) = (Http2::new(), Vec::new());
-        Http2::open("localhost", &mut bytes);
-        let hello = v1::Hello { node_name: format!("node-{number:05}"), ..v1::Hello::default() };
-        let message = v1::AgentMessage { body: Some(agent_message::Body::Hello(hello)) };
-        ensure!(http2.send(&message.encode_to_vec(), &mut bytes), "no window for Hello");
-        crowd.join();
-        crowd.send(number, &bytes);
-        clients.push(http2);
-    }
-    crowd.read();
-    // Snapshots wait for one another, until nothing more is written.
-    while crowd.take_written() > 0 {
-        crowd.visit();
-    }
-    // The first change after a snapshot is spelt out.
-    put(&store, [added(0)]);
-    crowd.visit();
-    ensure!(crowd.take_written() >= STREAMS * 40, "not all streams follow");
-    acknowledge(&mut crowd, &mut clients, store.version())?;
-    crowd.read();
-    Ok((store, crowd, clients))
+/// An agent's end of a connection.
+struct Agent {
+    http2: Http2,
+    pipe: DuplexStream,
 }
 
-fn acknowledge(crowd: &mut Crowd, clients: &mut [Http2], version: u64) -> Result<()> {
-    let ack = v1::Ack { version, apply_microseconds: 900, services_planned: 1, ..v1::Ack::default() };
-    let message = v1::AgentMessage { body: Some(agent_message::Body::Ack(ack)) }.encode_to_vec();
-    for (number, http2) in clients.iter_mut().enumerate() {
-        let mut bytes = Vec::new();
-        ensure!(http2.send(&message, &mut bytes), "no window for an ACK");
-        crowd.send(number, &bytes);
+impl Agent {
+    fn send(&mut self, body: agent_message::Body, mut opening: Vec<u8>) -> Result<()> {
+        let message = v1::AgentMessage { body: Some(body) }.encode_to_vec();
+        ensure!(self.http2.send(&message, &mut opening), "no window for a message");
+        self.pipe.write_all(&opening).now_or_never().context("the pipe is full")??;
+        Ok(())
     }
-    Ok(())
+
+    /// The number of bytes that the replica has written since the last call.
+    fn take_received(&mut self) -> Result<usize> {
+        let mut buffer = [0; 4096];
+        self.pipe.read(&mut buffer).now_or_never().map_or(Ok(0), |read| Ok(read?))
+    }
+}
+
+/// A replica with streams that follow.
+struct Following {
+    store: Arc<Store>,
+    crowd: Crowd,
+    agents: Vec<Agent>,
+}
+
+impl Following {
+    fn new() -> Result<Self> {
+        let store = store(10);
+        let mut crowd = Crowd::new(Arc::clone(&store));
+        let mut agents = Vec::new();
+        for number in 0..STREAMS {
+            let mut agent = Agent { http2: Http2::new(), pipe: crowd.join().context("too many connections")? };
+            let mut opening = Vec::new();
+            Http2::open("localhost", &mut opening);
+            // An agent that holds everything needs no snapshot.
+            let resume = Some(v1::Resume { epoch: store.epoch(), version: store.version(), ..v1::Resume::default() });
+            let hello = v1::Hello { node_name: format!("node-{number:05}"), resume, ..v1::Hello::default() };
+            agent.send(agent_message::Body::Hello(hello), opening)?;
+            agents.push(agent);
+        }
+        crowd.read();
+        let mut following = Self { store, crowd, agents };
+        following.change(0);
+        following.acknowledge()?;
+        following.crowd.read();
+        Ok(following)
+    }
+
+    fn change(&mut self, number: u32) {
+        put(&self.store, [added(number)]);
+        self.crowd.visit();
+    }
+
+    /// Sends ACKs of a change that each agent must have received.
+    fn acknowledge(&mut self) -> Result<()> {
+        let version = self.store.version();
+        for agent in &mut self.agents {
+            ensure!(agent.take_received()? >= 40, "a stream does not follow");
+            let ack = v1::Ack { version, apply_microseconds: 900, services_planned: 1, ..v1::Ack::default() };
+            agent.send(agent_message::Body::Ack(ack), Vec::new())?;
+        }
+        Ok(())
+    }
 }
 
 fn commit() -> Result<()> {
-    let (store, crowd, _) = crowd()?;
+    let mut following = Following::new()?;
     measured(&mut || {
-        put(&store, [added(1)]);
-        crowd.visit();
+        following.change(1);
         Ok(())
     })?;
-    let written = crowd.take_written();
-    ensure!(written >= STREAMS * 40, "only {written} bytes were written");
-    Ok(())
+    following.acknowledge()
 }
 
 fn acks() -> Result<()> {
-    let (store, mut crowd, mut clients) = crowd()?;
-    put(&store, [added(1)]);
-    crowd.visit();
-    acknowledge(&mut crowd, &mut clients, store.version())?;
+    let mut following = Following::new()?;
+    following.change(1);
+    following.acknowledge()?;
     measured(&mut || {
-        crowd.read();
+        following.crowd.read();
         Ok(())
     })
 }
