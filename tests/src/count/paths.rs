@@ -40,6 +40,8 @@ const SERVICES: u32 = 1_000;
 const ENDPOINTS: u32 = 10;
 /// The number of measured changes, of which each is the only one in its commit.
 const CHANGES: u32 = 200;
+/// The number of measured frames. A hash table is moved now and then, in each run at another frame.
+const FRAMES: u32 = 1_000;
 /// The number of agents that resume.
 const RESUMES: u32 = 20;
 /// The number of changes that an agent has missed when it resumes.
@@ -53,7 +55,7 @@ const NODES: usize = 5_000;
 /// All paths.
 pub const PATHS: [Counted; 8] = [
     ("event-to-frame", "200 events of slices: decode, model, commit, frame", event_to_frame),
-    ("frame-to-batch", "200 frames: decode, state, plan, netlink messages", frame_to_batch),
+    ("frame-to-batch", "1,000 frames: decode, state, plan, netlink messages", frame_to_batch),
     ("resume-log", "20 agents resume from the log, each at another version", resume_log),
     ("resume-digests", "20 agents resume by their digests", resume_digests),
     ("commit", "eight changes, each of which reaches 5,000 streams", commit),
@@ -182,7 +184,7 @@ fn frame_to_batch() -> Result<()> {
         ledger.confirm();
     }
     let mut all = Vec::new();
-    for number in 0..CHANGES {
+    for number in 0..FRAMES {
         put(&store, [added(number)]);
         all.extend(frames(&store, &mut cursor));
     }
@@ -196,7 +198,7 @@ fn frame_to_batch() -> Result<()> {
                 ledger.confirm();
             }
         }
-        ensure!(all.len() == CHANGES as usize && bytes > all.len() * 100, "{} frames, {bytes} bytes", all.len());
+        ensure!(all.len() == FRAMES as usize && bytes > all.len() * 100, "{} frames, {bytes} bytes", all.len());
         Ok(())
     })
 }

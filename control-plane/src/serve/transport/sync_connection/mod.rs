@@ -226,7 +226,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionState<S> {
             if self.is_blocked {
                 return Ok(Written::Blocked);
             }
-            // What became due after the last look has woken the connection, or visits it again.
+            // What is due since then has woken the task of the connection, or causes another visit.
             if is_done {
                 return Ok(Written::All);
             }
