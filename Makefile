@@ -5,7 +5,7 @@
 keep := $(filter-out 0,$(KEEP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test simulate demo bench fuzz kernels dist skew roots cluster fmt lint deny descriptor docs behaviours budgets path clean-namespaces
+.PHONY: help setup build test count simulate demo bench fuzz kernels dist skew roots cluster fmt lint deny descriptor docs behaviours budgets path clean-namespaces
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,12 +17,17 @@ build: ## Build every program in the debug profile, into target/debug
 	@.ci/setup build
 	cargo build --workspace --all-targets --locked
 
-test: setup ## Run everything that must pass: format, lints, all tests, doc tests
+test: setup ## Run everything that must pass: format, lints, all tests, doc tests, counts of instructions
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	cargo build --workspace --locked
 	cargo nextest run --workspace --locked $(if $(CI),--profile ci)
 	cargo test --workspace --doc --locked
+	@$(MAKE) --no-print-directory count
+
+count: setup ## Count instructions of hot paths; fail above tests/counts.txt + 2 %. WRITE=1 REASON="…" writes it, ONLY=name counts one
+	cargo build --config .ci/count.toml --workspace --locked --bin count
+	@target/debug/count $(if $(ONLY),--only $(ONLY)) $(if $(filter-out 0,$(WRITE)),--write --reason "$$REASON")
 
 simulate: ## Run the fleet in simulated time. SEEDS=1000 seeds from FIRST=1, or SEED=7 for its story; ACTS=0,4 runs some acts, ARGS=--logs shows logs
 	cargo build --workspace --locked

@@ -1,12 +1,13 @@
 //! Shared parts of tests, benches and the demo: a cluster of namespaces, the packet cases, the
 //! stand-in API server, the page of behaviours, test machines with their own kernel, the driver of
-//! fuzz targets, and the fleet in simulated time.
+//! fuzz targets, counts of instructions, and the fleet in simulated time.
 
 pub mod agent;
 pub mod apiserver;
 pub mod behaviours;
 pub mod bench;
 pub mod cases;
+pub mod count;
 pub mod failover;
 pub mod fleet;
 pub mod fuzz;

@@ -4,6 +4,8 @@
 mod api;
 mod barrier;
 mod context;
+#[doc(hidden)]
+pub mod crowd;
 mod enrolment;
 mod everywhere;
 mod fleet;

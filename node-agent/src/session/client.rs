@@ -150,3 +150,19 @@ impl Session {
         })
     }
 }
+
+#[cfg(test)]
+mod size_tests {
+    use super::*;
+
+    /// The size of the future that a function returns. The function is not called.
+    fn size_of_future<A, F: Future>(_: impl Fn(A) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    #[test]
+    fn the_future_of_the_session_is_small() {
+        let session = size_of_future(|session: Session| session.run(CancellationToken::new()));
+        assert!(session <= 0, "{session} bytes");
+    }
+}

@@ -264,7 +264,7 @@ fn service(number: u32) -> Change {
 
 /// The watch event that a kube-proxy receives for a change of a slice. The event contains the whole
 /// slice.
-fn slice_event(key: &ServiceKey, endpoints: &[Endpoint]) -> Value {
+pub(crate) fn slice_event(key: &ServiceKey, endpoints: &[Endpoint]) -> Value {
     let name = key.name.as_str();
     let endpoint = |(i, endpoint): (usize, &Endpoint)| {
         json!({

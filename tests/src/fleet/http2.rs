@@ -78,7 +78,7 @@ struct Frame {
 
 /// One connection.
 #[derive(Debug, Default)]
-pub(super) struct Http2 {
+pub(crate) struct Http2 {
     header: [u8; HEADER_BYTES],
     header_bytes: usize,
     frame: Frame,
@@ -104,13 +104,13 @@ pub(super) struct Http2 {
 }
 
 impl Http2 {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let window = DEFAULT_WINDOW.into();
         Self { send_window: window, stream_send_window: window, initial_send_window: window, ..Self::default() }
     }
 
     /// Appends the connection preface, SETTINGS and the request's headers.
-    pub(super) fn open(authority: &str, out: &mut Vec<u8>) {
+    pub(crate) fn open(authority: &str, out: &mut Vec<u8>) {
         out.extend_from_slice(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
         // SETTINGS_HEADER_TABLE_SIZE, SETTINGS_ENABLE_PUSH and SETTINGS_INITIAL_WINDOW_SIZE.
         let settings: [(u16, u32); 3] = [(1, 0), (2, 0), (4, STREAM_WINDOW)];
@@ -128,7 +128,7 @@ impl Http2 {
 
     /// Appends a message with its gRPC prefix. Returns false and appends nothing if the server's
     /// windows are too small now.
-    pub(super) fn send(&mut self, message: &[u8], out: &mut Vec<u8>) -> bool {
+    pub(crate) fn send(&mut self, message: &[u8], out: &mut Vec<u8>) -> bool {
         let mut framed = [0; PREFIX_BYTES];
         let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
         framed[1..].copy_from_slice(&length.to_be_bytes());

@@ -16,7 +16,7 @@ pub mod bare;
 pub mod certificates;
 mod client;
 mod hpack;
-mod http2;
+pub(crate) mod http2;
 pub mod latency;
 pub mod phase;
 pub mod relay;

@@ -145,6 +145,13 @@ impl Visits {
         self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Visits every stream once, without a task for each core.
+    pub(crate) async fn sweep_all(&self) {
+        for shard in 0..self.timed() {
+            self.sweep(shard).await;
+        }
+    }
+
     /// Visits the streams of a shard, including streams that are added meanwhile. Late streams are
     /// visited after all other streams.
     async fn sweep(&self, shard: usize) {

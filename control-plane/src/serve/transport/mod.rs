@@ -17,9 +17,11 @@ use std::time::Duration;
 pub(crate) use headgate_listener::{ACCEPT_RETRY, accept};
 
 pub(crate) use self::{
+    connection_limits::{Connections, hold},
     handshakes::{Handshake, Handshakes, Silent},
     listener::Listener,
     server::serve,
+    sync_connection::serve as serve_stream,
 };
 
 /// If a client sends nothing for this time, the server sends a ping. If the client then sends

@@ -510,6 +510,17 @@ impl Referable {
 }
 
 #[cfg(test)]
+mod size_tests {
+    use super::*;
+
+    /// Replicas and agents have an entry for each Service, and in it each endpoint with its address.
+    #[test]
+    fn entries_are_small() {
+        assert_eq!((size_of::<ServiceEntry>(), size_of::<(IpAddr, Endpoint)>()), (0, 0));
+    }
+}
+
+#[cfg(test)]
 mod demand_tests {
     use super::*;
     use crate::{Change, Dirty, ServiceKey, ServicePort, State};

@@ -167,6 +167,17 @@ impl DualStack<NftablesFamily> {
     }
 }
 
+/// The transaction of a plan without a new shape, as the dataplane commits it. Counts of
+/// instructions use it without a kernel (docs/benchmarks.md).
+#[doc(hidden)]
+#[must_use]
+pub fn transaction_of(plan: &NftablesPlan, ledger: &NftablesLedger) -> Transaction {
+    let mut transaction = Transaction::new();
+    let table = table_name(ledger.config().family);
+    elements::write(&plan.delete, elements::after(0, plan.added(ledger)), &table, &mut transaction);
+    transaction
+}
+
 /// Connects to nftables and finds out whether the kernel has the needed expressions. Returns the
 /// connection, and a function that makes the dataplane of a family. Changes nothing.
 ///

@@ -376,10 +376,10 @@ impl Http2 {
     }
 
     /// Appends bytes to write to `out`, up to about `max_bytes`. Appends nothing if there is
-    /// nothing to write.
-    pub(super) fn fill(&mut self, out: &mut Vec<u8>, max_bytes: usize, now: Instant) {
+    /// nothing to write. Returns true if the stream is open and has nothing more to write now.
+    pub(super) fn fill(&mut self, out: &mut Vec<u8>, max_bytes: usize, now: Instant) -> bool {
         if matches!(self.phase, StreamPhase::Over) {
-            return;
+            return false;
         }
         self.now = now;
         // `take` frees the memory of the answers.
@@ -388,7 +388,7 @@ impl Http2 {
             let StreamPhase::Open(session) = &mut self.phase else { break };
             match session.next(now) {
                 Ok(Some(bytes)) => self.unsent = bytes,
-                Ok(None) => return,
+                Ok(None) => return true,
                 Err(end) => self.finish(&end),
             }
         }
@@ -406,6 +406,7 @@ impl Http2 {
             put_go_away(out, self.id, Code::NoError, "");
             self.close();
         }
+        false
     }
 
     /// Writes the rest of a message. Returns true if the message is complete and there is room for

@@ -120,7 +120,7 @@ pub(crate) fn serve_accepted(
 
 /// Returns a future that serves a connection on which nothing has been read or written yet, except
 /// the handshake of TLS.
-fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+pub(crate) fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     streams: &Arc<Streams>,
     peer: Peer,
     stream: S,
@@ -213,7 +213,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionState<S> {
 
     /// Writes what is due. If the kernel accepts no more bytes, `cx` is woken once it does.
     fn write(&mut self, scratch: &mut Vec<u8>, cx: &mut Context<'_>, now: Instant) -> Result<Written, Error> {
-        let mut total = 0;
+        let (mut total, mut is_done) = (0, false);
         loop {
             let before = self.io.written_bytes();
             let is_flushed = self.io.flush(cx)?;
@@ -226,11 +226,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionState<S> {
             if self.is_blocked {
                 return Ok(Written::Blocked);
             }
+            // What is due since then has woken the task of the connection, or causes another visit.
+            if is_done {
+                return Ok(Written::All);
+            }
             if total >= TURN_BYTES {
                 return Ok(Written::Turn);
             }
             scratch.clear();
-            self.http2.fill(scratch, WRITE_BYTES, now);
+            is_done = self.http2.fill(scratch, WRITE_BYTES, now) && !scratch.is_empty();
             if scratch.is_empty() {
                 if self.http2.is_closing() && !self.is_closed {
                     self.is_closed = true;
@@ -477,5 +481,31 @@ impl<S: AsyncWrite + Unpin> io::Write for TlsWriter<'_, '_, S> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod size_tests {
+    use super::*;
+    use crate::serve::{
+        fleet::Agent,
+        stream::Session,
+        transport::listener::{Connection, Plain},
+    };
+
+    /// The size of the future that a function returns. The function is not called.
+    fn size_of_future<A, F: Future>(_: impl Fn(A) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    /// A replica has thousands of connections. Each has its task, its state with one HTTP/2 stream,
+    /// and the session of its agent.
+    #[test]
+    fn connections_are_small() {
+        type Accepted = (&'static Arc<Streams>, Connection, HeldConnection);
+        let task = size_of_future(|(streams, connection, held): Accepted| serve_accepted(streams, connection, held));
+        let sizes = [task, size_of::<SyncConnection<Plain>>(), size_of::<Session>(), size_of::<Agent>()];
+        let most = [0, 0, 0, 0];
+        assert!(sizes.iter().zip(&most).all(|(size, most)| size <= most), "{sizes:?} bytes, and not {most:?}");
     }
 }
