@@ -695,7 +695,7 @@ mod change_tests {
     #[test]
     fn endpoints_and_changes_are_small() {
         assert_eq!((size_of::<Endpoint>(), size_of::<Change>()), (48, 96));
-        assert_eq!((size_of::<EndpointPort>(), size_of::<Placement>()), (0, 0));
+        assert_eq!((size_of::<EndpointPort>(), size_of::<Placement>()), (40, 48));
     }
 }
 

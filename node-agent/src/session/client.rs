@@ -163,6 +163,6 @@ mod size_tests {
     #[test]
     fn the_future_of_the_session_is_small() {
         let session = size_of_future(|session: Session| session.run(CancellationToken::new()));
-        assert!(session <= 0, "{session} bytes");
+        assert!(session <= 15_000, "{session} bytes");
     }
 }
