@@ -30,7 +30,10 @@ pub fn measured(section: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     result
 }
 
-/// The tools on which counts depend.
+/// Features of processors for which libraries have code of their own.
+const FEATURES: [&str; 7] = ["avx2", "avx512f", "bmi2", "erms", "fsrm", "sha_ni", "vaes"];
+
+/// The tools on which counts depend, and the features of the processor.
 ///
 /// # Errors
 /// A tool is missing.
@@ -43,7 +46,12 @@ pub fn tools() -> Result<String> {
     let rustc = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".to_owned());
     let tools =
         [first_line(&rustc, "-V")?, first_line("valgrind", "--version")?, first_line("getconf", "GNU_LIBC_VERSION")?];
-    Ok(format!("{} on {}", tools.join(", "), std::env::consts::ARCH))
+    // Other architectures have no such line, and then the list is empty.
+    let processor = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let flags = processor.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
+    let has = |feature: &&str| flags.split_whitespace().any(|flag| flag == *feature);
+    let features: Vec<&str> = FEATURES.into_iter().filter(has).collect();
+    Ok(format!("{} on {} with {}", tools.join(", "), std::env::consts::ARCH, features.join(" ")))
 }
 
 /// Counts the instructions of paths, two at a time. valgrind writes the profile of each path into
