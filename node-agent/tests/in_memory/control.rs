@@ -142,12 +142,6 @@ impl Control {
         self.script().calls.len()
     }
 
-    /// What the table holds.
-    #[must_use]
-    pub fn views(&self) -> Vec<ServicePortView> {
-        self.script().table.values().flatten().cloned().collect()
-    }
-
     /// Empties the table, as a boot of the machine does.
     pub fn clear(&self) {
         self.script().table.clear();

@@ -118,15 +118,7 @@ impl Dataplane for InMemoryFamily {
     }
 
     fn decode(&mut self, kernel: &mut Control) -> Result<forwarding::Table, DataplaneError> {
-        let views = kernel.script().table.clone().into_values().flatten();
-        let settings = NodeSettings {
-            mode: Mode::Iptables,
-            masquerade: MasqueradeConfig::default(),
-            node_ports_v4: NodePortAddresses::All,
-            node_ports_v6: NodePortAddresses::All,
-            localhost_node_ports: false,
-        };
-        Ok(forwarding::of_views(views, Family::V4, &settings))
+        Ok(kernel.forwarding())
     }
 
     fn degraded(&self, _: &Demand) -> Vec<Degradation> {
@@ -166,6 +158,22 @@ impl Dataplane for InMemoryFamily {
 
     fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         self.control.script().quarantined.clone_from(services);
+    }
+}
+
+impl Control {
+    /// What the table forwards.
+    #[must_use]
+    pub fn forwarding(&self) -> forwarding::Table {
+        let views = self.script().table.clone().into_values().flatten();
+        let settings = NodeSettings {
+            mode: Mode::Iptables,
+            masquerade: MasqueradeConfig::default(),
+            node_ports_v4: NodePortAddresses::All,
+            node_ports_v6: NodePortAddresses::All,
+            localhost_node_ports: false,
+        };
+        forwarding::of_views(views, Family::V4, &settings)
     }
 }
 

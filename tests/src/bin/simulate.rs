@@ -17,8 +17,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::Parser;
-use headgate_tests::simulate::{self, Planned, clock, world::lock};
-use serde::{Deserialize, Serialize};
+use headgate_tests::simulate::{self, Outcome, Planned, clock, world::lock};
 
 /// Real replicas and agents in simulated time, whose answers are compared with their kernels
 #[derive(Debug, Parser)]
@@ -55,14 +54,6 @@ impl tracing_subscriber::fmt::time::FormatTime for SimulatedTime {
     }
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct Seen {
-    defects: Vec<String>,
-    hash: u64,
-    answers: BTreeMap<String, u64>,
-    simulated_ms: u64,
-}
-
 fn main() -> Result<ExitCode> {
     let arguments = Arguments::parse();
     match arguments.seed {
@@ -87,13 +78,7 @@ fn one(seed: u64, arguments: &Arguments) -> Result<ExitCode> {
     let outcome = simulate::run(seed, &plan)?;
     let has_defects = !outcome.defects.is_empty();
     if arguments.json {
-        let seen = Seen {
-            defects: outcome.defects,
-            hash: outcome.hash,
-            answers: outcome.answers,
-            simulated_ms: outcome.simulated_ms,
-        };
-        println!("{}", serde_json::to_string(&seen)?);
+        println!("{}", serde_json::to_string(&outcome)?);
     } else {
         outcome.story.iter().for_each(|line| println!("{line}"));
         println!(
@@ -108,7 +93,7 @@ fn one(seed: u64, arguments: &Arguments) -> Result<ExitCode> {
 }
 
 /// Runs a seed in a process of its own.
-fn seen(seed: u64, acts: Option<&[usize]>) -> Result<Seen> {
+fn seen(seed: u64, acts: Option<&[usize]>) -> Result<Outcome> {
     let mut command = Command::new(std::env::current_exe().context("finding this program")?);
     command.args(["--json", "--seed", &seed.to_string()]);
     if let Some(acts) = acts {
@@ -131,12 +116,8 @@ fn shrink(seed: u64) -> Result<Vec<usize>> {
         at -= 1;
         let mut fewer = kept.clone();
         fewer.remove(at);
-        let still = if fewer.is_empty() {
-            false
-        } else {
-            seen(seed, Some(&fewer)).map_or(true, |seen| !seen.defects.is_empty())
-        };
-        if still {
+        let has_defects = || seen(seed, Some(&fewer)).map_or(true, |seen| !seen.defects.is_empty());
+        if !fewer.is_empty() && has_defects() {
             kept = fewer;
         }
     }

@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tonic::transport::{Channel, Endpoint};
 
 use super::{
-    source::{BAIT, CLUSTER, GATE, LOCAL, NAMESPACE, NODES, Phase, Pod, cluster_ip, service_name},
+    source::{BAIT, CLUSTER, GATE, LOCAL, NAMESPACE, NODES, Phase, Pod, service_name},
     world::{CLIENT, Host, Shared, inspect_address, lock},
 };
 use crate::apiserver::Kind;
@@ -403,24 +403,16 @@ impl Asker {
     }
 
     fn judge(&self, claim: &str, pod: &Pod, asked: std::time::Instant, is_wrong: impl Fn(bool, Option<bool>) -> bool) {
-        for (node, name) in NODES.iter().enumerate() {
+        for node in 0..NODES.len() {
             let kernel = self.shared.read(node);
-            let mut wrong = Vec::new();
-            {
+            let differences = {
                 let source = self.shared.source();
                 if !source.counts(node, asked) || self.shared.is_dark(node) {
                     continue;
                 }
-                for service in &pod.services {
-                    let is_found = kernel.get(&cluster_ip(*service)).is_some_and(|found| found.contains(&pod.address));
-                    let now = Pod { phase: Phase::Stopping, ..pod.clone() };
-                    if is_wrong(is_found, source.wants(&now, *service, node)) {
-                        let does = if is_found { "forwards" } else { "does not forward" };
-                        wrong.push(format!("{claim}, but {name} {does} {} to {}", service_name(*service), pod.address));
-                    }
-                }
-            }
-            wrong.iter().for_each(|wrong| self.shared.is_false(wrong));
+                source.differences(claim, pod, node, &kernel, &is_wrong)
+            };
+            differences.iter().for_each(|difference| self.shared.is_false(difference));
         }
     }
 }

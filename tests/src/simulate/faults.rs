@@ -36,19 +36,19 @@ pub enum Fault {
     FreezeAgent,
     /// A node loses its power and boots again.
     Reboot,
-    /// The connections of an agent to a replica, or to all.
+    /// The connections of an agent to a replica, or to all replicas, are cut.
     CutAgents,
-    /// Only one direction of the connections of an agent to a replica.
+    /// One direction of the connections between an agent and a replica is cut.
     CutOneWay,
-    /// The connections between replicas.
+    /// The connections of a replica to the others are cut.
     CutPeers,
-    /// The connections of a replica to the API server.
+    /// The connections of a replica to the API server are cut.
     CutSource,
     /// All connections are slow.
     Delay,
     /// Lists and watches fail, break or expire.
     FailLists,
-    /// The API server is restored from an older backup.
+    /// The API server has lost its history, and its versions are higher than before.
     Restore,
     /// A watch is stuck.
     StuckWatch,

@@ -32,6 +32,7 @@ use std::{
 
 use anyhow::{Result, ensure};
 use fastrand::Rng;
+use serde::{Deserialize, Serialize};
 
 use self::{
     ask::{Asker, Question},
@@ -79,13 +80,14 @@ pub struct Planned {
 }
 
 /// What a seed showed.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct Outcome {
     /// The claims that differ from the kernels, and what did not heal.
     pub defects: Vec<String>,
     /// A hash of everything that happened.
     pub hash: u64,
     /// What happened, line by line.
+    #[serde(skip)]
     pub story: Vec<String>,
     /// The number of answers by question and outcome.
     pub answers: BTreeMap<String, u64>,

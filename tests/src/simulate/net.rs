@@ -18,11 +18,10 @@ use bytes::{Buf as _, Bytes, BytesMut};
 use fastrand::Rng;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::clock;
+use super::{MILLISECOND, clock};
 
 /// The most bytes of a direction that its reader has not taken.
 const CAPACITY: usize = 64 << 10;
-const MILLISECOND: u64 = 1_000_000;
 /// The delays of a network without faults.
 pub const ORDINARY_DELAYS_MS: Range<u64> = 2..12;
 
@@ -337,12 +336,6 @@ pub struct SimulatedListener {
 }
 
 impl SimulatedListener {
-    /// The address.
-    #[must_use]
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
     /// Accepts the next connection.
     ///
     /// # Errors

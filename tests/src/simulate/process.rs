@@ -6,15 +6,11 @@ use std::{future::Future, net::IpAddr, time::Duration};
 use anyhow::{Context as _, Result};
 use tokio::{runtime::Runtime, time::Instant};
 
-use super::{LONGEST_TURN_MS, clock, net::Network};
-
-const MILLISECOND: u64 = 1_000_000;
+use super::{LONGEST_TURN_MS, MILLISECOND, clock, net::Network};
 
 /// A place where a process may run.
 #[derive(Debug)]
 pub struct Process {
-    /// The name, for stories.
-    pub name: String,
     /// The address of its host.
     pub host: IpAddr,
     network: Network,
@@ -38,20 +34,14 @@ struct Running {
 impl Process {
     /// A place without a process.
     #[must_use]
-    pub fn new(name: String, host: IpAddr, network: Network) -> Self {
-        Self { name, host, network, running: None, is_frozen: false, calendar_step: 0, drift_ppm: 0 }
+    pub fn new(host: IpAddr, network: Network) -> Self {
+        Self { host, network, running: None, is_frozen: false, calendar_step: 0, drift_ppm: 0 }
     }
 
     /// Whether a process exists, frozen or not.
     #[must_use]
     pub fn exists(&self) -> bool {
         self.running.is_some()
-    }
-
-    /// Whether a process exists and runs.
-    #[must_use]
-    pub fn is_running(&self) -> bool {
-        self.running.is_some() && !self.is_frozen
     }
 
     /// Starts a process. `start` runs inside its runtime, and spawns its tasks.
@@ -93,12 +83,6 @@ impl Process {
                 tokio::time::sleep_until(Instant::now() + Duration::from_nanos(turn)).await;
             }
         });
-    }
-
-    /// Runs a future of the process to its end, which must not wait.
-    pub fn enter<T>(&mut self, future: impl Future<Output = T>) -> Option<T> {
-        clock::set_calendar_step(self.calendar_step);
-        self.running.as_ref().map(|running| running.runtime.block_on(future))
     }
 
     /// Spawns a task of the process.

@@ -68,7 +68,7 @@ pub struct Pod {
     /// The resourceVersion of the last change.
     pub version: u64,
     /// True if a question is about this pod. Nothing else changes the pod then.
-    pub is_taken: bool,
+    is_taken: bool,
     /// True if all replicas knew the pod at the start of the round.
     pub is_known: bool,
 }
@@ -293,6 +293,27 @@ impl Source {
             Phase::Stopping if !is_near || has_anchor(service, node) => Some(false),
             Phase::Stopping | Phase::Gated => None,
         }
+    }
+
+    /// In what a claim about a stopping pod differs from a node's kernel, one sentence for each
+    /// Service. `is_wrong` gets whether the node forwards to the pod, and what [`Self::wants`] says.
+    pub fn differences(
+        &self,
+        claim: &str,
+        pod: &Pod,
+        node: usize,
+        kernel: &Forwarding,
+        is_wrong: impl Fn(bool, Option<bool>) -> bool,
+    ) -> Vec<String> {
+        let stopping = Pod { phase: Phase::Stopping, ..pod.clone() };
+        let difference = |service: &usize| {
+            let is_found = kernel.get(&cluster_ip(*service)).is_some_and(|found| found.contains(&pod.address));
+            let does = if is_found { "forwards" } else { "does not forward" };
+            let (node_name, service_name) = (NODES[node], service_name(*service));
+            let is_wrong = is_wrong(is_found, self.wants(&stopping, *service, node));
+            is_wrong.then(|| format!("{claim}, but {node_name} {does} {service_name} to {}", pod.address))
+        };
+        pod.services.iter().filter_map(difference).collect()
     }
 
     /// What is wrong with the endpoints to which a node forwards. Only changes up to `version`

@@ -20,11 +20,8 @@ use headgate_control_plane::{
 };
 use headgate_core::{
     Protocol,
-    explain::{Mode, NodeSettings},
-    forwarding::{self, Fate, Origin},
+    forwarding::{Fate, Origin},
     frontends::Frontend,
-    iptables::NodePortAddresses,
-    masquerade::MasqueradeConfig,
 };
 use headgate_listener::{Accept, Carrier, Io};
 use headgate_node_agent::{
@@ -70,7 +67,7 @@ pub fn replica_host(place: usize) -> IpAddr {
     Ipv4Addr::new(198, 19, 0, u8::try_from(place + 1).unwrap_or(u8::MAX)).into()
 }
 
-/// The port of a replica for questions.
+/// The address of a replica that answers questions.
 #[must_use]
 pub fn inspect_address(place: usize) -> SocketAddr {
     SocketAddr::new(replica_host(place), INSPECT_PORT)
@@ -139,10 +136,8 @@ pub struct Shared {
     pub kernels: Vec<Control>,
     /// The places whose replica runs.
     pub running: Mutex<Vec<usize>>,
-    /// What the drain barrier of each node's agent answers.
+    /// Passes the questions of each node's pods to the drain barrier.
     pub barriers: Mutex<Vec<Option<Arc<Barriers>>>>,
-    /// The store of each replica.
-    pub stores: Mutex<Vec<Option<Arc<Store>>>>,
     /// Since when each agent knows that it cannot repair its kernel.
     pub failing_since: Mutex<[Option<u64>; NODES.len()]>,
     /// When each node lost its power last.
@@ -191,16 +186,8 @@ impl Shared {
 
     /// What a node's kernel forwards, for clients on the node.
     pub fn read(&self, node: usize) -> Forwarding {
-        let settings = NodeSettings {
-            mode: Mode::Iptables,
-            masquerade: MasqueradeConfig::default(),
-            node_ports_v4: NodePortAddresses::All,
-            node_ports_v6: NodePortAddresses::All,
-            localhost_node_ports: false,
-        };
-        let table = forwarding::of_views(self.kernels[node].views(), headgate_core::Family::V4, &settings);
         let mut found = Forwarding::new();
-        for (frontend, entry) in &table.entries {
+        for (frontend, entry) in &self.kernels[node].forwarding().entries {
             let Frontend::Address(IpAddr::V4(address), Protocol::Tcp, 80) = frontend else { continue };
             if let Fate::Forwarded(endpoints) = &entry.fates[Origin::Node as usize] {
                 let endpoints = endpoints.iter().filter_map(|endpoint| match endpoint.ip() {
@@ -231,7 +218,7 @@ impl Shared {
     }
 }
 
-/// Everything.
+/// The processes and what outlives them.
 pub struct World {
     /// What questions share.
     pub shared: Arc<Shared>,
@@ -247,6 +234,7 @@ pub struct World {
     pub client: Process,
     /// How often each place got a new replica, which is part of the replica's name.
     pub generations: [u32; PLACES],
+    /// Each one stops the replica at a place.
     tokens: Vec<Option<CancellationToken>>,
     /// After this time without an agent, a replica takes a Node for one that never had one.
     pub uncovered_after: Duration,
@@ -268,7 +256,6 @@ impl World {
             kernels: NODES.iter().map(|_| Control::default()).collect(),
             running: Mutex::default(),
             barriers: Mutex::new(vec![None; NODES.len()]),
-            stores: Mutex::new(vec![None; PLACES]),
             failing_since: Mutex::default(),
             lost_power: Mutex::default(),
             named: Arc::new(Mutex::new(vec![0, 1])),
@@ -278,19 +265,19 @@ impl World {
             answers: Mutex::default(),
             network: network.clone(),
         });
-        let place = |name: String, host| Process::new(name, host, network.clone());
-        let mut client = place("client".into(), CLIENT);
+        let place = |host| Process::new(host, network.clone());
+        let mut client = place(CLIENT);
         client.start(|| ())?;
         // Some replicas remember each agent for longer than a fault lasts, and others do not.
         let uncovered_after = Duration::from_secs(if rng.bool() { 10 } else { 600 });
         Ok(Self {
-            replicas: (0..PLACES).map(|index| place(format!("replica-{index}"), replica_host(index))).collect(),
+            replicas: (0..PLACES).map(|index| place(replica_host(index))).collect(),
             ways: (0..PLACES).map(|_| WayToApi::new(Arc::clone(&api))).collect(),
-            agents: (0..NODES.len()).map(|node| place(format!("agent-{}", NODES[node]), node_host(node))).collect(),
+            agents: (0..NODES.len()).map(|node| place(node_host(node))).collect(),
             disks: NODES.iter().map(|_| SimulatedDisk::default()).collect(),
             client,
             generations: [0; PLACES],
-            tokens: vec![None; PLACES + NODES.len()],
+            tokens: vec![None; PLACES],
             uncovered_after,
             progress: vec![None; NODES.len()],
             shared,
@@ -334,7 +321,6 @@ impl World {
             let source_settings = SourceSettings { model, ..SourceSettings::default() };
             let metrics = Arc::new(Metrics::default());
             let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
-            lock(&shared.stores)[place] = Some(Arc::clone(&store));
             let listen = Listen::at(SocketAddr::new(host, AGENTS_PORT));
             tokio::spawn(async move {
                 let serving = Arc::clone(&store);
@@ -365,7 +351,6 @@ impl World {
         }
         self.shared.tell(format!("start the agent of {}", NODES[node]));
         let token = CancellationToken::new();
-        self.tokens[PLACES + node] = Some(token.clone());
         let urls = (0..PLACES).map(|place| format!("http://{}", SocketAddr::new(replica_host(place), AGENTS_PORT)));
         let control_planes: Result<Vec<_>, _> = urls.map(|url| ControlPlane::parse(&url, true)).collect();
         let config = SessionConfig {

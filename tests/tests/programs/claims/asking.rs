@@ -19,7 +19,7 @@ use headgate_tests::{
 use serde_json::Value;
 
 use super::{
-    source::{BAIT, CLUSTER, GATE, LOCAL, NAMESPACE, NODES, Phase, Pod, cluster_ip, service_name},
+    source::{BAIT, CLUSTER, GATE, LOCAL, NAMESPACE, NODES, Phase, Pod, service_name},
     world::{Shared, lock, url},
 };
 
@@ -472,21 +472,12 @@ impl Asker<'_> {
         asked: Instant,
         is_wrong: impl Fn(bool, Option<bool>) -> bool,
     ) -> Result<()> {
-        for (node, name) in NODES.iter().enumerate() {
+        for node in 0..NODES.len() {
             let kernel = self.shared.read(node)?;
             let source = self.shared.source();
-            if !source.counts(node, asked) {
-                continue;
-            }
-            for service in &pod.services {
-                let is_found = kernel.get(&cluster_ip(*service)).is_some_and(|found| found.contains(&pod.address));
-                let mut now = pod.clone();
-                now.phase = Phase::Stopping;
-                if is_wrong(is_found, source.wants(&now, *service, node)) {
-                    let does = if is_found { "forwards" } else { "does not forward" };
-                    let service = service_name(*service);
-                    self.is_false(&format!("{claim}, but {name} {does} {service} to {}", pod.address));
-                }
+            if source.counts(node, asked) {
+                let differences = source.differences(claim, pod, node, &kernel, &is_wrong);
+                differences.iter().for_each(|difference| self.is_false(difference));
             }
         }
         Ok(())
