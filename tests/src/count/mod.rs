@@ -2,7 +2,8 @@
 //! machine, and compares them with `tests/counts.txt`.
 //!
 //! valgrind runs this program again for each path and counts only what [`measured`] calls. Counts
-//! depend on what [`tools`] names, so they are compared only if the file names the same. Hash tables of std have random seeds, which change counts by less than
+//! depend on what [`tools`] names, so they are compared only if the file names the same. Hash
+//! tables of std have random seeds, which change counts by less than
 //! 0.1 %.
 
 pub mod baseline;

@@ -296,7 +296,8 @@ impl Source {
     }
 
     /// In what a claim about a stopping pod differs from a node's kernel, one sentence for each
-    /// Service. `is_wrong` gets whether the node forwards to the pod, and what [`Self::wants`] says.
+    /// Service. `is_wrong` gets whether the node forwards to the pod, and what [`Self::wants`]
+    /// says.
     pub fn differences(
         &self,
         claim: &str,
