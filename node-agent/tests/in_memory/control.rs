@@ -40,6 +40,8 @@ pub(super) struct Script {
     calls: Vec<Call>,
     failures: VecDeque<DataplaneError>,
     pub(super) verdicts: VecDeque<bool>,
+    /// True from [`Control::flush`] until a full sync.
+    pub(super) is_flushed: bool,
     held: bool,
     pub(super) degraded: Vec<String>,
     pub(super) rejected: BTreeSet<String>,
@@ -78,7 +80,7 @@ impl Control {
         self.script().degraded.push(sentence.to_owned());
     }
 
-    /// Removes a service, as another program would.
+    /// Removes a service, as another program would. Checks do not find this, and verifications do.
     pub fn forget(&self, service: &str) {
         self.script().table.retain(|key, _| key.to_string() != service);
     }
@@ -142,9 +144,12 @@ impl Control {
         self.script().calls.len()
     }
 
-    /// Empties the table, as a boot of the machine does.
-    pub fn clear(&self) {
-        self.script().table.clear();
+    /// Removes a service, or everything, as another program or a boot would. Checks find this
+    /// until a full sync.
+    pub fn flush(&self, service: Option<&str>) {
+        let mut script = self.script();
+        script.table.retain(|key, _| service.is_some_and(|service| key.to_string() != service));
+        script.is_flushed = true;
     }
 }
 

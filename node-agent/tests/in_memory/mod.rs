@@ -95,7 +95,9 @@ impl Dataplane for InMemoryFamily {
     }
 
     fn apply(&mut self, kernel: &mut Control, plan: Plan) -> Result<Report, DataplaneError> {
+        let is_full = matches!(plan.call, Call::Full(..));
         let mut script = kernel.work(plan.call)?;
+        script.is_flushed &= !is_full;
         let Script { table, rejected, quarantined, .. } = &mut *script;
         let mut entries = plan.entries;
         entries.retain(|key, _| !quarantined.contains(key));
@@ -113,7 +115,8 @@ impl Dataplane for InMemoryFamily {
     }
 
     fn check(&mut self, kernel: &mut Control) -> Result<Finding, DataplaneError> {
-        let is_intact = kernel.work(Call::Check)?.verdicts.pop_front().unwrap_or(true);
+        let mut script = kernel.work(Call::Check)?;
+        let is_intact = script.verdicts.pop_front().unwrap_or(!script.is_flushed);
         Ok(Finding::of((!is_intact).then(|| "somebody else has changed the table".to_owned())))
     }
 

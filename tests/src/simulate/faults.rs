@@ -97,9 +97,14 @@ impl Fault {
 }
 
 impl Shared {
-    /// Makes a node drop what its agent programmed for the bait, as another program might.
-    pub fn forget_bait(&self, node: usize) {
-        self.kernels[node].forget(&format!("{}/{}", NAMESPACE, service_name(BAIT)));
+    /// Makes a node drop what its agent programmed for the bait, as another program might. The
+    /// agent's checks find it if it `is_seen`, and else only its verifications.
+    fn forget_bait(&self, node: usize, is_seen: bool) {
+        let bait = format!("{}/{}", NAMESPACE, service_name(BAIT));
+        match is_seen {
+            true => self.kernels[node].flush(Some(&bait)),
+            false => self.kernels[node].forget(&bait),
+        }
         self.tell(format!("{} forgets {} ({})", NODES[node], service_name(BAIT), cluster_ip(BAIT)));
     }
 }
@@ -142,7 +147,7 @@ impl World {
             Fault::Reboot => {
                 self.kill_agent(node, true);
                 lock(&self.shared.lost_power)[node] = Some(super::clock::now());
-                self.shared.kernels[node].clear();
+                self.shared.kernels[node].flush(None);
                 self.disks[node].lose_power(rng.bool());
             }
             Fault::CutAgents => {
@@ -185,7 +190,7 @@ impl World {
                     self.kill_agent(node, false);
                 }
                 self.shared.change(|source, api| source.delete_node(api, node));
-                let (shared, pause) = (Arc::clone(&self.shared), Duration::from_millis(rng.u64(0..1500)));
+                let (shared, pause) = (Arc::clone(&self.shared), Duration::from_millis(rng.u64(0..3000)));
                 self.client.spawn(async move {
                     sleep(pause).await;
                     shared.change(|source, api| source.put_node(api, node));
@@ -202,8 +207,8 @@ impl World {
             }
             Fault::FailKernel => {
                 self.fail_kernel(node, rng.usize(1..40));
-                if rng.bool() {
-                    self.shared.forget_bait(node);
+                if rng.u8(0..3) > 0 {
+                    self.shared.forget_bait(node, rng.bool());
                 }
             }
             Fault::StepClock => {

@@ -362,7 +362,8 @@ impl World {
         };
         let timing = Timing {
             quarantine: Backoff::new(Duration::from_secs(5), Duration::from_secs(60), Jitter::Half),
-            sync_period: Duration::from_secs(10),
+            sync_period: Duration::from_secs(2),
+            rules_period: Duration::from_secs(3),
             ..Timing::default()
         };
         let (kernel, disk) = (self.shared.kernels[node].clone(), self.disks[node].clone());
