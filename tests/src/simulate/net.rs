@@ -47,8 +47,10 @@ struct Wires {
     routes: BTreeMap<(IpAddr, IpAddr), Route>,
     listeners: BTreeMap<SocketAddr, Backlog>,
     connections: BTreeMap<u64, Connection>,
-    /// The connections on which something is on its way.
-    busy: BTreeSet<u64>,
+    /// When something arrives, and on which connection.
+    due: BTreeSet<(u64, u64)>,
+    /// The connections on which something waits for a silent route to open.
+    stuck: BTreeSet<u64>,
     next: u64,
     /// Bytes that arrived, for the trace.
     arrived: u64,
@@ -62,7 +64,8 @@ impl Default for Wires {
             routes: BTreeMap::new(),
             listeners: BTreeMap::new(),
             connections: BTreeMap::new(),
-            busy: BTreeSet::new(),
+            due: BTreeSet::new(),
+            stuck: BTreeSet::new(),
             next: 0,
             arrived: 0,
         }
@@ -139,6 +142,12 @@ impl Wires {
     fn arrival(&mut self, at: u64) -> u64 {
         at + self.rng.u64(self.delay_ms.clone()) * MILLISECOND
     }
+
+    /// Tries again what waits, after a change of the routes.
+    fn unstick(&mut self) {
+        let now = clock::now();
+        self.due.extend(std::mem::take(&mut self.stuck).into_iter().map(|number| (now, number)));
+    }
 }
 
 impl Network {
@@ -163,6 +172,7 @@ impl Network {
     pub fn set_route(&self, from: IpAddr, to: IpAddr, route: Route) {
         let mut wires = self.wires();
         wires.routes.insert((from, to), route);
+        wires.unstick();
         if route == Route::Refused {
             let between =
                 |connection: &&mut Connection| connection.hosts == [from, to] || connection.hosts == [to, from];
@@ -179,7 +189,9 @@ impl Network {
 
     /// Opens all routes.
     pub fn open_routes(&self) {
-        self.wires().routes.clear();
+        let mut wires = self.wires();
+        wires.routes.clear();
+        wires.unstick();
     }
 
     /// Forgets the ports and connections of a host. With `is_silent`, nobody hears of it: the
@@ -205,17 +217,7 @@ impl Network {
     /// When the next bytes or requests to connect arrive.
     #[must_use]
     pub fn next_arrival(&self) -> Option<u64> {
-        let wires = self.wires();
-        let next = |connection: &Connection| {
-            let [client, server] = connection.hosts;
-            let is_open = [(client, server), (server, client)].map(|(from, to)| wires.route(from, to) != Route::Silent);
-            if connection.state == State::Opening {
-                return (is_open == [true; 2]).then_some(connection.opens_at);
-            }
-            let sides = connection.pipes.iter().zip(is_open).filter(|(_, is_open)| *is_open);
-            sides.filter_map(|(pipe, _)| Some(pipe.sent.front()?.0)).min()
-        };
-        wires.busy.iter().filter_map(|number| next(wires.connections.get(number)?)).min()
+        self.wires().due.first().map(|(at, _)| *at)
     }
 
     /// Delivers what has arrived by the time of the driver. Returns the hosts that got something.
@@ -223,7 +225,9 @@ impl Network {
         let now = clock::now();
         let mut reached = BTreeSet::new();
         let mut wires = self.wires();
-        for number in std::mem::take(&mut wires.busy) {
+        let later = wires.due.split_off(&(now + 1, 0));
+        let arrived = std::mem::replace(&mut wires.due, later);
+        for number in arrived.into_iter().map(|(_, number)| number).collect::<BTreeSet<_>>() {
             let Some(connection) = wires.connections.get(&number) else { continue };
             let [client, server] = connection.hosts;
             let routes = [wires.route(client, server), wires.route(server, client)];
@@ -246,7 +250,7 @@ impl Network {
                     None => connection.reset(),
                 }
             }
-            let Wires { connections, arrived, busy, .. } = &mut *wires;
+            let Wires { connections, arrived, stuck, .. } = &mut *wires;
             let Some(connection) = connections.get_mut(&number) else { continue };
             let mut is_broken = false;
             for (side, pipe) in connection.pipes.iter_mut().enumerate() {
@@ -266,10 +270,15 @@ impl Network {
                 reached.extend([client, server]);
                 connection.reset();
             }
-            let is_busy = connection.pipes.iter().any(|pipe| !pipe.sent.is_empty());
-            if connection.state == State::Opening || is_busy {
-                busy.insert(number);
-            } else if connection.pipes.iter().all(|pipe| pipe.is_left == [true; 2]) {
+            let is_reset = connection.state == State::Reset;
+            let waits = |pipe: &Pipe| pipe.sent.front().is_some_and(|(at, _)| *at <= now);
+            if connection.state == State::Opening || !is_reset && connection.pipes.iter().any(waits) {
+                stuck.insert(number);
+            } else if connection
+                .pipes
+                .iter()
+                .all(|pipe| (is_reset || pipe.sent.is_empty()) && pipe.is_left == [true; 2])
+            {
                 connections.remove(&number);
             }
         }
@@ -297,7 +306,7 @@ impl Network {
                 pipes: Default::default(),
             };
             wires.connections.insert(number, connection);
-            wires.busy.insert(number);
+            wires.due.insert((opens_at, number));
             number
         };
         // Dropping the stream, also while it waits, closes the connection.
@@ -425,9 +434,10 @@ impl AsyncWrite for SimulatedStream {
                 return Poll::Pending;
             }
             let last = pipe.sent.back().map_or(0, |(at, _)| *at);
-            pipe.sent.push_back((arrival.max(last), Bytes::copy_from_slice(&bytes[..count])));
+            let arrival = arrival.max(last);
+            pipe.sent.push_back((arrival, Bytes::copy_from_slice(&bytes[..count])));
             pipe.unread += count;
-            wires.busy.insert(number);
+            wires.due.insert((arrival, number));
             Poll::Ready(Ok(count))
         })
     }
@@ -453,10 +463,10 @@ impl SimulatedStream {
             let pipe = &mut connection.pipes[side];
             if !pipe.is_left[WRITER] {
                 pipe.is_left[WRITER] = true;
-                let last = pipe.sent.back().map_or(0, |(at, _)| *at);
-                pipe.sent.push_back((arrival.max(last), Bytes::new()));
+                let arrival = pipe.sent.back().map_or(arrival, |(at, _)| arrival.max(*at));
+                pipe.sent.push_back((arrival, Bytes::new()));
+                wires.due.insert((arrival, number));
             }
-            wires.busy.insert(number);
             if leaves {
                 connection.pipes[1 - side].is_left[READER] = true;
                 if is_opening {
