@@ -151,6 +151,12 @@ impl Control {
         script.table.retain(|key, _| service.is_some_and(|service| key.to_string() != service));
         script.is_flushed = true;
     }
+
+    /// True from [`Self::flush`] until a full sync.
+    #[must_use]
+    pub fn is_flushed(&self) -> bool {
+        self.script().is_flushed
+    }
 }
 
 impl KernelHandle for Control {}

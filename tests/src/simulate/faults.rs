@@ -36,6 +36,8 @@ pub enum Fault {
     FreezeAgent,
     /// A node loses its power and boots again.
     Reboot,
+    /// The connections of a node or of a replica are reset. New ones can be opened at once.
+    Reset,
     /// The connections of an agent to a replica, or to all replicas, are cut.
     CutAgents,
     /// One direction of the connections between an agent and a replica is cut.
@@ -68,7 +70,7 @@ pub enum Fault {
 
 impl Fault {
     /// All faults.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::KillReplica,
         Self::SlowLists,
         Self::FreezeReplica,
@@ -79,6 +81,7 @@ impl Fault {
         Self::BlindRestart,
         Self::FreezeAgent,
         Self::Reboot,
+        Self::Reset,
         Self::CutAgents,
         Self::CutOneWay,
         Self::CutPeers,
@@ -115,8 +118,12 @@ impl World {
     /// # Errors
     /// A process cannot be started.
     pub fn inject(&mut self, fault: Fault, rng: &mut Rng) -> Result<()> {
-        let place = rng.choice(self.shared.running()).unwrap_or_default();
-        let node = rng.usize(0..NODES.len());
+        // Faults meet each other if they often hit the same processes.
+        let is_usual = rng.u8(0..3) > 0;
+        let running = self.shared.running();
+        let place = running.iter().copied().find(|place| is_usual && *place == self.usual_place);
+        let place = place.or_else(|| rng.choice(running)).unwrap_or_default();
+        let node = if is_usual { self.usual_node } else { rng.usize(0..NODES.len()) };
         let route = if rng.bool() { Route::Silent } else { Route::Refused };
         self.shared.tell(format!("fault {fault:?}: replica-{place}, {}, {route:?}", NODES[node]));
         match fault {
@@ -149,6 +156,10 @@ impl World {
                 lock(&self.shared.lost_power)[node] = Some(super::clock::now());
                 self.shared.kernels[node].flush(None);
                 self.disks[node].lose_power(rng.bool());
+            }
+            Fault::Reset => {
+                let host = if rng.u8(0..3) > 0 { node_host(node) } else { replica_host(place) };
+                self.shared.network.reset(host);
             }
             Fault::CutAgents => {
                 let all = rng.bool();

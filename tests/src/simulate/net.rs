@@ -180,6 +180,11 @@ impl Network {
         }
     }
 
+    /// Resets the connections of a host.
+    pub fn reset(&self, host: IpAddr) {
+        self.wires().connections.values_mut().filter(|one| one.hosts.contains(&host)).for_each(Connection::reset);
+    }
+
     /// Whether all routes are open, and no faster or slower than without faults.
     #[must_use]
     pub fn is_clear(&self) -> bool {

@@ -238,6 +238,10 @@ pub struct World {
     tokens: Vec<Option<CancellationToken>>,
     /// After this time without an agent, a replica takes a Node for one that never had one.
     pub uncovered_after: Duration,
+    /// The place of the replica that most faults hit.
+    pub usual_place: usize,
+    /// The node that most faults hit.
+    pub usual_node: usize,
     progress: Vec<Option<watch::Receiver<Progress>>>,
 }
 
@@ -279,6 +283,8 @@ impl World {
             generations: [0; PLACES],
             tokens: vec![None; PLACES],
             uncovered_after,
+            usual_place: rng.usize(0..2),
+            usual_node: rng.usize(0..NODES.len()),
             progress: vec![None; NODES.len()],
             shared,
         })
