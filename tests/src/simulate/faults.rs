@@ -56,7 +56,8 @@ pub enum Fault {
     StuckWatch,
     /// A Node is deleted and created again, while its agent is dead or alive.
     NodeAgain,
-    /// The kernel of a node fails to execute what the agent writes, and may lose rules.
+    /// The kernel of a node fails to execute what the agent writes, and may lose rules. Later the
+    /// node's connections break.
     FailKernel,
     /// The kernel of a node rejects the rules of some Services.
     Reject,
@@ -221,6 +222,12 @@ impl World {
                 if rng.u8(0..3) > 0 {
                     self.shared.forget_bait(node, rng.bool());
                 }
+                // A node in trouble often loses its connections as well.
+                let (network, pause) = (self.shared.network.clone(), Duration::from_millis(rng.u64(2000..8000)));
+                self.client.spawn(async move {
+                    sleep(pause).await;
+                    network.reset(node_host(node));
+                });
             }
             Fault::StepClock => {
                 let hour = 3_600_000_000_000_i64;

@@ -185,11 +185,12 @@ impl Network {
         self.wires().connections.values_mut().filter(|one| one.hosts.contains(&host)).for_each(Connection::reset);
     }
 
-    /// Whether all routes are open, and no faster or slower than without faults.
+    /// Whether all routes from and to a host are open.
     #[must_use]
-    pub fn is_clear(&self) -> bool {
+    pub fn is_open(&self, host: IpAddr) -> bool {
         let wires = self.wires();
-        wires.delay_ms == ORDINARY_DELAYS_MS && wires.routes.values().all(|route| *route == Route::Open)
+        let mut of_host = wires.routes.iter().filter(|((from, to), _)| [*from, *to].contains(&host));
+        of_host.all(|(_, route)| *route == Route::Open)
     }
 
     /// Opens all routes.

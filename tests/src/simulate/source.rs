@@ -82,6 +82,8 @@ pub struct Source {
     nodes: [Option<Instant>; NODES.len()],
     created: u32,
     has_crowd: bool,
+    /// When a pod changed that a node may use or not, depending on such pods.
+    last_moved: Instant,
 }
 
 /// The name of a Service.
@@ -102,7 +104,13 @@ fn has_anchor(service: usize, node: usize) -> bool {
 impl Source {
     /// Writes the Nodes and Services, and the pods that never change.
     pub fn new(api: &ApiServer) -> Self {
-        let mut source = Self { pods: Vec::new(), nodes: [None; NODES.len()], created: 0, has_crowd: false };
+        let mut source = Self {
+            pods: Vec::new(),
+            nodes: [None; NODES.len()],
+            created: 0,
+            has_crowd: false,
+            last_moved: Instant::now(),
+        };
         api.apply(service_cidr("kubernetes", &["10.96.0.0/16"]).build()).unwrap();
         for index in 0..NODES.len() {
             source.put_node(api, index);
@@ -166,6 +174,9 @@ impl Source {
             return;
         }
         self.pods[pod].phase = phase;
+        if self.pods[pod].services.iter().any(|service| !has_anchor(*service, self.pods[pod].node)) {
+            self.last_moved = Instant::now();
+        }
         for service in self.pods[pod].services.clone() {
             let version = self.write(api, service);
             self.pods[pod].version = version;
@@ -295,6 +306,12 @@ impl Source {
         }
     }
 
+    /// Whether the pods on which [`Self::wants`] may depend have not changed for some seconds. An
+    /// answer holds for them as they were.
+    fn is_steady(&self) -> bool {
+        self.last_moved.elapsed() > Duration::from_secs(3)
+    }
+
     /// In what a claim about a stopping pod differs from a node's kernel, one sentence for each
     /// Service. `is_wrong` gets whether the node forwards to the pod, and what [`Self::wants`]
     /// says.
@@ -311,7 +328,8 @@ impl Source {
             let is_found = kernel.get(&cluster_ip(*service)).is_some_and(|found| found.contains(&pod.address));
             let does = if is_found { "forwards" } else { "does not forward" };
             let (node_name, service_name) = (NODES[node], service_name(*service));
-            let is_wrong = is_wrong(is_found, self.wants(&stopping, *service, node));
+            let wanted = self.wants(&stopping, *service, node);
+            let is_wrong = (wanted.is_some() || self.is_steady()) && is_wrong(is_found, wanted);
             is_wrong.then(|| format!("{claim}, but {node_name} {does} {service_name} to {}", pod.address))
         };
         pod.services.iter().filter_map(difference).collect()

@@ -204,7 +204,7 @@ impl Shared {
     /// say so.
     pub fn is_known_to_fail(&self, node: usize) -> bool {
         let since = lock(&self.failing_since)[node];
-        since.is_some_and(|since| clock::local() > since + TOLD) && self.network.is_clear()
+        since.is_some_and(|since| clock::local() > since + TOLD) && self.network.is_open(node_host(node))
     }
 
     /// Whether a node lost its power a short time ago. Replicas cannot know that at once.
