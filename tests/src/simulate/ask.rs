@@ -158,6 +158,7 @@ impl Asker {
                         self.shared.is_false(&format!("up to date ({} knew {version}), but {difference}", row.replica));
                     }
                 }
+                self.pause(200).await;
                 if time == TIMES && good.len() == NODES.len() && rows.len() == good.len() {
                     return Ok("up to date".into());
                 }

@@ -216,7 +216,9 @@ impl Driver {
     fn turn(&mut self, end: u64) {
         let network = self.world.shared.network.clone();
         let [shortest, longest] = [1, LONGEST_TURN_MS].map(|milliseconds| clock::now() + milliseconds * MILLISECOND);
-        let now = network.next_arrival().unwrap_or(longest).clamp(shortest, longest).min(end);
+        // Whoever got something runs at once.
+        let next = if self.reached.is_empty() { network.next_arrival().unwrap_or(longest) } else { shortest };
+        let now = next.clamp(shortest, longest).min(end);
         let mut order: Vec<&mut process::Process> = self.world.processes();
         order.retain(|process| now == end || self.reached.contains(&process.host) || process.is_behind(now));
         self.rng.shuffle(&mut order);
