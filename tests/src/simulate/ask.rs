@@ -145,14 +145,16 @@ impl Asker {
                     if self.shared.is_dark(node) {
                         continue;
                     }
-                    // An agent that is up to date may not know yet what another program did.
-                    let is_known_to_fail = self.shared.is_known_to_fail(node);
+                    if self.shared.is_known_to_fail(node) {
+                        self.shared.is_false(&format!("{} is up to date, but its last attempt failed", row.node));
+                    }
                     let kernel = self.shared.read(node);
                     let is_rejected = |service| {
                         let name = format!("Service {NAMESPACE}/{}", service_name(service));
                         row.rejections.iter().any(|rejection| rejection.object == name)
                     };
-                    let counts = |service| (service != BAIT || is_known_to_fail) && !is_rejected(service);
+                    // An agent may not know yet what another program did to the bait.
+                    let counts = |service| service != BAIT && !is_rejected(service);
                     let difference = self.shared.source().compare(node, &kernel, version, counts);
                     if let Some(difference) = difference {
                         self.shared.is_false(&format!("up to date ({} knew {version}), but {difference}", row.replica));

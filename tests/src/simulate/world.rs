@@ -181,7 +181,10 @@ impl Shared {
     /// Records a claim that differs from the kernels.
     pub fn is_false(&self, claim: &str) {
         self.tell(format!("FALSE: {claim}"));
-        lock(&self.false_claims).push(claim.to_owned());
+        let mut known = lock(&self.false_claims);
+        if !known.iter().any(|old| old == claim) {
+            known.push(claim.to_owned());
+        }
     }
 
     /// What a node's kernel forwards, for clients on the node.
