@@ -1,18 +1,23 @@
 //! Connections to replicas, and advice for connections that fail.
 
-use std::error::Error;
-use std::io;
-use std::net::{IpAddr, SocketAddr};
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::{
+    error::Error,
+    io,
+    net::{IpAddr, SocketAddr},
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
-use headgate_proto::v1::{GetStatusRequest, inspect_client::InspectClient};
-use headgate_proto::{AGENTS_ONLY, errors};
-use tonic::Code;
-use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
+use headgate_proto::{
+    AGENTS_ONLY, errors,
+    v1::{GetStatusRequest, inspect_client::InspectClient},
+};
+use tonic::{
+    Code,
+    transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity},
+};
 
-use crate::args::TlsArgs;
-use crate::units;
+use crate::{args::TlsArgs, units};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The timeout of a handshake, and of the first part of each answer. If many agents connect at
@@ -193,7 +198,7 @@ fn bare(host: &str) -> &str {
 }
 
 fn may_be_plain(host: &str) -> bool {
-    host == "localhost" || bare(host).parse().is_ok_and(headgate_proto::plaintext::is_allowed)
+    host == "localhost" || bare(host).parse().is_ok_and(headgate_proto::addresses::may_lack_tls)
 }
 
 fn tls_config(tls: &TlsArgs) -> Result<ClientTlsConfig, ConnectError> {

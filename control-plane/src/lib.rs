@@ -1,6 +1,6 @@
 //! The control plane: watches the API server once and streams deltas to every node agent.
 //!
-//! [`source`] reads objects. [`model`] turns the objects into a [`transaction`], [`store`] holds
+//! [`source`] reads objects. [`model`] turns the objects into transactions, [`store`] holds
 //! the state, and [`serve`] streams the state to the agents.
 
 pub mod identity;
@@ -12,4 +12,3 @@ pub mod run;
 pub mod serve;
 pub mod source;
 pub mod store;
-pub mod transaction;

@@ -16,7 +16,7 @@ use prometheus_client::{
     registry::{Metric, Registry},
 };
 
-use crate::transaction::SourceKind;
+use crate::objects::SourceKind;
 
 pub(crate) type Total = Counter<u64, AtomicU64>;
 pub(crate) type Level = Gauge<i64, AtomicI64>;

@@ -7,7 +7,7 @@ use std::{
 };
 
 use clap::Parser;
-use headgate_core::{ServiceKey, dns_name::check_subdomain, plaintext};
+use headgate_core::{ServiceKey, addresses, dns_name::check_subdomain};
 use headgate_tls::{FileError, Files, Side};
 
 use crate::{
@@ -271,7 +271,7 @@ pub enum OptionsError {
     /// `--insecure-loopback` is given with an address that other machines may reach.
     #[error(
         "--insecure-loopback: {option} {address} is neither a loopback address nor in a range reserved for tests ({ranges}); choose such an address, \
-         or use TLS (--tls-cert, --tls-key, --tls-client-ca)", ranges = plaintext::TEST_RANGES.join(", ")
+         or use TLS (--tls-cert, --tls-key, --tls-client-ca)", ranges = addresses::TEST_RANGES.join(", ")
     )]
     ListenNotLocal {
         /// The option that holds the address.
@@ -409,7 +409,7 @@ fn service_key(text: &str) -> Result<ServiceKey, String> {
 
 /// Whether this address may be served without TLS.
 fn may_be_plaintext(address: IpAddr) -> bool {
-    plaintext::is_allowed(address.to_canonical())
+    addresses::may_lack_tls(address.to_canonical())
 }
 
 /// The host name of the kernel. In a pod, the host name is the name of the pod.

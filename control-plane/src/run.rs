@@ -7,11 +7,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     metrics::Metrics,
+    model::Sink,
     options::{Options, OptionsError},
     serve::{self, Running, ServeError},
     source::{self, SourceError, SourceSpec},
     store::{Limits, Store},
-    transaction::Sink,
 };
 
 /// Why the control plane could not start, or had to stop.

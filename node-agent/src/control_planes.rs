@@ -2,7 +2,7 @@
 
 use std::{fmt, net::SocketAddr};
 
-use headgate_core::plaintext;
+use headgate_core::addresses;
 use tonic::transport::Uri;
 
 /// One replica of the control plane.
@@ -24,7 +24,7 @@ impl fmt::Display for ControlPlane {
 
 impl ControlPlane {
     /// Parses `https://host:port`. If `insecure` is true, also accepts `http://address:port` when
-    /// [`plaintext::is_allowed`] returns true for the address, and `unix:FILE`: the rights of the
+    /// [`addresses::may_lack_tls`] returns true for the address, and `unix:FILE`: the rights of the
     /// file and its folder decide who listens there.
     ///
     /// # Errors
@@ -51,7 +51,7 @@ impl ControlPlane {
             Some("http") if allows_plaintext(host) => Ok(Self { uri, socket: None }),
             Some("http") => Err(fail(format!(
                 "would be plaintext to {host}: --insecure-loopback allows only loopback addresses and the test ranges {}; write https://",
-                plaintext::TEST_RANGES.join(", ")
+                addresses::TEST_RANGES.join(", ")
             ))),
             None => Err(fail(format!("has no scheme; write https://{uri}"))),
             Some(_) => Err(fail("has another scheme than https; write https://host:7443".into())),
@@ -88,7 +88,7 @@ impl ControlPlane {
 }
 
 fn allows_plaintext(host: &str) -> bool {
-    host.trim_start_matches('[').trim_end_matches(']').parse().is_ok_and(plaintext::is_allowed)
+    host.trim_start_matches('[').trim_end_matches(']').parse().is_ok_and(addresses::may_lack_tls)
 }
 
 #[cfg(test)]

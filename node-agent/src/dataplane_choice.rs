@@ -1,6 +1,6 @@
 //! Chooses and configures the dataplane for the settings, and prepares the machine for it.
 
-use headgate_core::{Family, masquerade::MasqueradeConfig};
+use headgate_core::{Family, view::MasqueradeConfig};
 use headgate_settings::{DetectLocal, ProxyMode, Settings};
 use tracing::{error, info};
 

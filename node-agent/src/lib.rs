@@ -1,7 +1,7 @@
 //! The node agent: programs one node's kernel with the state that a control plane streams to it.
 //!
 //! [`session`] writes the [`state`]. [`reconcile`] reads the state, programs the kernel through the
-//! [`dataplane`], and publishes its [`progress`], which the session acknowledges to the control
+//! [`dataplane`], and publishes its progress, which the session acknowledges to the control
 //! plane. When the agent stops or loses its control plane, the rules stay in the kernel.
 //!
 //! This list shows the layers from the lowest to the highest. A module imports only modules of
@@ -12,13 +12,14 @@
 //!    - [`control_planes`]: URLs of control planes.
 //!    - [`metric_registry`]: registers and describes metrics.
 //!    - [`packet_counters`]: the kernel's packet counters that rules use.
-//!    - [`progress`]: what the reconcile loop has programmed.
 //!    - [`settings`]: kube-proxy's settings, from flags or a file.
 //!    - [`interfaces`]: follows the addresses of the node's interfaces.
 //!    - [`node_inputs`]: local pods and NodePort addresses, resolved from settings and Node.
 //!    - [`sysctl`]: kernel parameters.
 //!    - `bisect` finds the faulty items of a batch, `memory` returns memory to the system.
-//! 2. [`state`]: what the agent holds, shared by the session and the reconcile loop.
+//! 2. [`state`]: what the agent holds, shared by the session and the reconcile loop, what waits,
+//!    and
+//!    what is programmed.
 //! 3. [`dataplane`]: programs the kernel.
 //! 4. [`observers`]: the work after each sync. Observers delete stale UDP flows, serve health-check
 //!    node ports, and check endpoints.
@@ -55,7 +56,6 @@ pub mod options;
 pub mod packet_counters;
 pub mod persist;
 pub mod program;
-pub mod progress;
 pub mod reconcile;
 mod run;
 pub mod session;

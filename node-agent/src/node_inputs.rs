@@ -8,10 +8,10 @@ use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{
     Demand, Family, Node,
-    dialling::DialPolicy,
+    addresses::DialPolicy,
     explain::{self, Mode},
     iptables::NodePortAddresses,
-    masquerade::{LocalDetector, MasqueradeConfig},
+    view::{LocalDetector, MasqueradeConfig},
 };
 use ipnet::IpNet;
 

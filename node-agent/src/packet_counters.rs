@@ -4,7 +4,7 @@
 //! and the process that created it. kube-proxy uses the same names.
 
 use headgate_core::iptables::names::{INVALID_COUNTER, LOCALHOST_COUNTER};
-use headgate_netlink::{Connection, NetlinkError, attributes, netfilter};
+use headgate_netlink::{Connection, NetlinkError, Request, attributes, netfilter_attributes};
 
 const NEW: u8 = 0;
 const GET: u8 = 1;
@@ -34,7 +34,7 @@ pub struct PacketCounts {
 pub fn make() -> Result<(), NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     for name in [INVALID_COUNTER, LOCALHOST_COUNTER] {
-        let request = netfilter::request(libc::NFNL_SUBSYS_ACCT, NEW, CREATE, ANY_FAMILY).text(NAME, name);
+        let request = Request::netfilter(libc::NFNL_SUBSYS_ACCT, NEW, CREATE, ANY_FAMILY).text(NAME, name);
         allow(connection.ask(request, |_, _| {}), libc::EEXIST)?;
     }
     Ok(())
@@ -48,9 +48,9 @@ pub fn read() -> Result<PacketCounts, NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     let mut packets = |name| {
         let mut packets = 0;
-        let request = netfilter::request(libc::NFNL_SUBSYS_ACCT, GET, 0, ANY_FAMILY).text(NAME, name);
+        let request = Request::netfilter(libc::NFNL_SUBSYS_ACCT, GET, 0, ANY_FAMILY).text(NAME, name);
         connection.ask(request, |_, payload| {
-            let own = netfilter::attributes(payload).map(attributes);
+            let own = netfilter_attributes(payload).map(attributes);
             let value = own.ok().and_then(|mut own| own.find(|(kind, _)| *kind == PACKETS));
             packets = value.and_then(|(_, value)| Some(u64::from_be_bytes(value.try_into().ok()?))).unwrap_or(packets);
         })?;
@@ -70,7 +70,7 @@ pub fn read() -> Result<PacketCounts, NetlinkError> {
 pub fn remove() -> Result<(), NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     for name in [INVALID_COUNTER, LOCALHOST_COUNTER] {
-        let request = netfilter::request(libc::NFNL_SUBSYS_ACCT, DELETE, 0, ANY_FAMILY).text(NAME, name);
+        let request = Request::netfilter(libc::NFNL_SUBSYS_ACCT, DELETE, 0, ANY_FAMILY).text(NAME, name);
         let done = connection.ask(request, |_, _| {});
         [libc::ENOENT, libc::EBUSY, libc::EOPNOTSUPP, libc::EINVAL].into_iter().fold(done, allow)?;
     }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use futures::{FutureExt as _, future::BoxFuture};
-use headgate_core::{Demand, dialling::DialPolicy};
+use headgate_core::{Demand, addresses::DialPolicy};
 use headgate_listener::{HttpConnections, open_files};
 use headgate_settings::Settings;
 use tokio::{
@@ -33,7 +33,6 @@ use crate::{
     observers::{conntrack::ConntrackCleaner, endpoint_checks, health_check_ports},
     options::{Configured, Options, OptionsError, ProxyMode},
     persist::{self, Disk, Folder, Saver},
-    progress::Progress,
     reconcile::{Reconciler, Timing},
     session::{
         barriers::Barriers,
@@ -41,7 +40,7 @@ use crate::{
         enrolment::Enrolment,
         tls::AgentTls,
     },
-    state::{AgentState, NodePolicy, Wake},
+    state::{AgentState, NodePolicy, Wake, progress::Progress},
     sysctl::{self, SysctlError},
 };
 

@@ -8,17 +8,16 @@ use std::{
 };
 
 use headgate_core::{
-    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Placement, Protocol,
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Placement, Pool, Protocol,
     ProxyProtocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight, address_from_bytes,
+    addresses::{AddressUse, unreachable},
     digest::{BUCKETS, BucketDigest, Digests},
     frontends::Frontend,
-    pool::Pool,
-    reach::{AddressUse, unreachable},
     reference::{self, Referable, Reference},
 };
 use ipnet::IpNet;
 
-use crate::{PROTOCOLS, PROXY_PROTOCOLS, from_number, v1};
+use crate::{PROTOCOLS, PROXY_PROTOCOLS, v1};
 
 /// A field that cannot be used, and the reason.
 #[derive(Debug)]
@@ -542,6 +541,37 @@ impl Known {
     pub(crate) fn placement(&self, reference: &[u8]) -> Result<Arc<Placement>, UnknownReference> {
         self.placements.get(reference).cloned().ok_or(UnknownReference("placement"))
     }
+}
+
+impl v1::Batch {
+    /// The version that the receiver must have before it applies the batch. `None` for a batch with
+    /// version 0 and without `follows_version`, which violates the contract.
+    #[must_use]
+    pub fn follows(&self) -> Option<u64> {
+        self.follows_version.or_else(|| self.version.checked_sub(1))
+    }
+
+    /// All source positions that the batch changes.
+    pub fn moved_positions(&self) -> impl Iterator<Item = v1::SourcePosition> {
+        let slices = v1::SourcePosition {
+            kind: v1::source_position::Kind::EndpointSlices.into(),
+            position: self.endpoint_slices_position,
+        };
+        self.positions.iter().copied().chain((self.endpoint_slices_position != 0).then_some(slices))
+    }
+}
+
+impl v1::Changes {
+    /// The trigger time of a group's changes in milliseconds since the Unix epoch. 0 if unknown.
+    #[must_use]
+    pub fn trigger_unix_ms(&self, group: &v1::ServiceEndpoints) -> u64 {
+        let index = usize::try_from(group.trigger).unwrap_or(usize::MAX);
+        self.triggers_unix_ms.get(index).copied().unwrap_or_default()
+    }
+}
+
+fn from_number<T: Copy, W: Copy + Into<i32>>(table: &[(T, W)], number: i32) -> Option<T> {
+    table.iter().find(|(_, wire)| (*wire).into() == number).map(|(value, _)| *value)
 }
 
 #[cfg(test)]

@@ -6,14 +6,15 @@ use std::{
     sync::Arc,
 };
 
-use bytes::Bytes;
+use bytes::{BufMut as _, Bytes, BytesMut};
 use headgate_core::{
     Change, Conditions, Endpoint, EndpointPort, Family, Node, Placement, Service, ServiceCidr, ServiceKey, Weight,
     digest::Digests, frontends::Frontend, reference::Reference,
 };
 use ipnet::IpNet;
+use prost::Message;
 
-use crate::{PROTOCOLS, PROXY_PROTOCOLS, to_number, v1};
+use crate::{PROTOCOLS, PROXY_PROTOCOLS, v1};
 
 /// The parts of an endpoint's change that can be sent as references (discovery.proto, section 13).
 /// Parts with `None` are sent in full.
@@ -71,7 +72,7 @@ impl ChangesBuilder {
     /// Adds a Service in full.
     pub fn service(&mut self, service: &Service) {
         let wire = service_to_wire(service);
-        self.count(prost::Message::encoded_len(&wire) + 4);
+        self.count(wire.encoded_len() + 4);
         self.changes.services.push(wire);
     }
 
@@ -90,7 +91,7 @@ impl ChangesBuilder {
             },
             conditions: conditions_to_wire(endpoint.conditions),
         };
-        self.count(prost::Message::encoded_len(&wire) + 6);
+        self.count(wire.encoded_len() + 6);
         self.group(key, trigger_unix_ms, references).changed.push(wire);
     }
 
@@ -100,7 +101,7 @@ impl ChangesBuilder {
             name: service_cidr.name.to_string(),
             cidrs: service_cidr.cidrs.iter().map(prefix_to_wire).collect(),
         };
-        self.count(prost::Message::encoded_len(&wire) + 4);
+        self.count(wire.encoded_len() + 4);
         self.changes.service_cidrs.push(wire);
     }
 
@@ -211,7 +212,7 @@ impl ChangesBuilder {
             placement: port.placement.as_ref().map_or(0, |placement| self.placement(placement).saturating_add(1)),
         });
         let wire = v1::PortList { ports: ports.collect() };
-        self.estimated_bytes += prost::Message::encoded_len(&wire) + 4;
+        self.estimated_bytes += wire.encoded_len() + 4;
         let index = u32::try_from(self.changes.port_lists.len()).unwrap_or(u32::MAX);
         self.changes.port_lists.push(wire);
         self.port_lists.insert(Arc::clone(list), index);
@@ -243,7 +244,7 @@ impl ChangesBuilder {
             hint_nodes,
             weight_hundredths: (placement.weight != Weight::default()).then(|| placement.weight.hundredths().into()),
         };
-        self.estimated_bytes += prost::Message::encoded_len(&wire) + 4;
+        self.estimated_bytes += wire.encoded_len() + 4;
         let index = u32::try_from(self.changes.placements.len()).unwrap_or(u32::MAX);
         self.changes.placements.push(wire);
         self.placements.insert(Arc::clone(placement), index);
@@ -335,4 +336,42 @@ pub fn address_to_wire(address: IpAddr) -> Bytes {
 
 pub(crate) fn prefix_to_wire(prefix: &IpNet) -> v1::IpPrefix {
     v1::IpPrefix { address: address_to_wire(prefix.addr()), prefix_length: u32::from(prefix.prefix_len()) }
+}
+
+/// Returns the number of a value, which the table has.
+fn to_number<T: Copy + PartialEq, W: Copy + Into<i32>>(table: &[(T, W)], value: T) -> i32 {
+    table.iter().find(|(known, _)| *known == value).map_or(0, |(_, wire)| (*wire).into())
+}
+
+// gRPC framing of messages that many streams share.
+
+/// The length of the prefix: a compression flag and a 32-bit length (gRPC over HTTP/2,
+/// "Length-Prefixed-Message").
+pub const PREFIX_BYTES: usize = 5;
+
+/// Encodes a message once with its gRPC prefix, uncompressed. Clones of the result share its
+/// memory.
+#[must_use]
+pub fn frame(message: &impl Message) -> Bytes {
+    let length = message.encoded_len();
+    let mut buffer = BytesMut::with_capacity(PREFIX_BYTES + length);
+    buffer.put_u8(0);
+    buffer.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
+    // `BytesMut` grows as needed, so the encoding cannot fail.
+    message.encode_raw(&mut buffer);
+    buffer.freeze()
+}
+
+#[cfg(test)]
+mod frame_tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn prefix_is_flag_and_big_endian_length() {
+        let message = v1::ServiceKey { namespace: "a".into(), name: "b".into() };
+        let framed = frame(&message);
+        assert_eq!(&framed[..PREFIX_BYTES], &[0, 0, 0, 0, 6]);
+        assert_eq!(v1::ServiceKey::decode(&framed[PREFIX_BYTES..]).unwrap(), message);
+    }
 }

@@ -8,14 +8,14 @@ mod decode;
 mod encode;
 mod verification;
 
-use bytes::{BufMut as _, Bytes, BytesMut};
 use headgate_core::{Protocol, ProxyProtocol, node_state::SourceState};
-use prost::Message;
 
 pub use decode::{Decoder, UnknownReference, digests_from_wire, node_from_wire, reserved_from_wire};
-pub use encode::{ChangesBuilder, References, address_to_wire, digests_to_wire, node_to_wire, reserved_to_wire};
+pub use encode::{
+    ChangesBuilder, PREFIX_BYTES, References, address_to_wire, digests_to_wire, frame, node_to_wire, reserved_to_wire,
+};
 /// Rules that all programs share, for programs that do not use the core crate.
-pub use headgate_core::{dns_name::check_subdomain, errors, plaintext, printable};
+pub use headgate_core::{addresses, dns_name::check_subdomain, errors, printable};
 pub use verification::{NodeView, ServiceDigests};
 
 /// Generated from `proto/headgate/v1`.
@@ -38,15 +38,6 @@ const PROXY_PROTOCOLS: [(Option<ProxyProtocol>, v1::ProxyProtocol); 3] = [
     (Some(ProxyProtocol::V1), v1::ProxyProtocol::V1),
     (Some(ProxyProtocol::V2), v1::ProxyProtocol::V2),
 ];
-
-/// Returns the number of a value, which the table has.
-fn to_number<T: Copy + PartialEq, W: Copy + Into<i32>>(table: &[(T, W)], value: T) -> i32 {
-    table.iter().find(|(known, _)| *known == value).map_or(0, |(_, wire)| (*wire).into())
-}
-
-fn from_number<T: Copy, W: Copy + Into<i32>>(table: &[(T, W)], number: i32) -> Option<T> {
-    table.iter().find(|(_, wire)| (*wire).into() == number).map(|(value, _)| *value)
-}
 
 impl From<SourceState> for v1::SourceState {
     fn from(state: SourceState) -> Self {
@@ -74,33 +65,6 @@ fn kind_name<S: serde::Serializer>(kind: &i32, serializer: S) -> Result<S::Ok, S
     serializer.serialize_str(v1::source_position::Kind::try_from(*kind).unwrap_or_default().as_str_name())
 }
 
-impl v1::Batch {
-    /// The version that the receiver must have before it applies the batch. `None` for a batch with
-    /// version 0 and without `follows_version`, which violates the contract.
-    #[must_use]
-    pub fn follows(&self) -> Option<u64> {
-        self.follows_version.or_else(|| self.version.checked_sub(1))
-    }
-
-    /// All source positions that the batch changes.
-    pub fn moved_positions(&self) -> impl Iterator<Item = v1::SourcePosition> {
-        let slices = v1::SourcePosition {
-            kind: v1::source_position::Kind::EndpointSlices.into(),
-            position: self.endpoint_slices_position,
-        };
-        self.positions.iter().copied().chain((self.endpoint_slices_position != 0).then_some(slices))
-    }
-}
-
-impl v1::Changes {
-    /// The trigger time of a group's changes in milliseconds since the Unix epoch. 0 if unknown.
-    #[must_use]
-    pub fn trigger_unix_ms(&self, group: &v1::ServiceEndpoints) -> u64 {
-        let index = usize::try_from(group.trigger).unwrap_or(usize::MAX);
-        self.triggers_unix_ms.get(index).copied().unwrap_or_default()
-    }
-}
-
 /// The compiled protocol, for gRPC reflection and for the compatibility check.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/headgate.v1.binpb"));
 
@@ -112,36 +76,3 @@ pub const AGENTS_ONLY: &str = "this port serves only agents";
 
 /// The maximum size of a message from an agent, in bytes.
 pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;
-
-// gRPC framing of messages that many streams share.
-
-/// The length of the prefix: a compression flag and a 32-bit length (gRPC over HTTP/2,
-/// "Length-Prefixed-Message").
-pub const PREFIX_BYTES: usize = 5;
-
-/// Encodes a message once with its gRPC prefix, uncompressed. Clones of the result share its
-/// memory.
-#[must_use]
-pub fn frame(message: &impl Message) -> Bytes {
-    let length = message.encoded_len();
-    let mut buffer = BytesMut::with_capacity(PREFIX_BYTES + length);
-    buffer.put_u8(0);
-    buffer.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
-    // `BytesMut` grows as needed, so the encoding cannot fail.
-    message.encode_raw(&mut buffer);
-    buffer.freeze()
-}
-
-#[cfg(test)]
-mod frame_tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-
-    #[test]
-    fn prefix_is_flag_and_big_endian_length() {
-        let message = v1::ServiceKey { namespace: "a".into(), name: "b".into() };
-        let framed = frame(&message);
-        assert_eq!(&framed[..PREFIX_BYTES], &[0, 0, 0, 0, 6]);
-        assert_eq!(v1::ServiceKey::decode(&framed[PREFIX_BYTES..]).unwrap(), message);
-    }
-}

@@ -10,13 +10,13 @@ use std::{
 use bytes::Bytes;
 use headgate_core::{
     Family, NodeFacts, Protocol, ServiceKey, State, address_from_bytes,
-    dialling::DialPolicy,
+    addresses::DialPolicy,
     digest::{BucketDigest, Digests},
     endpoint_health::FailingEndpoints,
     explain::{Mode, NodeSettings},
     forwarding::{Table, expected},
     iptables::NodePortAddresses,
-    masquerade::{LocalDetector, MasqueradeConfig},
+    view::{LocalDetector, MasqueradeConfig},
 };
 use ipnet::IpNet;
 

@@ -2,10 +2,7 @@
 
 use headgate_core::ServiceCidr;
 
-use super::{
-    parse,
-    problems::{Findings, Reading},
-};
+use super::parse::{self, Findings, Reading};
 use crate::objects;
 
 /// Reads a ServiceCIDR.

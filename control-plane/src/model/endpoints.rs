@@ -23,13 +23,13 @@ use std::{
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Protocol, ServiceKey};
 
 use super::{
-    ModelSettings, parse,
-    problems::{Outcome, Reading},
+    ModelSettings,
+    parse::{self, Outcome, Reading},
     slices::{Facts, Interner, Slice, replaces},
 };
 use crate::{
+    model::{GateChange, GatedPod, PodChange, Problem, TriggeredChange},
     objects::{GateState, ObjectKey, PodId},
-    transaction::{GateChange, GatedPod, PodChange, Problem, TriggeredChange},
 };
 
 /// The endpoint of an address before the pending changes.

@@ -5,7 +5,7 @@
 //! of events. The cost of an event is proportional to what the event changes: after a change of a
 //! slice, only the addresses that differ are visited. Changes accumulate until
 //! [`Model::take`] is called. That method leaves out objects that have returned to their
-//! old value. `problems.rs` describes the treatment of invalid objects.
+//! old value. `parse.rs` describes the treatment of invalid objects.
 
 mod cidrs;
 mod endpoints;
@@ -13,7 +13,6 @@ mod external_ips;
 mod node_selector;
 mod nodes;
 mod parse;
-mod problems;
 mod services;
 mod slices;
 #[cfg(test)]
@@ -21,24 +20,24 @@ mod tests;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
+    fmt,
     net::IpAddr,
     sync::Arc,
+    time::Instant,
 };
 
-use headgate_core::{Change, ServiceCidr, ServiceKey};
+use headgate_core::{Change, Node, ServiceCidr, ServiceKey};
+use tokio::sync::watch;
 
 use self::{
     endpoints::Endpoints,
     nodes::SelectedNode,
-    parse::Fitted,
-    problems::{Findings, MAX_SHOWN, ObjectSet, Outcome, Problems, Reading, Subject, and_more},
+    parse::{Findings, Fitted, MAX_SHOWN, ObjectSet, Outcome, Problems, Reading, Subject, and_more},
     slices::Interner,
 };
+use crate::objects::{GateState, Object, ObjectKey, ObjectKind, Pod, PodId, SourceKind};
+
 pub use self::{external_ips::ExternalIps, node_selector::NodeSelector};
-use crate::{
-    objects::{GateState, Object, ObjectKey, ObjectKind, Pod, PodId},
-    transaction::{NodeChange, Problem, Transaction, TriggeredChange},
-};
 
 /// One event of a source, about one object.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -91,8 +90,8 @@ impl ModelSettings {
     pub const SERVICE_BUDGET: u32 = 50_000;
 
     /// The largest `service_budget`. Agents accept what the control plane sends: this is their
-    /// limit of [endpoint ports](headgate_core::size::MAX_PORT_ENDPOINTS), four times this is that
-    /// of [destinations](headgate_core::size::MAX_DESTINATIONS), and a fifth is below
+    /// limit of [endpoint ports](headgate_core::view::MAX_PORT_ENDPOINTS), four times this is that
+    /// of [destinations](headgate_core::view::MAX_DESTINATIONS), and a fifth is below
     /// [`Service::MAX_FRONTENDS`].
     pub const MAX_SERVICE_BUDGET: u32 = 65_536;
 
@@ -187,12 +186,25 @@ impl Model {
     }
 
     /// For each change since the last call that brought problems, the first of them, for the log.
-    pub(crate) fn take_unlogged_problems(&mut self) -> Vec<Problem> {
+    fn take_unlogged_problems(&mut self) -> Vec<Problem> {
         self.problems.take_unlogged()
     }
 
+    /// Logs the new problems, one line for each object and change, each with the fields that are
+    /// not empty. Passes the list of all problems to the sink if it has changed.
+    pub(crate) fn show_problems(&mut self, sink: &dyn Sink) {
+        for Problem { object, field, message, origin } in self.take_unlogged_problems() {
+            let [object, field, origin] =
+                [&object, &field, &origin].map(|text| (!text.is_empty()).then_some(text.as_str()));
+            tracing::warn!(object, field, origin, "{message}");
+        }
+        if let Some(problems) = self.take_problems() {
+            sink.problems(problems);
+        }
+    }
+
     /// The first object that is invalid as a whole. For such an object, a model with another
-    /// history may hold another version in use (`problems.rs`).
+    /// history may hold another version in use (`parse.rs`).
     #[must_use]
     pub fn invalid(&self) -> Option<&ObjectKey> {
         self.invalid.first()
@@ -419,4 +431,137 @@ fn service_key(key: &ObjectKey) -> ServiceKey {
 
 fn untriggered(change: Change) -> TriggeredChange {
     TriggeredChange { change, trigger_unix_ms: 0 }
+}
+
+// The changes that a source passes to the store, and the trait [`Sink`] that receives them.
+
+/// A change of the shared state, with the time of the event that triggered the change.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TriggeredChange {
+    /// The new value of a resource, or the key of a removed resource.
+    pub change: Change,
+    /// The oldest `endpoints.kubernetes.io/last-change-trigger-time` of the slices that caused the
+    /// change of an endpoint, in milliseconds since the Unix epoch; 0 when unknown.
+    pub trigger_unix_ms: u64,
+}
+
+/// A change of a Node, which only that node's agent receives.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NodeChange {
+    /// The Node was added or changed.
+    Apply(Node),
+    /// As above, and `--agent-nodes` does not select the Node: nobody waits for its agent.
+    ApplyExcluded(Node),
+    /// The Node of this name was removed.
+    Remove(Arc<str>),
+}
+
+/// The pod of an endpoint has changed. Agents do not receive pods.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PodChange {
+    /// The service of the endpoint.
+    pub service: ServiceKey,
+    /// The address of the endpoint.
+    pub address: IpAddr,
+    /// The pod and its node; `None` if the endpoint was removed or belongs to no pod any more.
+    pub pod: Option<(PodId, Option<Arc<str>>)>,
+}
+
+/// A pod with the readiness gate of Headgate waits, or waits no longer. Agents do not receive this.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GateChange {
+    /// The pod.
+    pub pod: PodId,
+    /// The names of the pod; `None` if the pod does not wait any more.
+    pub waiting: Option<Arc<GatedPod>>,
+}
+
+/// The names of a pod with the readiness gate of Headgate.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct GatedPod {
+    /// `metadata.namespace`.
+    pub namespace: Box<str>,
+    /// `metadata.name`.
+    pub name: Box<str>,
+    /// `metadata.uid`.
+    pub uid: Box<str>,
+}
+
+impl fmt::Display for GatedPod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+/// One step of the source. Changes are grouped by Service. A new endpoint precedes its Service.
+/// Removed Services and ServiceCIDRs are last.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Transaction {
+    /// Changes for every agent.
+    pub changes: Vec<TriggeredChange>,
+    /// Changes for single agents.
+    pub nodes: Vec<NodeChange>,
+    /// Changed pods of endpoints.
+    pub pods: Vec<PodChange>,
+    /// Changed pods with the readiness gate of Headgate.
+    pub gates: Vec<GateChange>,
+    /// The new position of each kind that has changed. With the Kubernetes API, a position is a
+    /// resourceVersion.
+    pub positions: Vec<(SourceKind, u64)>,
+    /// The new position of each kind whose position moved without a change. Kubernetes reports such
+    /// positions in bookmarks. These positions are not sent to agents, because an agent with an
+    /// older position has missed nothing.
+    pub bookmarks: Vec<(SourceKind, u64)>,
+    /// When the oldest change arrived from the source; `None` means now.
+    pub received: Option<Instant>,
+}
+
+/// An object, or a part of an object, that is rejected or has no effect.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub struct Problem {
+    /// The object, such as `Service prod/web`.
+    pub object: String,
+    /// The field, such as `spec.ports[0].port`; empty for the object as a whole.
+    pub field: String,
+    /// What is wrong and what to do about it.
+    pub message: String,
+    /// The place, such as `web.yaml, document 2`; empty for the Kubernetes API.
+    pub origin: String,
+}
+
+/// Receives what a source reads. The store implements this trait, and some tests implement it with
+/// a list. No method blocks.
+pub trait Sink: Send + Sync + 'static {
+    /// Applies one step. The steps arrive in the order of the source, one at a time.
+    fn commit(&self, transaction: Transaction);
+
+    /// Every kind has been listed and committed, so serving may begin. A source calls this method
+    /// once.
+    fn synced(&self);
+
+    /// The source has just shown that the committed objects of a kind are current: it sent a
+    /// complete list, a change or a bookmark, or a version that shows that nothing has changed.
+    fn heard(&self, kind: SourceKind);
+
+    /// Sets whether the source is cut off: `Some` gives the reason, and `None` means that changes
+    /// arrive again. Before the first call the source counts as not cut off.
+    fn cut_off(&self, problem: Option<String>);
+
+    /// Sets whether a request to the source has failed or is late, so that the source may soon be
+    /// cut off. Agents of other replicas do not move to this replica while the source is in doubt.
+    fn doubted(&self, is_doubted: bool) {
+        let _ = is_doubted;
+    }
+
+    /// Replaces the list of all present problems. The list is sorted.
+    fn problems(&self, problems: Vec<Problem>);
+
+    /// For each kind, the last position that an agent has seen and this replica had not reached.
+    /// The agent saw the position at another replica. The receiver wakes when a position is added.
+    /// A source with a server then asks the server for the server's current position.
+    fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>>;
+
+    /// Counts a refused object, a lost watch or an invalid answer. `reason` is a value of a small
+    /// fixed set, such as `watch_expired` or `malformed_object`.
+    fn count_error(&self, kind: SourceKind, reason: &'static str);
 }

@@ -2,12 +2,11 @@
 
 use std::net::IpAddr;
 
-use headgate_core::{Node, reach::AddressUse};
+use headgate_core::{Node, addresses::AddressUse};
 
 use super::{
     node_selector::NodeSelector,
-    parse,
-    problems::{Findings, Reading},
+    parse::{self, Findings, Reading},
     slices::Interner,
 };
 use crate::objects;

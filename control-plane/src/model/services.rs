@@ -4,13 +4,13 @@ use std::{collections::HashSet, net::IpAddr};
 
 use headgate_core::{
     ClientIpAffinity, Family, Service, ServiceKey, ServicePort, TrafficPolicy,
-    reach::AddressUse::{ClusterIp, Other},
+    addresses::AddressUse::{ClusterIp, Other},
 };
 use ipnet::IpNet;
 
 use super::{
-    ModelSettings, parse,
-    problems::{Findings, Reading},
+    ModelSettings,
+    parse::{self, Findings, Reading},
 };
 use crate::objects::{self, keys};
 

@@ -3,13 +3,10 @@
 use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{
-    Conditions, EndpointPort, Family, Hints, Placement, ServiceKey, Weight, pool::Pool, reach::AddressUse,
+    Conditions, EndpointPort, Family, Hints, Placement, Pool, ServiceKey, Weight, addresses::AddressUse,
 };
 
-use super::{
-    parse,
-    problems::{Findings, Reading},
-};
+use super::parse::{self, Findings, Reading};
 use crate::objects::{self, PodId, keys};
 
 /// What a slice says about an address.

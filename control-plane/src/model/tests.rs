@@ -13,7 +13,7 @@ use serde::Deserialize as _;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::transaction::{GateChange, PodChange};
+use crate::model::{GateChange, PodChange};
 
 fn object(value: &Value) -> Object {
     let header = crate::objects::ManifestHeader::deserialize(value).unwrap();

@@ -27,10 +27,10 @@ use super::{
     everywhere::{Everywhere, Verdict},
 };
 use crate::{
+    model::GatedPod,
     objects::{GATE, PodId},
     source::{BackOff, SourceError, kubernetes_client},
     store::{PACE, Store, Topic, WaitingPod},
-    transaction::GatedPod,
 };
 
 /// How much later than the replica before it a replica asks, and again how much later it writes.

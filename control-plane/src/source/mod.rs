@@ -7,10 +7,7 @@ use std::{fmt, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::{
-    model::{Model, ModelSettings},
-    transaction::{Problem, Sink},
-};
+use crate::model::{Model, ModelSettings, Sink};
 
 pub use self::kubernetes::follow;
 // Fuzzing reads events from bytes.
@@ -123,19 +120,6 @@ pub async fn run(
         }
         (spec @ SourceSpec::Files(_), Some(path)) => Err(SourceError::UselessKubeconfig(path, spec)),
         (SourceSpec::Files(folder), None) => files::run(folder, Model::new(settings.model), sink, shutdown).await,
-    }
-}
-
-/// Logs the new problems of the model, one line for each object and change, each with the fields
-/// that are not empty. Passes the list of all problems to the sink if it has changed.
-fn show_problems(sink: &dyn Sink, model: &mut Model) {
-    for Problem { object, field, message, origin } in model.take_unlogged_problems() {
-        let [object, field, origin] =
-            [&object, &field, &origin].map(|text| (!text.is_empty()).then_some(text.as_str()));
-        tracing::warn!(object, field, origin, "{message}");
-    }
-    if let Some(problems) = model.take_problems() {
-        sink.problems(problems);
     }
 }
 

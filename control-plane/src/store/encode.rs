@@ -16,7 +16,7 @@ use headgate_proto::{
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::log::{LogKey, LoggedKey};
-use crate::transaction::SourceKind;
+use crate::objects::SourceKind;
 
 /// The versions before and after a step.
 #[derive(Debug, Clone, Copy)]

@@ -7,8 +7,8 @@ use tokio::sync::watch;
 
 use super::{Inner, Store};
 use crate::{
+    model::{GateChange, GatedPod},
     objects::PodId,
-    transaction::{GateChange, GatedPod},
 };
 
 /// A pod that waits, and when this replica has seen first that it waits.

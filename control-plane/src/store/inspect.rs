@@ -9,7 +9,7 @@ use super::{
     Store, encode,
     log::{self, LogPlace},
 };
-use crate::transaction::Problem;
+use crate::model::Problem;
 
 /// The maximum number of Services whose conflicts are shown together.
 const MAX_CONFLICTS: usize = 1_000;

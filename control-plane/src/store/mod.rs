@@ -11,7 +11,6 @@
 //! watch channel announces each new version. A reader holds the lock only while it encodes one
 //! bucket, or copies the values of one step.
 
-mod cursor;
 mod encode;
 mod gates;
 mod inspect;
@@ -47,20 +46,19 @@ use tokio::{
 
 use crate::{
     metrics::{Metrics, kind_name, level},
-    objects::PodId,
-    transaction::{NodeChange, Problem, Sink, SourceKind, Transaction, TriggeredChange},
+    model::{NodeChange, Problem, Sink, Transaction, TriggeredChange},
+    objects::{PodId, SourceKind},
 };
-use encode::Buckets;
-use encode::{DeltaCache, SplitBudget};
+use encode::{Buckets, DeltaCache, SplitBudget};
 use gates::WaitingPods;
 use log::{Log, LogKey};
 use pods::Pods;
 use usage::Witnesses;
 
-pub use cursor::{Cursor, Resume, ResumeMode};
 pub(crate) use encode::{positions_from_wire, positions_to_wire, server_frame};
 pub(crate) use gates::WaitingPod;
 pub use inspect::{WatchCursor, WatchPage};
+pub use log::{Cursor, Resume, ResumeMode};
 pub(crate) use pods::{NoPod, PodEndpoints, PodName};
 pub use resume::{BehindWait, NotYet, Resumption, Wait};
 pub use usage::{Last, Usage};

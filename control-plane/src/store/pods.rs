@@ -12,7 +12,7 @@ use compact_str::CompactString;
 use headgate_core::ServiceKey;
 
 use super::Store;
-use crate::{objects::PodId, transaction::PodChange};
+use crate::{model::PodChange, objects::PodId};
 
 /// The maximum number of remembered removed endpoints.
 const MAX_REMOVED: usize = 16_384;

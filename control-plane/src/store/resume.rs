@@ -12,9 +12,9 @@ use tokio::time::Instant;
 
 use super::{
     Store,
-    cursor::{Cursor, Resume, ResumeMode},
+    log::{Cursor, Resume, ResumeMode},
 };
-use crate::transaction::SourceKind;
+use crate::objects::SourceKind;
 
 /// Why an agent receives nothing yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -14,7 +14,7 @@ use prost::Message as _;
 use v1::server_message::Body;
 
 use super::*;
-use crate::transaction::NodeChange;
+use crate::model::NodeChange;
 use reader::{Reader, resume_of};
 
 fn store(limits: Limits) -> Store {

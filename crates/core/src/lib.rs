@@ -1,7 +1,6 @@
 //! The pure model of a Kubernetes service proxy.
 //!
-//! - `model` defines the resources and their changes.
-//! - `node_facts` adds the facts about one node.
+//! - `model` defines the resources, their changes, and the facts about one node.
 //! - `state` applies changes and returns the Services that they affect ([`State::apply`]).
 //! - `behaviours` computes from the state what one node does for each service port.
 //! - [`endpoint_health`] decides which endpoints fail this node's health checks.
@@ -20,35 +19,21 @@ pub mod endpoint_health;
 pub mod explain;
 pub mod forwarding;
 mod model;
-mod node_facts;
 mod state;
 
-// Some modules have a name for each of their parts.
-pub use behaviours::{
-    conntrack, endpoint_choice, endpoint_choice as topology, view, view as health_check_port, view as masquerade,
-    view as size, view as source_ranges,
-};
-pub use conventions::{
-    addresses as dialling, addresses as plaintext, addresses as reach, dns_name, errors, exposition, node_state,
-    printable, turns,
-};
+pub use behaviours::{conntrack, endpoint_choice, view};
+pub use conventions::{addresses, dns_name, errors, exposition, node_state, printable, turns};
 pub use dataplane::{
     iptables, ipvs, nftables,
     shared::{FixedState, StateSource},
     userspace,
 };
 pub use model::{
-    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, LoadBalancing, Node, Placement,
-    PortState, Protocol, ProxyProtocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, Weight,
-    address_from_bytes,
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, LoadBalancing, Node, NodeFacts,
+    Placement, Pool, PortState, Protocol, ProxyProtocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy,
+    Weight, address_from_bytes,
 };
-pub use node_facts::NodeFacts;
 pub use state::{Demand, Dirty, Endpoints, FamilyDemand, ServiceEntry, State, digest, frontends};
-
-/// Shared copies of equal values.
-pub mod pool {
-    pub use crate::model::Pool;
-}
 
 /// References of batches to what an agent holds.
 pub mod reference {

@@ -8,8 +8,7 @@ use headgate_core::{
     ServiceKey, ServicePort, State, TrafficPolicy,
     endpoint_choice::{Destination, Exclusion},
     explain::{Explanation, LeftOut, Mode, NodeSettings, PacketFate, Source, To, explain},
-    masquerade::{LocalDetector, MasqueradeConfig},
-    view::service_views,
+    view::{LocalDetector, MasqueradeConfig, service_views},
 };
 use proptest::prelude::*;
 

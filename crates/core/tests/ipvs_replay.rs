@@ -3,16 +3,17 @@
 //! breaks connections, and objects of other programs are not changed.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+};
 
 use fake_kernel::ipvs::FakeKernel;
 use headgate_core::{
     Change, Dirty, Family, FixedState, NodeFacts, Protocol, State, TrafficPolicy,
     iptables::Script,
     ipvs::{IpSetElement, IpvsConfig, IpvsLedger, IpvsPlan, Op, Scheduler, ServerKey, Set, Settings},
-    masquerade::LocalDetector,
-    view::service_views,
+    view::{LocalDetector, service_views},
 };
 use proptest::prelude::*;
 

@@ -7,11 +7,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use headgate_core::{
     Dirty, Family, FixedState, NodeFacts, State,
     frontends::Frontend,
-    masquerade::LocalDetector,
     nftables::{
         Element, ElementKey, ExistingElements, Lookup, NftablesConfig, NftablesLedger, NftablesPlan, Refusal,
         Selection, Shape,
     },
+    view::LocalDetector,
 };
 use proptest::prelude::*;
 

@@ -9,7 +9,7 @@ use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Protocol, Service, ServiceKey, ServicePort,
     State,
     iptables::{ExistingTables, Layout, RenderConfig, RulesLedger, RulesTable, Script, names::GateChain, ruleset},
-    masquerade::LocalDetector,
+    view::LocalDetector,
 };
 use proptest::prelude::*;
 

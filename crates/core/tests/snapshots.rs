@@ -20,7 +20,7 @@ use headgate_core::{
     Protocol, ProxyProtocol, Service, ServiceKey, ServicePort, State, TrafficPolicy, Weight,
     iptables::{ExistingTables, Layout, RenderConfig, RulesLedger, RulesTable, names::GateChain, ruleset},
     ipvs::{self, IpvsConfig},
-    masquerade::LocalDetector,
+    view::LocalDetector,
 };
 
 fn ip(text: &str) -> IpAddr {

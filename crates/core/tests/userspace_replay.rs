@@ -9,7 +9,7 @@ use std::{
 
 use headgate_core::{
     Dirty, Family, FixedState, NodeFacts, Protocol, State,
-    dialling::DialPolicy,
+    addresses::DialPolicy,
     nftables::Lookup,
     userspace::{Listening, Operation, PoolSettings, UserspaceLedger, UserspacePlan},
 };

@@ -14,7 +14,7 @@ use headgate_core::{
     forwarding::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
     frontends::Frontend,
     iptables::RulesTable,
-    masquerade::LocalDetector,
+    view::LocalDetector,
 };
 use ipnet::IpNet;
 

@@ -18,7 +18,7 @@ use headgate_core::{
     iptables::{
         ExistingTables, Layout, NodePortAddresses, RenderConfig, RulesLedger, RulesTable, names::GateChain, ruleset,
     },
-    masquerade::{LocalDetector, MasqueradeConfig},
+    view::{LocalDetector, MasqueradeConfig},
 };
 use headgate_oracle::{Comparison, compare, iptables};
 use proptest::prelude::*;

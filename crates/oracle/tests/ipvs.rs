@@ -13,7 +13,7 @@ use headgate_core::{
     frontends::Frontend,
     iptables::{NodePortAddresses, RulesTable},
     ipvs::{IpSetElement, IpvsConfig, IpvsLedger, Set},
-    masquerade::{LocalDetector, MasqueradeConfig},
+    view::{LocalDetector, MasqueradeConfig},
 };
 use headgate_oracle::{
     Comparison, compare,

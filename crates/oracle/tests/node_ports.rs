@@ -5,7 +5,7 @@ use headgate_core::{
     Family, NodeFacts, State,
     explain::{Mode, NodeSettings},
     iptables::NodePortAddresses,
-    masquerade::MasqueradeConfig,
+    view::MasqueradeConfig,
 };
 use headgate_oracle::{compare, iptables};
 

@@ -18,7 +18,7 @@ use serde::Serialize;
 use super::Pages;
 use crate::{
     metrics::kube_proxy::AnswersByCode,
-    state::backlog::{FamilyHealth, Health},
+    state::progress::{FamilyHealth, Health},
 };
 
 /// Returns the router of the pages.

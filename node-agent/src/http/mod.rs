@@ -21,8 +21,7 @@ use crate::{
     http::listen::Server,
     interfaces::Interfaces,
     metrics::Metrics,
-    progress::Progress,
-    state::backlog::Backlog,
+    state::progress::{Backlog, Progress},
 };
 
 /// The data that the pages show, and the connections of their ports.

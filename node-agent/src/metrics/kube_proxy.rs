@@ -10,7 +10,7 @@ use tracing::debug;
 use crate::{
     metric_registry::{KUBE_PROXY, Labels, MetricRegistry, family_label},
     packet_counters,
-    state::backlog::ChangeCounts,
+    state::progress::ChangeCounts,
 };
 
 /// The answers to a page, by the label `code` with the status.

@@ -21,7 +21,7 @@ use crate::{
     persist::SaveMetrics,
     reconcile::SyncMetrics,
     session::{barriers::DrainMetrics, metrics::SessionMetrics},
-    state::backlog::ChangeCounts,
+    state::progress::ChangeCounts,
 };
 
 /// All metrics of the agent. Values have base units. The names of Headgate's own metrics begin with
@@ -114,7 +114,7 @@ mod tests {
     use crate::{
         dataplane::{FamilyStatistics, Report, Statistics, TableStatistics},
         reconcile::SyncKind,
-        state::backlog::Trigger,
+        state::progress::Trigger,
     };
 
     impl Metrics {

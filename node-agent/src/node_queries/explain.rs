@@ -10,7 +10,10 @@ use headgate_proto::v1::{self, node_answer};
 use tokio::sync::watch;
 
 use crate::{
-    dataplane::mode_of, node_inputs::NodeInputs, progress::Progress, session::outbox::NodeAnswer, state::AgentState,
+    dataplane::mode_of,
+    node_inputs::NodeInputs,
+    session::outbox::NodeAnswer,
+    state::{AgentState, progress::Progress},
 };
 
 /// Maximum number of endpoints in an answer, and in one part.

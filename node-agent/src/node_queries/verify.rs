@@ -18,9 +18,11 @@ use tokio::{
 
 use super::explain::Explainer;
 use crate::{
-    progress::{Progress, Verification},
     session::outbox::{NodeAnswer, drift_to_wire},
-    state::AgentState,
+    state::{
+        AgentState,
+        progress::{Progress, Verification},
+    },
 };
 
 /// How long an answer waits for the end of a pause and of the verification.
@@ -194,8 +196,8 @@ mod tests {
     use super::*;
     use crate::{
         node_inputs::NodeInputs,
-        progress::{Failure, Programmed, Target},
         session::outbox::PART_BYTES,
+        state::progress::{Failure, Programmed, Target},
         testing::{endpoint, key, service, snapshot, update},
     };
 

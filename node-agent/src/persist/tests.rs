@@ -16,15 +16,12 @@ use tempfile::TempDir;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::{
-    Folder, SaveMetrics, Saver,
-    file::StateFile,
-    load::{self, MAGIC, StatePart},
-    open, remove,
-};
+use super::{Folder, MAGIC, SaveMetrics, Saver, StateFile, StatePart, open, read_from, read_state, remove};
 use crate::{
-    progress::{Failure, Programmed, Progress, Target},
-    state::{AgentState, OwnNode, Restored, Snapshot, StateUpdate, all_buckets},
+    state::{
+        AgentState, OwnNode, Restored, Snapshot, StateUpdate, all_buckets,
+        progress::{Failure, Programmed, Progress, Target},
+    },
     testing::{endpoint, key, no_endpoint, service, service_cidr},
 };
 
@@ -85,7 +82,7 @@ impl Agent {
     }
 
     fn reload(&self) -> Restored {
-        load::read(&Folder::new(self.folder.path()), "node-1").unwrap().unwrap()
+        read_state(&Folder::new(self.folder.path()), "node-1").unwrap().unwrap()
     }
 
     /// Asserts that the file holds the agent's current state.
@@ -222,7 +219,7 @@ fn a_state_of_another_program_version_has_no_epoch() {
         let point = v1::Resume { epoch: 7, version: 1, agent_version: other.into(), ..v1::Resume::default() };
         let part = StatePart { node_name: "node-1".into(), point: Some(point), ..StatePart::default() };
         let bytes = with_checksum(&[MAGIC.to_vec(), part.encode_length_delimited_to_vec()].concat());
-        let position = load::read_from(&bytes, "node-1").unwrap().held.position();
+        let position = read_from(&bytes, "node-1").unwrap().held.position();
         assert_eq!(position, Some((0, 1)), "the other version may have left out resources");
     }
 }
@@ -276,7 +273,7 @@ fn a_state_of_two_streams_is_saved_without_its_epoch() {
     let epochs = (0..100).map(|_| {
         file.write(&agent.shared).unwrap();
         file.commit().unwrap();
-        load::read(&Folder::new(folder.path()), "node-1").unwrap().unwrap().held.position().unwrap().0
+        read_state(&Folder::new(folder.path()), "node-1").unwrap().unwrap().held.position().unwrap().0
     });
     assert!(epochs.into_iter().any(|epoch| epoch == 0));
     stop.cancel();
@@ -337,7 +334,7 @@ fn a_named_pipe_in_place_of_the_file_does_not_block() {
 fn unusable_files_have_distinct_errors() {
     let agent = Agent::with_state();
     let bytes = agent.bytes();
-    let reason = |bytes: &[u8], node: &str| load::read_from(bytes, node).unwrap_err().to_string();
+    let reason = |bytes: &[u8], node: &str| read_from(bytes, node).unwrap_err().to_string();
     assert_eq!(reason(&bytes, "node-2"), "belongs to node node-1");
     for other in [&b""[..], b"{\"some\": \"json document\"}"] {
         assert_eq!(reason(other, "node-1"), "is not a state file of this version of Headgate");
@@ -429,7 +426,7 @@ impl Saving {
     }
 
     fn saved_version(&self) -> Option<u64> {
-        let restored = load::read(&Folder::new(self.agent.folder.path()), "node-1").unwrap();
+        let restored = read_state(&Folder::new(self.agent.folder.path()), "node-1").unwrap();
         restored.map(|restored| restored.held.position().unwrap().1)
     }
 }
@@ -500,12 +497,12 @@ proptest! {
         if is_cut {
             bytes.truncate(cut.index(bytes.len()));
         }
-        prop_assert_eq!(load::read_from(&bytes, "node-1").is_ok(), bytes == original);
+        prop_assert_eq!(read_from(&bytes, "node-1").is_ok(), bytes == original);
     }
 
     /// Arbitrary content with the right checksum, as a defective writer could produce it.
     #[test]
     fn arbitrary_content_gives_no_panic(content in prop::collection::vec(any::<u8>(), 0..4096)) {
-        let _ = load::read_from(&with_checksum(&[MAGIC.to_vec(), content].concat()), "node-1");
+        let _ = read_from(&with_checksum(&[MAGIC.to_vec(), content].concat()), "node-1");
     }
 }

@@ -13,7 +13,7 @@ use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge,
 use crate::{
     dataplane::{FamilyStatistics, Report, metrics::DataplaneMetrics},
     metric_registry::{AGENT, KUBE_PROXY, Labels, MetricRegistry, family_label, sync_histogram},
-    state::backlog::Trigger,
+    state::progress::Trigger,
 };
 
 /// The maximum number of Services with a counter of drift.

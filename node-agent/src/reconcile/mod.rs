@@ -34,11 +34,12 @@ use crate::{
     memory,
     node_inputs::{NodeInputs, NodeSettings},
     observers::{Observer, Scope},
-    progress::{Failure, Programmed, Progress, Target},
-    state::{AfterFailure, AgentState, Pace, Wake, Work},
+    state::{
+        AfterFailure, AgentState, Pace, Wake, Work,
+        progress::{Failure, Programmed, Progress, Target},
+    },
 };
-use steps::Quarantine;
-use steps::{Reached, Steps};
+use steps::{Quarantine, Reached, Steps};
 
 pub use metrics::{SyncKind, SyncMetrics};
 

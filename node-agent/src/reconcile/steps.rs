@@ -14,14 +14,14 @@ use std::{
     time::Instant,
 };
 
-use headgate_core::{Dirty, Family, ServiceKey, State, frontends::frontends_of, size::ServiceSize};
+use headgate_core::{Dirty, Family, ServiceKey, State, frontends::frontends_of, view::ServiceSize};
 use headgate_proto::v1;
 use tracing::warn;
 
 use crate::{
     backoff::Backoff,
     dataplane::{Fault, Report},
-    progress::Target,
+    state::progress::Target,
 };
 
 /// A moment of the state that the kernel has when a round ends.
@@ -132,8 +132,8 @@ fn objects(state: &State, key: &ServiceKey) -> usize {
 // programs all other services. The loop tries quarantined services again when they change, and
 // after pauses.
 //
-// This module also lists services of which the kernel rejects only a part, and services that are
-// [too large](headgate_core::size) for a node. Such services are not in quarantine: the dataplane
+// The list also has services of which the kernel rejects only a part, and services that are
+// [too large](headgate_core::view) for a node. Such services are not in quarantine: the dataplane
 // programs the rest of the former and tries the rejected part again by itself, and it leaves out
 // the latter.
 

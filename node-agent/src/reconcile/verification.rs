@@ -26,7 +26,7 @@ use crate::{
     cpu_time,
     dataplane::{DataplaneError, ErrorKind, RulesDifferences, mode_of},
     memory,
-    progress::Verification,
+    state::progress::Verification,
 };
 
 /// The pause after a verification of the rules, and after a verification of the forwarding table,

@@ -27,7 +27,7 @@ use headgate_proto::{
 };
 use prost::Message as _;
 
-use crate::state::{OwnNode, Snapshot, StateUpdate, all_buckets, backlog::Trigger};
+use crate::state::{OwnNode, Snapshot, StateUpdate, all_buckets, progress::Trigger};
 
 /// A message that breaks the contract.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -23,7 +23,7 @@ use tokio::{
 use super::machine::{MAX_TEXT_BYTES, Machine, Rejections, shorten};
 use crate::{
     backoff::passed,
-    progress::{Programmed, Progress, Verification},
+    state::progress::{Programmed, Progress, Verification},
 };
 
 /// Maximum number of sentences in a status.
@@ -431,8 +431,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        progress::{Failure, Target},
         session::barriers::Barriers,
+        state::progress::{Failure, Target},
         testing::Replica,
     };
 
@@ -693,7 +693,7 @@ mod verified_tests {
     use headgate_oracle::Comparison;
 
     use super::*;
-    use crate::progress::Target;
+    use crate::state::progress::Target;
     use std::time::Instant;
 
     #[test]

@@ -42,8 +42,7 @@ use super::{
 use crate::{
     backoff::{Backoff, Jitter, jitter, passed},
     control_planes::ControlPlane,
-    progress::Progress,
-    state::AgentState,
+    state::{AgentState, progress::Progress},
 };
 
 /// Number of heartbeat intervals without a message after which the agent reconnects

@@ -6,7 +6,7 @@
 //! Services that change while the kernel is busy collect in one set of dirty keys, so the next plan
 //! handles each service once, with its newest value.
 
-pub mod backlog;
+pub mod progress;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -17,7 +17,7 @@ use std::{
 
 use headgate_core::{
     Change, Dirty, Family, Node, NodeFacts, Protocol, Service, ServiceKey, State, StateSource,
-    dialling::DialPolicy,
+    addresses::DialPolicy,
     digest::{self, BUCKETS, Digests},
     frontends::{Conflict, Frontend},
 };
@@ -25,8 +25,8 @@ use headgate_proto::{digests_to_wire, node_to_wire, reserved_to_wire, v1};
 use tokio::{sync::Notify, time::timeout_at};
 use tracing::{error, info};
 
-use crate::{node_inputs::node_addresses, progress::Target};
-use backlog::{Backlog, Trigger};
+use crate::node_inputs::node_addresses;
+use progress::{Backlog, Target, Trigger};
 
 /// The number of Services that are hashed while the lock is held.
 const SERVICES_AT_ONCE: usize = 256;
@@ -500,9 +500,9 @@ impl AgentState {
 
     /// Requests a verification of the kernel: the reconcile loop reads the kernel and compares what
     /// it forwards with the state. Returns the number of the request. The request is answered when
-    /// [`crate::progress::Verification::request`] has reached this number. Requests that wait
-    /// together are answered together. Before the first sync, no request is answered. Waits for the
-    /// lock, as [`Self::apply`] does.
+    /// [`crate::state::progress::Verification::request`] has reached this number. Requests that
+    /// wait together are answered together. Before the first sync, no request is answered. Waits
+    /// for the lock, as [`Self::apply`] does.
     pub fn request_verification(&self) -> u64 {
         let mut inner = self.lock();
         inner.verifications_requested += 1;

@@ -13,8 +13,7 @@ use headgate_core::{
     explain::{Mode, NodeSettings},
     forwarding,
     iptables::NodePortAddresses,
-    masquerade::MasqueradeConfig,
-    view::{ServicePortView, service_views},
+    view::{MasqueradeConfig, ServicePortView, service_views},
 };
 use headgate_node_agent::dataplane::{
     Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, Finding, Leftover, Report, RulesDifferences,

@@ -13,7 +13,7 @@ use super::{
 use crate::fleet::{Client, rig::CpuTime, stage::Stage, worker::Worker};
 
 /// The largest number of snapshots that a replica sends at the same time
-/// (`control-plane/src/serve/stream/snapshot_queue.rs`).
+/// (`control-plane/src/serve/stream.rs`).
 pub const IN_FLIGHT: usize = 64;
 /// Memory that each agent may use, in bytes.
 const BYTES_PER_AGENT: u64 = 16_000;

@@ -15,8 +15,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use bytes::Bytes;
 use headgate_control_plane::{
     metrics::Metrics,
+    model::{Sink as _, Transaction, TriggeredChange},
+    objects::SourceKind,
     store::{Cursor, Limits, Store},
-    transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{Change, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort};
 use headgate_proto::{PREFIX_BYTES, v1};

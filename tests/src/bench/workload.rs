@@ -6,7 +6,7 @@ use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort, State,
     explain::{Mode, NodeSettings},
     iptables::NodePortAddresses,
-    masquerade::{LocalDetector, MasqueradeConfig},
+    view::{LocalDetector, MasqueradeConfig},
 };
 use ipnet::{IpNet, Ipv4Net};
 

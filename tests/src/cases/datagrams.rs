@@ -1,22 +1,31 @@
 //! Cases of mode userspace: datagrams that the agent carries.
 
-use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::{
+    io::ErrorKind,
+    net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result, bail, ensure};
-use headgate_netlink::{Connection, netfilter};
+use headgate_netlink::{Connection, Request};
 use nix::sys::signal::Signal;
 
-use super::changes::eventually;
-use super::userspace::{OBSERVED, OPENS_WITHIN, is_direct};
-use crate::testbed::flow::{Flow, open_all};
-use crate::testbed::manifests::Via::{self, ClusterIp, LoadBalancerIp};
-use crate::testbed::manifests::{Port, Service, ready};
-use crate::testbed::plan::{self, NODES};
-use crate::testbed::{Family, Outcome, Testbed, Transport};
+use super::{
+    changes::eventually,
+    userspace::{OBSERVED, OPENS_WITHIN, is_direct},
+};
+use crate::testbed::{
+    Family, Outcome, Testbed, Transport,
+    flow::{Flow, open_all},
+    manifests::{
+        Port, Service,
+        Via::{self, ClusterIp, LoadBalancerIp},
+        ready,
+    },
+    plan::{self, NODES},
+};
 
 /// The node whose agent carries the datagrams of the clients, and its clients.
 const NODE: &str = "node-a";
@@ -46,7 +55,7 @@ fn forget_connections(bed: &Testbed) -> Result<()> {
     const DELETE: u8 = 2;
     NODES.iter().try_for_each(|node| {
         bed.machines().machine(node.name)?.run(|| {
-            let request = netfilter::request(libc::NFNL_SUBSYS_CTNETLINK, DELETE, 0, 0);
+            let request = Request::netfilter(libc::NFNL_SUBSYS_CTNETLINK, DELETE, 0, 0);
             Ok(Connection::open(libc::NETLINK_NETFILTER)?.ask(request, |_, _| {})?)
         })
     })

@@ -7,12 +7,11 @@ use bytes::Bytes;
 use futures::FutureExt as _;
 use headgate_control_plane::{
     metrics::Metrics,
-    model::{Model, ModelSettings},
-    objects::ObjectKind,
+    model::{Model, ModelSettings, Sink as _, Transaction, TriggeredChange},
+    objects::{ObjectKind, SourceKind},
     serve::{Departed, Round, crowd::Crowd},
     source::watch_events,
     store::{Cursor, Limits, Resume, ResumeMode, Resumption, Store},
-    transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{
     Change, Dirty, Family, NodeFacts, StateSource,

@@ -14,9 +14,9 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use headgate_control_plane::{
     metrics::Metrics,
+    model::Sink,
     source::{self, SourceSettings, SourceSpec},
     store::{Limits, Store},
-    transaction::Sink,
 };
 use headgate_core::digest::Digests;
 use headgate_node_agent::backoff::Backoff;
@@ -28,10 +28,12 @@ pub use self::{
     gate::{Edit, Gate, Mode},
     replica::Replica,
 };
-use crate::agent::Agent;
-use crate::apiserver::{
-    ApiServer,
-    objects::{endpoint_slice, service},
+use crate::{
+    agent::Agent,
+    apiserver::{
+        ApiServer,
+        objects::{endpoint_slice, service},
+    },
 };
 
 /// Longest wait for any condition.

@@ -12,11 +12,10 @@ use fastrand::Rng;
 use futures::future::BoxFuture;
 use headgate_control_plane::{
     metrics::Metrics,
-    model::ModelSettings,
+    model::{ModelSettings, Sink},
     serve::{self, Listen, PeerSettings, ReadinessSettings, Security, Settings},
     source::{self, SourceSettings},
     store::{Limits, Store},
-    transaction::Sink,
 };
 use headgate_core::{
     Protocol,
@@ -30,9 +29,9 @@ use headgate_node_agent::{
     control_planes::ControlPlane,
     dataplane::{DataplaneError, ErrorKind},
     metrics::Metrics as AgentMetrics,
-    progress::Progress,
     reconcile::Timing,
     session::{barriers::Barriers, client::SessionConfig},
+    state::progress::Progress,
 };
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;

@@ -11,10 +11,10 @@ use anyhow::{Context, Result, ensure};
 use headgate_core::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol,
     Service, ServiceKey, ServicePort, State, TrafficPolicy,
-    dialling::DialPolicy,
+    addresses::DialPolicy,
     explain::{Mode, NodeSettings},
     iptables::{Layout, NodePortAddresses},
-    masquerade::{LocalDetector, MasqueradeConfig},
+    view::{LocalDetector, MasqueradeConfig},
 };
 use headgate_node_agent::{
     dataplane::{

@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey, ServicePort, State,
-    frontends::Frontend, masquerade::MasqueradeConfig,
+    frontends::Frontend, view::MasqueradeConfig,
 };
 use headgate_node_agent::dataplane::{
     ErrorKind, Finding, FixedState, NodeDataplane, StateSource,

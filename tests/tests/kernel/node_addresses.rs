@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, NodeFacts, Protocol, Service, ServiceKey, ServicePort, State,
-    masquerade::MasqueradeConfig,
+    view::MasqueradeConfig,
 };
 use headgate_node_agent::{
     dataplane::{

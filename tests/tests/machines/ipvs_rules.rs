@@ -2,18 +2,19 @@
 //! accepts the names, types and elements of the sets, and `iptables-save` prints the rules letter
 //! for letter as they were rendered.
 
-use std::io::Write;
-use std::net::IpAddr;
-use std::process::{Command, Stdio};
-use std::sync::Arc;
+use std::{
+    io::Write,
+    net::IpAddr,
+    process::{Command, Stdio},
+    sync::Arc,
+};
 
-use headgate_core::NodeFacts;
-use headgate_core::iptables::{ExistingTables, RulesTable};
-use headgate_core::ipvs::{ExistingObjects, IpvsConfig, IpvsLedger, IpvsPlan, Op, SetKind};
-use headgate_core::masquerade::LocalDetector;
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Family, FixedState, Placement, Protocol, Service, ServiceKey, ServicePort,
-    State, TrafficPolicy,
+    Change, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Placement, Protocol, Service, ServiceKey,
+    ServicePort, State, TrafficPolicy,
+    iptables::{ExistingTables, RulesTable},
+    ipvs::{ExistingObjects, IpvsConfig, IpvsLedger, IpvsPlan, Op, SetKind},
+    view::LocalDetector,
 };
 use headgate_tests::uml;
 

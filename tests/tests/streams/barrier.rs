@@ -10,16 +10,18 @@ use std::{
 };
 
 use headgate_control_plane::{
-    objects::PodId,
+    model::{NodeChange, PodChange, Sink as _, Transaction, TriggeredChange},
+    objects::{PodId, SourceKind},
     serve::{PeerSettings, Security, Settings},
     store::Limits,
-    transaction::{NodeChange, PodChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, Weight};
 use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
 
-use crate::client::{Client, eventually};
-use crate::replica::{Replica, key, node, service, settings};
+use crate::{
+    client::{Client, eventually},
+    replica::{Replica, key, node, service, settings},
+};
 
 /// The pod that stops. It is an endpoint of service 1 on node a.
 pub(crate) const POD: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 1);

@@ -15,9 +15,9 @@ use futures::{
 };
 use headgate_control_plane::{
     metrics::Metrics,
+    model::{Sink as _, Transaction, TriggeredChange},
     serve::{self, CancellationToken, Listen, PeerSettings, Running, Security, ServeError, Settings},
     store::{Limits, Store},
-    transaction::{Sink as _, Transaction, TriggeredChange},
 };
 use headgate_listener::{Accept, Carrier, Io, connector};
 use headgate_node_agent::backoff::Backoff;

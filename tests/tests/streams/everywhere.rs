@@ -7,10 +7,10 @@ use std::{
 };
 
 use headgate_control_plane::{
+    model::{NodeChange, PodChange, Sink as _, Transaction},
     objects::PodId,
     serve::{PeerSettings, Security, Settings},
     store::Limits,
-    transaction::{NodeChange, PodChange, Sink as _, Transaction},
 };
 use headgate_core::{Change, Conditions, Service, TrafficPolicy};
 use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};

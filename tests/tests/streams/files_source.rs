@@ -9,8 +9,9 @@ use std::{
 };
 
 use headgate_control_plane::{
+    model::Sink,
+    objects::SourceKind,
     source::{self, SourceError, SourceSettings, SourceSpec},
-    transaction::{Sink, SourceKind},
 };
 use tempfile::TempDir;
 use tokio::task::JoinHandle;

@@ -10,9 +10,10 @@ use std::{
 use futures::TryStreamExt as _;
 use headgate_control_plane::{
     metrics::Metrics,
+    model::{NodeChange, Sink as _, Transaction, TriggeredChange},
+    objects::SourceKind,
     serve::{self, CancellationToken, Listen, Running, Security, Settings},
     store::{Limits, Store},
-    transaction::{NodeChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{Change, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceKey, ServicePort};
 use headgate_proto::v1::{self, inspect_client::InspectClient};

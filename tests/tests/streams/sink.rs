@@ -6,7 +6,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_control_plane::transaction::{NodeChange, Problem, Sink, SourceKind, Transaction};
+use headgate_control_plane::{
+    model::{NodeChange, Problem, Sink, Transaction},
+    objects::SourceKind,
+};
 use headgate_core::{Change, Dirty, Node, ServiceKey, State};
 use tokio::sync::watch;
 

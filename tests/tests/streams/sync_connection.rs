@@ -13,8 +13,8 @@ use std::{
 use bytes::{Buf as _, Bytes, BytesMut};
 use h2::{RecvStream, SendStream, client::SendRequest};
 use headgate_control_plane::{
+    model::Sink as _,
     serve::{Security, Settings},
-    transaction::Sink as _,
 };
 use headgate_core::{Change, Dirty, State, reference::Referable};
 use headgate_proto::{
@@ -36,8 +36,10 @@ use tonic_reflection::pb::v1::{
     server_reflection_request::MessageRequest,
 };
 
-use crate::client::{Client, GUARD, channel, eventually, hello, message};
-use crate::replica::{self, Replica, cluster, service};
+use crate::{
+    client::{Client, GUARD, channel, eventually, hello, message},
+    replica::{self, Replica, cluster, service},
+};
 
 /// A stream on a connection of the `h2` crate.
 struct Stream {

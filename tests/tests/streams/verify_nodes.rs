@@ -4,13 +4,16 @@
 use std::sync::Arc;
 
 use futures::TryStreamExt as _;
-use headgate_control_plane::transaction::{NodeChange, Sink as _, SourceKind, Transaction, TriggeredChange};
+use headgate_control_plane::{
+    model::{NodeChange, Sink as _, Transaction, TriggeredChange},
+    objects::SourceKind,
+};
 use headgate_core::{
     Change, Dirty, Family, Node, NodeFacts, ServiceKey,
     digest::{Digests, service_bucket},
     explain::{Mode, NodeSettings},
     iptables::NodePortAddresses,
-    masquerade::MasqueradeConfig,
+    view::MasqueradeConfig,
 };
 use headgate_proto::{
     NodeView, digests_to_wire,
@@ -19,8 +22,10 @@ use headgate_proto::{
 use tokio::{task::JoinHandle, time::timeout};
 use tonic::{Code, Status};
 
-use crate::client::{Client, GUARD};
-use crate::replica::{Printed, Replica, cluster, endpoint, headgatectl, key, node, remove_endpoint, service};
+use crate::{
+    client::{Client, GUARD},
+    replica::{Printed, Replica, cluster, endpoint, headgatectl, key, node, remove_endpoint, service},
+};
 
 fn view(node: &str) -> NodeView {
     let settings = NodeSettings {

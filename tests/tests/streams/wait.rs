@@ -4,16 +4,19 @@
 use std::net::{Ipv4Addr, SocketAddr};
 
 use headgate_control_plane::{
+    model::{Sink as _, Transaction},
+    objects::SourceKind,
     serve::{PeerSettings, Security, Settings},
     store::Limits,
-    transaction::{Sink as _, SourceKind, Transaction},
 };
 use headgate_proto::v1;
 use serde_json::Value;
 use tokio::time::timeout;
 
-use crate::client::{Client, GUARD};
-use crate::replica::{Replica, endpoint, headgatectl, remove_endpoint, remove_service, service, settings};
+use crate::{
+    client::{Client, GUARD},
+    replica::{Replica, endpoint, headgatectl, remove_endpoint, remove_service, service, settings},
+};
 
 async fn acknowledge(client: &mut Client, replica: &Replica) {
     client.reach(replica.store.version()).await;

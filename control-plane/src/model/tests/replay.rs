@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use headgate_core::{Conditions, Family, Placement, size::ServiceSize};
+use headgate_core::{Conditions, Family, Placement, view::ServiceSize};
 use proptest::prelude::*;
 
 use super::*;
@@ -393,7 +393,7 @@ proptest! {
         ports in prop_oneof![1_usize..10, 50_usize..6_000], addresses in 0_u32..13_000,
         slices in prop::collection::vec(prop_oneof![1_usize..1_000, 1_000_usize..70_000], 1..80),
     ) {
-        use headgate_core::{ServicePort, Protocol, size::{MAX_DESTINATIONS, MAX_PORT_ENDPOINTS}};
+        use headgate_core::{Protocol, ServicePort, view::{MAX_DESTINATIONS, MAX_PORT_ENDPOINTS}};
         let settings = ModelSettings { service_budget: ModelSettings::MAX_SERVICE_BUDGET, ..ModelSettings::default() };
         let budget = settings.service_budget as usize;
         let port = |n: usize| ServicePort {

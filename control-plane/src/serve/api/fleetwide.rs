@@ -16,12 +16,12 @@ use tonic::{Status, transport::Channel};
 
 use super::inspect::{Inspector, agent_info};
 use crate::{
+    model::Problem,
     serve::{
         context::milliseconds,
         everywhere::{Absence, Link, Verdict},
         fleet::OF_AGENTS,
     },
-    transaction::Problem,
 };
 
 /// The maximum number of absent Nodes in an answer.

@@ -21,6 +21,8 @@ use super::wait::CheckedWait;
 use crate::{
     identity::{Expiry, Peer},
     metrics::kind_name,
+    model::Problem,
+    objects::SourceKind,
     serve::{
         barrier::Barrier,
         context::{Lifecycle, audit_object, milliseconds},
@@ -29,7 +31,6 @@ use crate::{
         verification::Verifier,
     },
     store::{NoPod, PodName, Store, WatchCursor, positions_to_wire},
-    transaction::{Problem, SourceKind},
 };
 
 /// The number of changes that a watcher reads from the store at a time.

@@ -15,12 +15,13 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::{
     metrics::kind_name,
+    model::Problem,
+    objects::SourceKind,
     serve::{
         context::Warning,
         fleet::{Agent, Fleet, Record},
     },
     store::{Last, PACE, Topic},
-    transaction::{Problem, SourceKind},
 };
 
 /// For this time after a question, agents acknowledge new batches at once.

@@ -25,13 +25,12 @@ use tonic::Status;
 
 use super::{
     Record,
-    progress::{CountedAgent, Progress},
-    record::{clip, programmed},
+    progress::{CountedAgent, Progress, clip, programmed},
 };
 use crate::{
+    model::Problem,
     serve::context::{Context, Signal, Warning, milliseconds},
     store::{ResumeMode, Store},
-    transaction::Problem,
 };
 
 /// A stream that is replaced within this time, from another address, may have been thrown out by a

@@ -13,7 +13,7 @@ use tonic::Status;
 use super::{
     Agent, Fleet,
     agent::{AnswerParts, stream_ended},
-    record::clip,
+    progress::clip,
 };
 
 /// The maximum number of unanswered queries of a replica.

@@ -4,7 +4,6 @@ mod agent;
 mod ask;
 pub(crate) mod balance;
 mod progress;
-mod record;
 mod roster;
 
 use std::{
@@ -22,12 +21,11 @@ pub use self::roster::Departed;
 pub(crate) use self::{
     agent::{Agent, End, Lateness, MAX_OPEN},
     ask::Asked,
-    progress::Progress,
-    record::{Record, Rejections, clip},
+    progress::{Progress, Record, Rejections, clip},
     roster::Roster,
 };
 use super::context::Context;
-use crate::{objects::PodId, store::NodeObserver, transaction::Problem};
+use crate::{model::Problem, objects::PodId, store::NodeObserver};
 
 /// The maximum number of rejections that are problems of the fleet.
 const MAX_REJECTED: usize = 1_000;

@@ -7,9 +7,8 @@ use serde_json::Value;
 use serde_path_to_error::Track;
 
 use crate::{
-    model::Event,
+    model::{Event, Problem},
     objects::{ManifestHeader, Object, ObjectKey, ObjectKind},
-    transaction::Problem,
 };
 
 /// An object in a file.

@@ -37,7 +37,10 @@ use super::{
     documents::{self, Definition, Parsed},
     notices::{LONGEST_WRITING, Notices},
 };
-use crate::{model::Event, objects::ObjectKey, transaction::Problem};
+use crate::{
+    model::{Event, Problem},
+    objects::ObjectKey,
+};
 
 /// How long a file has to define an object no more before the object is removed.
 pub(super) const SETTLE: Duration = Duration::from_secs(1);

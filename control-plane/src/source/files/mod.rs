@@ -25,8 +25,8 @@ use self::{
 };
 use super::SourceError;
 use crate::{
-    model::{Event, Model},
-    transaction::{Sink, SourceKind, Transaction},
+    model::{Event, Model, Sink, Transaction},
+    objects::SourceKind,
 };
 
 /// Time between scans.
@@ -130,7 +130,7 @@ impl Intake {
         if doubt.is_none() {
             self.sink.heard(SourceKind::Files);
         }
-        super::show_problems(&*self.sink, &mut self.model);
+        self.model.show_problems(&*self.sink);
         if doubt != self.cut_off {
             if let (Some(doubt), false) = (&doubt, self.is_synced) {
                 tracing::warn!("this replica is not ready, because it cannot know what to serve: {doubt}");

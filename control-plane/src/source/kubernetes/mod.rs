@@ -1,22 +1,29 @@
 //! Objects from a Kubernetes API server, with one watch for each kind.
 
 mod watch;
-mod wire;
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, BTreeSet},
+    error::Error,
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
+use bytes::{Bytes, BytesMut};
 use futures::FutureExt as _;
+use headgate_core::errors::chain;
+use http::StatusCode;
 use http_body_util::{BodyExt as _, Limited};
 use kube::{
     Client, Config,
     client::Body,
     config::{KubeConfigOptions, Kubeconfig},
+    core::Status,
 };
+use serde::{Deserialize, Deserializer};
+use serde_json::value::RawValue;
 use tokio::{
     sync::{Notify, mpsc},
     task::JoinSet,
@@ -26,13 +33,10 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 use super::{SourceError, SourceSettings};
 use crate::{
-    model::{Event, Model},
-    objects::ObjectKind,
-    transaction::{Sink, SourceKind, Transaction},
+    model::{Event, Model, Sink, Transaction},
+    objects::{ManifestHeader, Object, ObjectKey, ObjectKind, SourceKind},
 };
 use watch::{KindUpdate, Watch, WatchUpdate, source_kind};
-
-pub(crate) use wire::BackOff;
 
 /// Capacity of the channel from the watches to the model. A watch waits while the channel is full.
 const WAITING_UPDATES: usize = 1_024;
@@ -185,7 +189,7 @@ impl Applier {
     /// Commits the changes. Until every kind has been listed once, only problems are passed on: a
     /// part of the cluster's state must not be served.
     fn commit(&mut self) {
-        super::show_problems(&*self.sink, &mut self.model);
+        self.model.show_problems(&*self.sink);
         let received = self.received.take();
         if !self.unlisted.is_empty() {
             return;
@@ -205,10 +209,10 @@ impl Applier {
 /// The events in the lines of a watch, up to the first line that cannot be decoded.
 #[must_use]
 pub fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
-    let lines = bytes.split(|byte| *byte == b'\n').map_while(|text| wire::line(kind, text).ok());
+    let lines = bytes.split(|byte| *byte == b'\n').map_while(|text| decode_line(kind, text).ok());
     let event = |line| match line {
-        wire::Line::Object { event, .. } => event,
-        wire::Line::Bookmark { .. } | wire::Line::Error(_) => None,
+        Line::Object { event, .. } => event,
+        Line::Bookmark { .. } | Line::Error(_) => None,
     };
     lines.filter_map(event).collect()
 }
@@ -216,7 +220,7 @@ pub fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
 /// The objects on a page of a list; empty if the page cannot be decoded.
 #[must_use]
 pub fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
-    wire::page(kind, bytes).map(|(page, _)| page.events).unwrap_or_default()
+    decode_page(kind, bytes).map(|(page, _)| page.events).unwrap_or_default()
 }
 
 // Gathers updates that follow one another closely, so that they are committed together.
@@ -480,6 +484,390 @@ impl ContactState {
     }
 }
 
+// Decodes what the API server sends: lists, and watches with one JSON document per line.
+//
+// `kube::runtime::watcher` is not used, for two reasons. First, the watcher does not pass on
+// bookmarks. While no object of a kind changes, only bookmarks report the position of the kind.
+// Second, the watcher hides the loss of an event in a line that cannot be decoded. Here,
+// an invalid object is still an event if the name of the object can be read. So one invalid object
+// does not stop a list.
+
+/// Maximum size of a line. No object is this large, because etcd accepts only 1.5 MiB by default.
+const LINE_LIMIT_BYTES: usize = 16 * 1024 * 1024;
+
+/// One line of a watch.
+#[derive(Debug)]
+enum Line {
+    /// An object has changed, or is part of the initial state.
+    Object {
+        /// The change; `None` for a pod without the readiness gate of Headgate.
+        event: Option<Event>,
+        /// The object's resourceVersion.
+        version: String,
+    },
+    /// All changes up to this version have been sent.
+    Bookmark {
+        /// The resourceVersion.
+        version: String,
+        /// The initial state of a streaming list is complete.
+        ends_initial_state: bool,
+    },
+    /// The server ends the watch with an error.
+    Error(Box<kube::core::Status>),
+}
+
+#[derive(Deserialize)]
+struct RawLine<'a> {
+    #[serde(rename = "type", borrow)]
+    event: Cow<'a, str>,
+    #[serde(borrow)]
+    object: &'a RawValue,
+}
+
+#[derive(Deserialize)]
+struct Bookmark {
+    metadata: ListMetadata,
+}
+
+/// The metadata of a bookmark, or of a page of a list.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct ListMetadata {
+    #[serde(default)]
+    resource_version: String,
+    #[serde(default, rename = "continue")]
+    continue_token: Option<String>,
+    #[serde(default)]
+    annotations: Option<BTreeMap<String, String>>,
+}
+
+/// Decodes one line of a watch.
+///
+/// # Errors
+/// A description, if the line is not an event of this kind.
+fn decode_line(kind: ObjectKind, text: &[u8]) -> Result<Line, String> {
+    let raw: RawLine<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    match raw.event.as_ref() {
+        "ADDED" | "MODIFIED" => {
+            let (event, version) = object(kind, raw.object)?;
+            Ok(Line::Object { event: Some(event).filter(has_effect), version })
+        }
+        "DELETED" => {
+            let (key, version) = names(kind, raw.object)?;
+            Ok(Line::Object { event: Some(Event::Delete(key)), version })
+        }
+        "BOOKMARK" => {
+            let metadata =
+                serde_json::from_str::<Bookmark>(raw.object.get()).map_err(|error| error.to_string())?.metadata;
+            if metadata.resource_version.is_empty() {
+                return Err("a bookmark without a resourceVersion".to_owned());
+            }
+            let annotations = metadata.annotations.unwrap_or_default();
+            let ends_initial_state = annotations.get("k8s.io/initial-events-end").is_some_and(|value| value == "true");
+            Ok(Line::Bookmark { version: metadata.resource_version, ends_initial_state })
+        }
+        "ERROR" => serde_json::from_str(raw.object.get()).map(Line::Error).map_err(|error| error.to_string()),
+        other => Err(format!("an event of unknown type {other:?}")),
+    }
+}
+
+/// All objects of a kind, or those of one page, and the version of the list.
+#[derive(Debug)]
+struct Listed {
+    events: Vec<Event>,
+    version: String,
+}
+
+impl Listed {
+    /// The newest version of an object.
+    fn newest(&self) -> Option<u64> {
+        let version = |event: &Event| match event {
+            Event::Apply(object) => object.names().1[2].parse().ok(),
+            Event::Delete(_) | Event::Undecodable { .. } => None,
+        };
+        self.events.iter().filter_map(version).max()
+    }
+}
+
+#[derive(Deserialize)]
+struct RawPage<'a> {
+    metadata: ListMetadata,
+    #[serde(borrow, deserialize_with = "required_items")]
+    items: Vec<&'a RawValue>,
+}
+
+/// Reads `items`, where `null` means an empty list. The field must be present: an answer without it
+/// is not a list, and must not count as an empty list.
+fn required_items<'de: 'a, 'a, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<&'a RawValue>, D::Error> {
+    Ok(Option::<Vec<&'a RawValue>>::deserialize(deserializer)?.unwrap_or_default())
+}
+
+/// Decodes one page of a list. Returns also the token for the next page.
+///
+/// # Errors
+/// A description, if the text is not a list, or an item has no name, namespace or resourceVersion.
+fn decode_page(kind: ObjectKind, text: &[u8]) -> Result<(Listed, Option<String>), String> {
+    let raw: RawPage<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    if raw.metadata.resource_version.is_empty() {
+        return Err("a list without a resourceVersion".to_owned());
+    }
+    let events = raw
+        .items
+        .into_iter()
+        .map(|item| object(kind, item).map(|(event, _)| event))
+        .filter(|event| event.as_ref().map_or(true, has_effect))
+        .collect::<Result<_, _>>()?;
+    let continue_token = raw.metadata.continue_token.filter(|token| !token.is_empty());
+    Ok((Listed { events, version: raw.metadata.resource_version }, continue_token))
+}
+
+/// False for a pod without the readiness gate of Headgate. The gates of a pod never change, so such
+/// a pod never gets an effect.
+fn has_effect(event: &Event) -> bool {
+    !matches!(event, Event::Apply(object) if matches!(&**object, Object::Pod(pod) if !pod.has_gate()))
+}
+
+fn object(kind: ObjectKind, raw: &RawValue) -> Result<(Event, String), String> {
+    let decoded = Object::deserialize(kind, &mut serde_json::Deserializer::from_str(raw.get()));
+    match decoded {
+        Ok(object) => {
+            let (_, [namespace, name, version]) = object.names();
+            check_names(kind, name, namespace, version)?;
+            let version = version.to_owned();
+            Ok((Event::Apply(Box::new(object)), version))
+        }
+        Err(_) => {
+            let (key, version) = names(kind, raw)?;
+            let mut deserializer = serde_json::Deserializer::from_str(raw.get());
+            let mut track = serde_path_to_error::Track::new();
+            let tracked = serde_path_to_error::Deserializer::new(&mut deserializer, &mut track);
+            let Err(error) = Object::deserialize(kind, tracked) else {
+                return Err("an object that was decoded only at the second attempt".to_owned());
+            };
+            let field = track.path().to_string();
+            let message = format!("{error}: correct the field, or the program that writes it");
+            Ok((Event::Undecodable { key, field, message }, version))
+        }
+    }
+}
+
+fn names(kind: ObjectKind, raw: &RawValue) -> Result<(ObjectKey, String), String> {
+    let header: ManifestHeader = serde_json::from_str(raw.get()).map_err(|error| error.to_string())?;
+    let names = header.metadata;
+    check_names(kind, &names.name, &names.namespace, &names.resource_version)?;
+    Ok((ObjectKey::new(kind, &names.namespace, &names.name), names.resource_version))
+}
+
+fn check_names(kind: ObjectKind, name: &str, namespace: &str, version: &str) -> Result<(), String> {
+    let missing = match () {
+        () if name.is_empty() => "name",
+        () if kind.is_namespaced() && namespace.is_empty() => "namespace",
+        () if version.is_empty() => "resourceVersion",
+        () => return Ok(()),
+    };
+    Err(format!("a {} without metadata.{missing}", kind.name()))
+}
+
+/// The lines of a response body.
+#[derive(Debug)]
+struct Lines {
+    body: Body,
+    buffer: BytesMut,
+    /// Number of bytes at the start of the buffer that contain no line end.
+    searched_bytes: usize,
+}
+
+impl Lines {
+    fn new(body: Body) -> Self {
+        Self { body, buffer: BytesMut::new(), searched_bytes: 0 }
+    }
+
+    /// The next line without its line end; `None` when the body has ended after a complete line.
+    ///
+    /// # Errors
+    /// The connection broke, the body ended in the middle of a line, or a line is too long. The
+    /// watch can be resumed.
+    async fn next(&mut self) -> Result<Option<Bytes>, Failure> {
+        loop {
+            let found = self.buffer[self.searched_bytes..].iter().position(|byte| *byte == b'\n');
+            if let Some(place) = found {
+                let mut line = self.buffer.split_to(self.searched_bytes + place + 1);
+                self.searched_bytes = 0;
+                line.truncate(line.len() - 1);
+                if line.trim_ascii().is_empty() {
+                    continue;
+                }
+                return Ok(Some(line.freeze()));
+            }
+            self.searched_bytes = self.buffer.len();
+            if self.buffer.len() > LINE_LIMIT_BYTES {
+                return Err(Failure::malformed(format!("a line of more than {LINE_LIMIT_BYTES} bytes")));
+            }
+            match self.body.frame().await {
+                Some(Ok(frame)) => {
+                    if let Ok(data) = frame.into_data() {
+                        self.buffer.extend_from_slice(&data);
+                    }
+                }
+                Some(Err(error)) => return Err(Failure::dropped(&error)),
+                None if self.buffer.trim_ascii().is_empty() => return Ok(None),
+                None => return Err(Failure::cut()),
+            }
+        }
+    }
+}
+
+// Failures of lists and watches, their remedies, and the pauses before retries.
+
+/// Upper bound of the first pause, which is random.
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
+
+/// Upper bound of the random pause, and of the pause that a server asks for.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// Why a request failed, or a watch ended early. Every failure is retried.
+#[derive(Debug)]
+struct Failure {
+    /// The value of the metric label `reason`.
+    reason: &'static str,
+    /// What happened and what to do about it.
+    message: String,
+    /// True if the watch cannot continue from its position, so the kind must be listed again.
+    needs_list: bool,
+    /// The HTTP status code, if the server has answered.
+    code: Option<StatusCode>,
+    /// The pause that the server asks for.
+    retry_after: Option<Duration>,
+}
+
+impl Failure {
+    fn new(reason: &'static str, message: impl Into<String>) -> Self {
+        Self { reason, message: message.into(), needs_list: false, code: None, retry_after: None }
+    }
+
+    /// The server sent an answer that violates the protocol. An event may be lost, so the watch is
+    /// opened again after the last event that was decoded. If it breaks there again, the kind is
+    /// listed.
+    fn malformed(message: impl std::fmt::Display) -> Self {
+        Self::new("malformed_answer", format!("the server sent an invalid answer: {message}"))
+    }
+
+    /// The connection broke.
+    fn dropped(error: &(dyn Error + 'static)) -> Self {
+        Self::new("connection_lost", format!("the connection broke: {}", chain(error)))
+    }
+
+    /// The answer ended in the middle of an object.
+    fn cut() -> Self {
+        Self::new("connection_lost", "the answer ended in the middle of an object")
+    }
+
+    /// Nothing arrived for `time`. `what` is the first part of the message, such as "nothing
+    /// arrived in a watch".
+    fn silent(what: &str, time: Duration) -> Self {
+        Self::new("timeout", format!("{what} for {} seconds", time.as_secs()))
+    }
+
+    /// A streaming list ended before it was complete.
+    fn incomplete_list() -> Self {
+        Self::new("list_incomplete", "the server ended a streaming list before it was complete")
+    }
+
+    /// The newest version at the server is older than a version that the server sent before.
+    fn went_back(ours: u64, theirs: u64) -> Self {
+        let message = format!(
+            "the server is at version {theirs}, but has sent version {ours} before, as after the restore of a backup: \
+             everything is listed again"
+        );
+        Self { needs_list: true, ..Self::new("source_went_back", message) }
+    }
+
+    /// The server did not answer the request.
+    fn request(error: &kube::Error) -> Self {
+        let message =
+            format!("a request to the API server failed: {}: check the address and the network", chain(error));
+        match error {
+            kube::Error::Auth(_) => Self::new("unauthorized", message),
+            _ => Self::new("connection_failed", message),
+        }
+    }
+
+    /// An answer with an error code to a request that needs the right `verb`.
+    fn answer(kind: ObjectKind, verb: &str, code: StatusCode, status: Option<&Status>) -> Self {
+        let said = status.map_or_else(|| code.to_string(), |status| format!("{} ({})", status.message, code.as_u16()));
+        let resource = kind.rbac_resource();
+        let (reason, message) = match code {
+            StatusCode::UNAUTHORIZED => {
+                ("unauthorized", format!("{said}: the credentials are not accepted; check the token or the kubeconfig"))
+            }
+            StatusCode::FORBIDDEN => {
+                let message =
+                    format!("{said}: allow the verb {verb:?} on {resource} in the ClusterRole of this account");
+                ("forbidden", message)
+            }
+            StatusCode::NOT_FOUND => ("not_found", format!("{said}: the server does not serve {resource}")),
+            StatusCode::GONE => ("watch_expired", format!("{said}: everything is listed again")),
+            StatusCode::TOO_MANY_REQUESTS => ("throttled", said),
+            _ if code.is_server_error() => ("server_error", said),
+            _ => ("refused", said),
+        };
+        let retry_after = status.and_then(|status| status.details.as_ref()).map(|details| details.retry_after_seconds);
+        let retry_after = retry_after.filter(|seconds| *seconds > 0).map(|seconds| Duration::from_secs(seconds.into()));
+        let needs_list = code == StatusCode::GONE;
+        Self { needs_list, code: Some(code), retry_after, ..Self::new(reason, message) }
+    }
+
+    /// An ERROR event inside a watch.
+    fn event(kind: ObjectKind, status: &Status) -> Self {
+        let code = StatusCode::from_u16(status.code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let expired = matches!(status.reason.as_str(), "Expired" | "Gone");
+        let code = if expired { StatusCode::GONE } else { code };
+        Self::answer(kind, "watch", code, Some(status))
+    }
+
+    /// Whether the server sent an error of its own, or a line that cannot be decoded. The same may
+    /// happen at each attempt to continue at this version.
+    fn is_fault_of_server(&self) -> bool {
+        matches!(self.reason, "malformed_answer" | "server_error" | "refused")
+    }
+
+    /// Whether the answer means that the server has no streaming lists. API servers with the
+    /// feature disabled answer 422. Proxies in front of API servers answer with one of the other
+    /// codes below.
+    fn refuses_streaming(&self) -> bool {
+        self.code.is_some_and(|code| matches!(code.as_u16(), 400 | 405 | 406 | 415 | 422 | 501))
+    }
+}
+
+/// Pauses between retries: random times between 0 and a bound that doubles with each failure. The
+/// pauses are random so that replicas do not retry together.
+#[derive(Debug, Default)]
+pub(crate) struct BackOff {
+    failures: u32,
+    rng: fastrand::Rng,
+}
+
+impl BackOff {
+    /// A back-off before the first failure, which draws its pauses from `rng`.
+    fn new(rng: fastrand::Rng) -> Self {
+        Self { failures: 0, rng }
+    }
+
+    /// Returns to the first bound.
+    fn reset(&mut self) {
+        self.failures = 0;
+    }
+
+    /// The time to wait before the next retry. `retry_after` is the pause that the server asks for.
+    /// A random pause is added to `retry_after`.
+    pub(crate) fn pause(&mut self, retry_after: Option<Duration>) -> Duration {
+        let bound = FIRST_PAUSE.saturating_mul(1 << self.failures.min(16)).min(LONGEST_PAUSE);
+        self.failures = self.failures.saturating_add(1);
+        let drawn = bound.mul_f64(self.rng.f64());
+        retry_after.map_or(drawn, |asked| asked.min(LONGEST_PAUSE) + drawn)
+    }
+}
+
 #[cfg(test)]
 mod gather_tests {
     #![allow(clippy::unwrap_used)]
@@ -589,5 +977,79 @@ mod contact_tests {
         assert_eq!(store.source_state(), SourceState::CutOff, "the watch of Services has brought nothing");
         contact.delivered(ObjectKind::Service);
         assert_eq!(store.source_state(), SourceState::Following);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn an_object_that_cannot_be_decoded_is_an_event() {
+        let text = br#"{"kind":"ServiceList","metadata":{"resourceVersion":"7"},"items":[
+            {"metadata":{"name":"a","namespace":"x","resourceVersion":"1"},"spec":{"ports":[{"port":"eighty"}]}},
+            {"metadata":{"name":"b","namespace":"x","resourceVersion":"2","labels":null},"spec":{"ports":null}}]}"#;
+        let (page, _) = decode_page(ObjectKind::Service, text).unwrap();
+        assert_eq!(page.version, "7");
+        assert!(
+            matches!(&page.events[0], Event::Undecodable { key, field, .. }
+            if key.to_string() == "Service x/a" && field == "spec.ports[0].port"),
+            "{:?}",
+            page.events[0]
+        );
+        assert!(matches!(&page.events[1], Event::Apply(_)));
+    }
+
+    #[test]
+    fn an_answer_that_is_not_a_list_is_an_error() {
+        for text in ["{}", "[]", r#"{"metadata":{}}"#, r#"{"metadata":{"resourceVersion":"1"}}"#, "<html>"] {
+            assert!(decode_page(ObjectKind::Node, text.as_bytes()).is_err(), "{text}");
+        }
+        let empty = r#"{"metadata":{"resourceVersion":"1"},"items":null}"#;
+        assert!(decode_page(ObjectKind::Node, empty.as_bytes()).unwrap().0.events.is_empty());
+    }
+
+    #[test]
+    fn each_type_of_line_is_decoded() {
+        let read = |text: &str| decode_line(ObjectKind::Node, text.as_bytes());
+        let node = r#"{"object":{"metadata":{"name":"n","resourceVersion":"5"}},"type":"ADDED"}"#;
+        assert!(
+            matches!(read(node).unwrap(), Line::Object { event: Some(Event::Apply(_)), version } if version == "5")
+        );
+        let end = r#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"9",
+            "annotations":{"k8s.io/initial-events-end":"true"}}}}"#;
+        assert!(matches!(read(end).unwrap(), Line::Bookmark { ends_initial_state: true, .. }));
+        let gone = r#"{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Expired"}}"#;
+        assert!(matches!(read(gone).unwrap(), Line::Error(status) if status.code == 410));
+        for text in ["}", "{}", r#"{"type":"ADDED","object":{"metadata":{"name":"n"}}}"#, r#"{"type":"X","object":{}}"#]
+        {
+            assert!(read(text).is_err(), "{text}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod failure_tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_to_a_bound_and_start_over() {
+        let mut back_off = BackOff::default();
+        assert!(back_off.pause(None) <= FIRST_PAUSE);
+        for _ in 0..100 {
+            assert!(back_off.pause(None) <= LONGEST_PAUSE);
+        }
+        assert!(back_off.pause(Some(Duration::from_secs(3))) >= Duration::from_secs(3));
+        back_off.reset();
+        assert!(back_off.pause(None) <= FIRST_PAUSE);
+    }
+
+    #[test]
+    fn a_missing_permission_is_named() {
+        let failure = Failure::answer(ObjectKind::EndpointSlice, "watch", StatusCode::FORBIDDEN, None);
+        assert_eq!(failure.reason, "forbidden");
+        assert!(failure.message.contains("\"watch\"") && failure.message.contains("endpointslices.discovery.k8s.io"));
+        assert!(Failure::answer(ObjectKind::Node, "watch", StatusCode::GONE, None).needs_list);
     }
 }

@@ -23,14 +23,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{
-    Contact,
-    wire::{self, BackOff, Failure, Line, Lines, Listed},
-};
+use super::{BackOff, Contact, Failure, Line, Lines, Listed, decode_line, decode_page};
 use crate::{
-    model::Event,
-    objects::ObjectKind,
-    transaction::{Sink, SourceKind},
+    model::{Event, Sink},
+    objects::{ObjectKind, SourceKind},
 };
 
 /// How long the server may take to begin an answer, or to send one page of a list.
@@ -337,7 +333,7 @@ impl Requests {
         };
         let body = timeout(ANSWER_TIMEOUT, read).await;
         let body = body.map_err(|_| Failure::silent("a list request was not answered", ANSWER_TIMEOUT))??;
-        wire::page(self.kind, &body.to_bytes()).map_err(Failure::malformed)
+        decode_page(self.kind, &body.to_bytes()).map_err(Failure::malformed)
     }
 
     /// Opens a watch after `version`, or one that begins with all present objects.
@@ -376,7 +372,7 @@ impl Requests {
     }
 
     fn decode(&self, line: &[u8]) -> Result<Line, Failure> {
-        wire::line(self.kind, line).map_err(Failure::malformed)
+        decode_line(self.kind, line).map_err(Failure::malformed)
     }
 }
 

@@ -19,9 +19,8 @@ use std::{
     sync::Arc,
 };
 
-use crate::{
-    model::{Endpoint, EndpointPort, Family, PortState, ServicePort, Weight, greatest_common_divisor},
-    node_facts::NodeFacts,
+use crate::model::{
+    Endpoint, EndpointPort, Family, NodeFacts, PortState, ServicePort, Weight, greatest_common_divisor,
 };
 
 /// An endpoint to which connections can be sent.

@@ -13,10 +13,9 @@ use ipnet::IpNet;
 use super::endpoint_choice::{self, Destination};
 use crate::{
     model::{
-        Family, LoadBalancing, PortState, Protocol, ProxyProtocol, Service, ServiceKey, ServicePort, TrafficPolicy,
-        Weight,
+        Family, LoadBalancing, NodeFacts, PortState, Protocol, ProxyProtocol, Service, ServiceKey, ServicePort,
+        TrafficPolicy, Weight,
     },
-    node_facts::NodeFacts,
     state::{ServiceEntry, State, frontends::Frontend},
 };
 
@@ -195,7 +194,7 @@ impl ServicePortView {
 /// Returns the views of all ports of a service in one family, in the order of the spec. The views
 /// do not contain endpoints that fail this node's [health checks](crate::endpoint_health), except
 /// if all endpoints for a policy fail. The list is empty if the Service is unknown, has no
-/// ClusterIP of the family, or is [too large](crate::size) for a node. The cost depends only on the
+/// ClusterIP of the family, or is [too large](crate::view) for a node. The cost depends only on the
 /// size of this Service.
 #[must_use]
 pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node: &NodeFacts) -> Vec<ServicePortView> {

@@ -133,7 +133,7 @@ pub const TEST_RANGES: [&str; 5] =
 /// True for loopback addresses and for addresses in [`TEST_RANGES`]. Does not recognize IPv4-mapped
 /// IPv6 addresses: callers convert them with [`IpAddr::to_canonical`] first.
 #[must_use]
-pub fn is_allowed(address: IpAddr) -> bool {
+pub fn may_lack_tls(address: IpAddr) -> bool {
     let is_test = |range: &str| range.parse::<IpNet>().is_ok_and(|range| range.contains(&address));
     address.is_loopback() || TEST_RANGES.iter().any(|range| is_test(range))
 }

@@ -13,8 +13,7 @@ use std::{
 };
 
 use crate::{
-    model::ServiceKey,
-    node_facts::NodeFacts,
+    model::{NodeFacts, ServiceKey},
     state::{Dirty, State},
 };
 

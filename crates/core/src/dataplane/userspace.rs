@@ -19,8 +19,7 @@ use super::{
 };
 use crate::{
     behaviours::view::{ServicePortView, service_views},
-    model::{Family, LoadBalancing, Protocol, ProxyProtocol, ServiceKey},
-    node_facts::NodeFacts,
+    model::{Family, LoadBalancing, NodeFacts, Protocol, ProxyProtocol, ServiceKey},
     state::{Dirty, State, frontends::Frontend},
 };
 

@@ -15,4 +15,4 @@ pub use self::{
     checks::{Check, CheckTiming, ServiceTargets},
     fair::{FairCheck, FairChecks},
 };
-pub use crate::node_facts::FailingEndpoints;
+pub use crate::model::FailingEndpoints;

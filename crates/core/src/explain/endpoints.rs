@@ -4,8 +4,7 @@ use std::{fmt, net::IpAddr, sync::Arc};
 
 use crate::{
     behaviours::endpoint_choice::{self, Destination, Exclusion, TopologyMode, Turn},
-    model::{Conditions, Endpoint, Family, Placement, PortState, ServicePort, TrafficPolicy},
-    node_facts::NodeFacts,
+    model::{Conditions, Endpoint, Family, NodeFacts, Placement, PortState, ServicePort, TrafficPolicy},
 };
 
 /// Why a node leaves out an endpoint.

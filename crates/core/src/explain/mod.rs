@@ -17,8 +17,7 @@ use self::steps::Path;
 use crate::{
     behaviours::view::{self, MasqueradeConfig, ServicePortView, ServiceSize},
     dataplane::iptables::NodePortAddresses,
-    model::{Family, Protocol, Service, ServiceKey, ServicePort},
-    node_facts::NodeFacts,
+    model::{Family, NodeFacts, Protocol, Service, ServiceKey, ServicePort},
     state::{
         Endpoints, State,
         frontends::{Claim, Frontend, addresses_of, frontends_of_port},

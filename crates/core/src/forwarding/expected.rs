@@ -7,8 +7,7 @@ use crate::{
     behaviours::view::{Outcome, ServicePortView, service_views},
     dataplane::iptables::NodePortAddresses,
     explain::{Mode, NodeSettings},
-    model::{Family, Protocol, ServiceKey, TrafficPolicy},
-    node_facts::NodeFacts,
+    model::{Family, NodeFacts, Protocol, ServiceKey, TrafficPolicy},
     state::{ServiceEntry, State, frontends::Frontend},
 };
 

@@ -8,8 +8,8 @@ mod tests;
 use std::net::IpAddr;
 
 use headgate_netlink::{
-    Fields, Malformed, Request, checked_attributes, netfilter, read_be16, read_be32, read_ip, read_text, read_u8,
-    route::Prefix,
+    Fields, Malformed, Request, checked_attributes, netfilter_attributes, read_be16, read_be32, read_ip, read_text,
+    read_u8, route::Prefix,
 };
 
 use crate::{Change, Element, Entry, Family, Header, Protocol, Set, SetType, Specification};
@@ -58,7 +58,7 @@ fn family_number(set_type: SetType, family: Family) -> u8 {
 }
 
 fn request(command: u8, flags: u16, protocol: u8) -> Request {
-    netfilter::request(libc::NFNL_SUBSYS_IPSET, command, flags, Family::V4.number())
+    Request::netfilter(libc::NFNL_SUBSYS_IPSET, command, flags, Family::V4.number())
         .attribute(top::PROTOCOL, &[protocol])
 }
 
@@ -165,7 +165,7 @@ pub(crate) fn revisions(payload: &[u8]) -> Result<Versions, Malformed> {
 }
 
 fn versions(payload: &[u8], greatest: u16, missing: &'static str) -> Result<Versions, Malformed> {
-    let fields = Fields::of(netfilter::attributes(payload)?)?;
+    let fields = Fields::of(netfilter_attributes(payload)?)?;
     let most = fields.need(greatest, read_u8, missing)?;
     Ok((fields.get(top::MINIMUM, read_u8)?.unwrap_or(most), most))
 }
@@ -173,7 +173,7 @@ fn versions(payload: &[u8], greatest: u16, missing: &'static str) -> Result<Vers
 /// Adds one message of a list to the sets read so far. The first message of a set has the header;
 /// further messages of the same set have no header.
 pub(crate) fn add_part(sets: &mut Vec<Set>, payload: &[u8]) -> Result<(), Malformed> {
-    let fields = Fields::of(netfilter::attributes(payload)?)?;
+    let fields = Fields::of(netfilter_attributes(payload)?)?;
     let name = fields.need(top::SETNAME, read_text, "a set without a name")?;
     if let Some(type_name) = fields.get(top::TYPENAME, read_text)? {
         sets.push(Set { header: read_header(name.clone(), type_name, &fields)?, entries: Vec::new() });

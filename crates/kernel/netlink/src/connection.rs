@@ -237,9 +237,43 @@ impl Connection {
         Ok(())
     }
 
+    /// Executes requests of one netfilter subsystem as one transaction in one send. The kernel
+    /// executes either all requests or none.
+    ///
+    /// `refused` receives each rejection with the index of the request, or without an index if the
+    /// kernel rejects the transaction as a whole. After any rejection, the kernel has changed
+    /// nothing. The kernel also checks the requests after a rejected request, so `refused` may
+    /// receive several rejections. The first rejection shows the cause. Errors that the kernel
+    /// detects only at the end of the transaction are reported for the first request.
+    ///
+    /// # Errors
+    /// If `refused` received a rejection, the kernel changed nothing. If not, it is unknown whether
+    /// the kernel executed the transaction.
+    pub fn transact(
+        &mut self,
+        subsystem: libc::c_int,
+        requests: &[Request],
+        mut refused: impl FnMut(Option<usize>, Refusal),
+    ) -> Result<(), NetlinkError> {
+        if requests.is_empty() {
+            return Ok(());
+        }
+        let begin = Request::batch_limit(libc::NFNL_MSG_BATCH_BEGIN, subsystem);
+        let end = Request::batch_limit(libc::NFNL_MSG_BATCH_END, subsystem);
+        let all: Vec<_> = std::iter::once(&begin).chain(requests).chain([&end]).collect();
+        // Kernels before 6.10 acknowledge neither the begin nor the end message. The last request
+        // asks for the acknowledgement.
+        let sent = self.send_together(all.into_iter(), requests.len())?;
+        self.collect_refusals(&sent, |index, refusal| {
+            refused(index.checked_sub(1), refusal);
+            // The kernel may send no other answer when it rejects the transaction as a whole.
+            if index == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })
+    }
+
     /// Sends requests in one send of any length. The request with the index `acknowledged`, if any,
     /// requires an acknowledgement.
-    pub(super) fn send_together<'a>(
+    fn send_together<'a>(
         &mut self,
         requests: impl ExactSizeIterator<Item = &'a Request>,
         acknowledged: usize,
@@ -262,7 +296,7 @@ impl Connection {
 
     /// Passes each rejection of sent requests to `refused`, with the index of the request. Ends
     /// when the acknowledgement arrives or `refused` returns `Break`.
-    pub(super) fn collect_refusals(
+    fn collect_refusals(
         &mut self,
         sent: &Sent,
         mut refused: impl FnMut(usize, Refusal) -> ControlFlow<()>,

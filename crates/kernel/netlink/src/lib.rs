@@ -8,7 +8,8 @@
 //!   single answer, and [`Connection::execute`] for batches of changes. [`Connection::execute`]
 //!   reports the index of each rejected request.
 //! - [`generic`] looks up generic netlink families.
-//! - [`netfilter`] encodes requests to netfilter subsystems and executes transactions.
+//! - [`Request::netfilter`] begins a request to a netfilter subsystem, and
+//!   [`Connection::transact`] executes several as one transaction.
 //! - [`Listener`] receives the notifications of multicast groups.
 //! - [`route`] manages links and addresses, and decodes notifications of their changes.
 
@@ -16,15 +17,11 @@ mod connection;
 mod family;
 pub mod generic;
 mod message;
-pub mod netfilter;
 pub mod route;
 
-pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped, Refused};
-pub use connection::{Heard, Listener};
+pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped, Heard, Listener, Refused};
 pub use family::{Family, Protocol};
 pub use message::{
-    Fields, attributes, checked_attributes, read_be16, read_be32, read_be64, read_ip, read_text, read_u8, read_u16,
-    read_u32,
+    Fields, Malformed, Message, NetlinkError, Refusal, Request, attributes, checked_attributes, netfilter_attributes,
+    read_be16, read_be32, read_be64, read_ip, read_text, read_u8, read_u16, read_u32,
 };
-pub use message::{Malformed, NetlinkError, Refusal};
-pub use message::{Message, Request};

@@ -38,6 +38,21 @@ impl Request {
         Self { kind, flags: libc::NLM_F_REQUEST as u16 | flags, payload, is_too_long: false }
     }
 
+    /// Begins a request to a netfilter subsystem such as [`libc::NFNL_SUBSYS_IPSET`], with flags in
+    /// addition to `NLM_F_REQUEST`. `family` is an `NFPROTO_…` number such as `NFPROTO_IPV4`. Such
+    /// requests begin with `struct nfgenmsg` (`linux/netfilter/nfnetlink.h`).
+    #[must_use]
+    pub fn netfilter(subsystem: libc::c_int, command: u8, flags: u16, family: u8) -> Self {
+        Self::new((subsystem as u16) << 8 | u16::from(command), flags, &[family, 0, 0, 0])
+    }
+
+    /// The message that opens or closes a transaction of a netfilter subsystem. The message holds
+    /// the subsystem in network byte order.
+    pub(super) fn batch_limit(kind: libc::c_int, subsystem: libc::c_int) -> Self {
+        let [high, low] = (subsystem as u16).to_be_bytes();
+        Self::new(kind as u16, 0, &[0, 0, high, low])
+    }
+
     /// Adds an attribute.
     #[must_use]
     pub fn attribute(mut self, kind: u16, value: &[u8]) -> Self {
@@ -227,6 +242,14 @@ macro_rules! constants {
 /// types. A truncated attribute ends the iteration without an error.
 pub fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || split(&mut bytes))
+}
+
+/// The attributes of the payload of a netfilter message.
+///
+/// # Errors
+/// The payload is truncated.
+pub fn netfilter_attributes(payload: &[u8]) -> Result<&[u8], Malformed> {
+    payload.get(4..).ok_or(Malformed("a netfilter message is shorter than its header"))
 }
 
 /// Like [`attributes`], but a truncated attribute yields an error and ends the iteration.

@@ -2,7 +2,7 @@
 
 use std::{cmp::Ordering, thread, time::Duration};
 
-use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Refusal, Request, netfilter};
+use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Refusal, Request};
 use libc::NLM_F_DUMP;
 
 use crate::{
@@ -65,7 +65,7 @@ impl Nftables {
         let mut faults = Vec::new();
         let requests = transaction.requests();
         let subsystem = libc::NFNL_SUBSYS_NFTABLES;
-        let result = netfilter::transact(&mut self.connection, subsystem, requests, |message, refusal| {
+        let result = self.connection.transact(subsystem, requests, |message, refusal| {
             faults.push(fault(transaction, message, refusal));
         });
         // The kernel drops answers only if the receive buffer is full. Only many rejections can

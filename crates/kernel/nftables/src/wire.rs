@@ -6,7 +6,8 @@ mod expression;
 mod tests;
 
 use headgate_netlink::{
-    Fields, Malformed, Request, checked_attributes, netfilter, read_be16, read_be32, read_be64, read_text, read_u8,
+    Fields, Malformed, Request, checked_attributes, netfilter_attributes, read_be16, read_be32, read_be64, read_text,
+    read_u8,
 };
 use libc::{NLM_F_APPEND, NLM_F_CREATE, c_int};
 
@@ -33,7 +34,7 @@ const VERDICT_CHAIN: u16 = 2;
 
 /// Begins a request with the command `NFT_MSG_…`.
 pub(crate) fn request(command: c_int, flags: c_int, family: Option<Family>) -> Request {
-    netfilter::request(libc::NFNL_SUBSYS_NFTABLES, command as u8, flags as u16, family.map_or(0, Family::number))
+    Request::netfilter(libc::NFNL_SUBSYS_NFTABLES, command as u8, flags as u16, family.map_or(0, Family::number))
 }
 
 /// Begins a request about a table or an object in it.
@@ -57,7 +58,7 @@ pub(crate) fn deletes(command: c_int) -> bool {
 pub(crate) fn split(payload: &[u8]) -> Result<(TableName, Fields<'_>), Malformed> {
     let number = payload.first().copied().unwrap_or_default();
     let family = Family::of_number(number).ok_or(Malformed("an object of an unknown family"))?;
-    let fields = Fields::of(netfilter::attributes(payload)?)?;
+    let fields = Fields::of(netfilter_attributes(payload)?)?;
     Ok((TableName { family, name: Field::read(&fields, TABLE)? }, fields))
 }
 
@@ -570,7 +571,7 @@ pub(crate) fn element_at(payload: &[u8], offset: usize) -> Option<(usize, Elemen
 
 /// Reads a generation and the thread that created it (`NFTA_GEN_…`).
 pub(crate) fn read_generation(payload: &[u8]) -> Result<Generation, Malformed> {
-    let fields = &Fields::of(netfilter::attributes(payload)?)?;
+    let fields = &Fields::of(netfilter_attributes(payload)?)?;
     Ok(Generation {
         id: Field::read(fields, 1)?,
         thread_id: Field::read(fields, 2)?,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use headgate_core::{forwarding::Origin, frontends::Frontend, masquerade::LocalDetector};
+use headgate_core::{forwarding::Origin, frontends::Frontend, view::LocalDetector};
 use ipnet::IpNet;
 
 use super::parse::{ChainId, Condition, Rule, Rules, Target, Test};

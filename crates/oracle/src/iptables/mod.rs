@@ -22,7 +22,7 @@ use headgate_core::{
     forwarding::{Admitted, Entry, Fate, Origin, Table},
     frontends::Frontend,
     iptables::{RulesTable, names},
-    masquerade::LocalDetector,
+    view::LocalDetector,
 };
 
 pub use self::parse::Rules;

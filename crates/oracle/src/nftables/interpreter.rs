@@ -12,7 +12,7 @@ use headgate_core::{
     address_from_bytes,
     forwarding::{Fate, NodePortsAt, Origin},
     frontends::Frontend,
-    masquerade::LocalDetector,
+    view::LocalDetector,
 };
 use ipnet::IpNet;
 use nftables_netlink::{

@@ -16,7 +16,7 @@ use headgate_core::{
     Protocol,
     forwarding::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
     frontends::Frontend,
-    masquerade::LocalDetector,
+    view::LocalDetector,
 };
 use nftables_netlink::{ChainType, Hook};
 

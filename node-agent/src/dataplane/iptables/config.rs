@@ -1,6 +1,6 @@
 //! The configuration of the iptables dataplane.
 
-use headgate_core::{Family, iptables::Layout, masquerade::MasqueradeConfig};
+use headgate_core::{Family, iptables::Layout, view::MasqueradeConfig};
 
 use super::Variant;
 

@@ -1,6 +1,6 @@
 //! The configuration of the IPVS dataplane.
 
-use headgate_core::{Family, masquerade::MasqueradeConfig};
+use headgate_core::{Family, view::MasqueradeConfig};
 
 use super::super::xtables::Variant;
 use headgate_settings::IpvsSettings;

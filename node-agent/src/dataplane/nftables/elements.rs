@@ -9,8 +9,8 @@ use std::{
 use headgate_core::{
     Family, Protocol,
     frontends::Frontend,
-    masquerade::MasqueradeSources,
     nftables::{Counted, Element, Lookup, NftablesPlan, Pick, Refusal, Selection, Target},
+    view::MasqueradeSources,
 };
 use ipnet::IpNet;
 use nftables_netlink::{DataType, ElementData, Expression, Set, TableName, Transaction, Value};

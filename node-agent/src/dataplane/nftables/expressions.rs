@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use headgate_core::{Family, Protocol, masquerade::LocalDetector};
+use headgate_core::{Family, Protocol, view::LocalDetector};
 use ipnet::IpNet;
 use nftables_netlink::{
     AddressFamily, Bytes, Comparison, CtKey, Direction, DynamicSet, DynamicSetOperation, Expression, FibFlags,

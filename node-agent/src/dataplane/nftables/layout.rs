@@ -13,8 +13,8 @@ use std::{
 use headgate_core::{
     Family, Protocol,
     iptables::NodePortAddresses,
-    masquerade::{LocalDetector, MasqueradeSources},
     nftables::{Counted, Lookup, Refusal, Shape},
+    view::{LocalDetector, MasqueradeSources},
 };
 use ipnet::IpNet;
 use nftables_netlink::{

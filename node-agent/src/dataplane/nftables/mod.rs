@@ -30,8 +30,8 @@ use std::{
 use headgate_core::{
     Dirty, Family, LoadBalancing, NodeFacts, ServiceKey, State, StateSource, forwarding,
     iptables::NodePortAddresses,
-    masquerade::MasqueradeConfig,
     nftables::{Element, ElementKey, ExistingElements, Lookup, NftablesConfig, NftablesLedger, NftablesPlan},
+    view::MasqueradeConfig,
 };
 use nftables_netlink::{Nftables, NftablesError, Table, Transaction, probe, refusals};
 use tracing::{info, warn};

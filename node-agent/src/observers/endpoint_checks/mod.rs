@@ -243,7 +243,7 @@ impl EndpointCheckMetrics {
 mod targets_tests {
     #![allow(clippy::unwrap_used)]
     use headgate_core::{
-        Change, Dirty, Endpoint, EndpointPort, Placement, Service, ServicePort, TrafficPolicy, dialling::DialPolicy,
+        Change, Dirty, Endpoint, EndpointPort, Placement, Service, ServicePort, TrafficPolicy, addresses::DialPolicy,
         view::service_views,
     };
 

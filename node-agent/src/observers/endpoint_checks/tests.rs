@@ -5,7 +5,7 @@ use std::{
 };
 
 use headgate_core::{
-    Change, Endpoint, EndpointPort, NodeFacts, Protocol, Service, ServicePort, dialling::DialPolicy,
+    Change, Endpoint, EndpointPort, NodeFacts, Protocol, Service, ServicePort, addresses::DialPolicy,
     endpoint_health::CheckTiming,
 };
 use tokio_util::sync::DropGuard;

@@ -1,7 +1,7 @@
 //! Health-check node ports (`spec.healthCheckNodePort`): an external load balancer asks each
 //! node at this port whether the node has local endpoints for a Service.
 //!
-//! [`headgate_core::health_check_port`] decides what a port answers. Ports open and close after the
+//! [`headgate_core::view`] decides what a port answers. Ports open and close after the
 //! rules are in place. If a port cannot be bound, the server retries and continues with the other
 //! ports.
 
@@ -26,8 +26,8 @@ use axum::{
 };
 use headgate_core::{
     Family, ServiceKey,
-    health_check_port::{HealthCheckPort, health_check_port},
     iptables::NodePortAddresses,
+    view::{HealthCheckPort, health_check_port},
 };
 use headgate_listener::{Families, HttpConnections, listen, open_files};
 use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
@@ -39,7 +39,7 @@ use super::{Changes, Follower, Mailbox};
 use crate::{
     metric_registry::{AGENT, MetricRegistry},
     node_inputs::NodeInputs,
-    state::backlog::Backlog,
+    state::progress::Backlog,
 };
 
 /// Metrics of the health-check node ports.

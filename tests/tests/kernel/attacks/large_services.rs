@@ -15,7 +15,7 @@ use headgate_core::{
     Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort,
     explain::{Mode, NodeSettings},
     iptables::NodePortAddresses,
-    masquerade::MasqueradeConfig,
+    view::MasqueradeConfig,
 };
 use headgate_node_agent::{
     dataplane::{NodeDataplane, nftables::NftablesDataplane},

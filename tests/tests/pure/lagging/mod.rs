@@ -16,7 +16,7 @@ mod world;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use headgate_control_plane::transaction::SourceKind;
+use headgate_control_plane::objects::SourceKind;
 use proptest::prelude::*;
 
 use agent::Program;

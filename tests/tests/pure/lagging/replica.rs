@@ -4,8 +4,9 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use headgate_control_plane::{
     metrics::Metrics,
+    model::{NodeChange, Sink as _, Transaction, TriggeredChange},
+    objects::SourceKind,
     store::{BehindWait, Cursor, Limits, NotYet, OwnNode, Resume, ResumeMode, Resumption, Store},
-    transaction::{NodeChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{Change, Dirty, State};
 use headgate_node_agent::session::stream::Standing;
@@ -145,7 +146,7 @@ impl Replica {
     }
 }
 
-/// The replica's side of a stream. It calls the same store functions as `serve/stream/session.rs`,
+/// The replica's side of a stream. It calls the same store functions as `serve/stream.rs`,
 /// in the same order.
 pub(crate) struct Stream {
     pub(crate) replica: usize,

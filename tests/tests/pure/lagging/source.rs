@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
-use headgate_control_plane::transaction::{NodeChange, SourceKind};
+use headgate_control_plane::{model::NodeChange, objects::SourceKind};
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceKey, ServicePort, State,
 };

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use headgate_control_plane::{store::Resume, transaction::SourceKind};
+use headgate_control_plane::{objects::SourceKind, store::Resume};
 use headgate_core::node_state::SourceState;
 use tokio::time::Instant;
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use headgate_control_plane::{
+    model::{NodeChange, Sink as _},
     serve::{Security, Settings},
-    transaction::{NodeChange, Sink as _},
 };
 use headgate_core::{Change, Endpoint, EndpointPort, Node, Protocol, Service, ServiceKey, ServicePort};
 use headgate_proto::v1;

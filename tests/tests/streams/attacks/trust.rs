@@ -6,11 +6,11 @@ use std::{fs, net::Ipv4Addr, time::Duration};
 use bytes::Bytes;
 use clap::Parser as _;
 use headgate_control_plane::{
+    model::{PodChange, Sink as _, Transaction},
     objects::PodId,
     options::Options,
     run::ControlPlane,
     serve::{CancellationToken, Security, Settings},
-    transaction::{PodChange, Sink as _, Transaction},
 };
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, ServiceKey};
 use headgate_proto::{

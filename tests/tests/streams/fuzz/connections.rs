@@ -8,8 +8,8 @@ use std::{
 use fastrand::Rng;
 use futures::FutureExt as _;
 use headgate_control_plane::{
+    model::Sink as _,
     serve::{PeerSettings, Security, Settings},
-    transaction::Sink as _,
 };
 use headgate_tests::fuzz::{Run, corpus, mutate, mutate_sequence};
 use peakmem_alloc::PeakMemAllocTrait as _;

@@ -10,11 +10,10 @@ use std::sync::Arc;
 use headgate_control_plane::{
     identity,
     metrics::Metrics,
-    model::{Event, Model, ModelSettings},
+    model::{Event, Model, ModelSettings, Sink as _},
     objects::ObjectKind,
     serve, source,
     store::{Limits, Resume, Store},
-    transaction::Sink as _,
 };
 
 /// Reads a manifest like the source `files`, and serves its objects. `is_json` says whether the

@@ -9,8 +9,8 @@ use std::{
 };
 
 use headgate_control_plane::{
+    model::Sink as _,
     serve::{EnrolmentSettings, Security, Settings},
-    transaction::Sink as _,
 };
 use headgate_core::ServiceKey;
 use headgate_tests::{

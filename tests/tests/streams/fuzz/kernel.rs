@@ -6,9 +6,9 @@ use std::collections::BTreeSet;
 use headgate_core::{
     Family,
     iptables::{ExistingTables, RulesTable},
-    masquerade::LocalDetector,
+    view::LocalDetector,
 };
-use headgate_netlink::{Fields, attributes, netfilter, read_be32, read_be64, read_ip, read_text};
+use headgate_netlink::{Fields, attributes, netfilter_attributes, read_be32, read_be64, read_ip, read_text};
 use headgate_oracle::iptables::{Rules, decode};
 
 use super::fuzz;
@@ -31,7 +31,7 @@ fn iptables_save(text: &str) -> bool {
 /// Reads the attributes of a netfilter message with all readers, also the nested ones. Returns
 /// whether the message is whole and contains a text.
 fn netlink(message: &[u8]) -> bool {
-    let Ok(bytes) = netfilter::attributes(message) else { return false };
+    let Ok(bytes) = netfilter_attributes(message) else { return false };
     Fields::of(bytes).is_ok() && has_text(bytes, 0)
 }
 

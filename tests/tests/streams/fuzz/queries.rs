@@ -7,7 +7,7 @@ use headgate_core::{
     digest::{Digests, service_bucket},
     explain::{Mode, NodeSettings},
     iptables::NodePortAddresses,
-    masquerade::MasqueradeConfig,
+    view::MasqueradeConfig,
 };
 use headgate_proto::{NodeView, ServiceDigests, digests_from_wire, digests_to_wire, node_from_wire, v1};
 use prost::Message as _;

@@ -4,8 +4,9 @@ use std::{fs, path::Path, sync::Arc};
 
 use headgate_control_plane::{
     metrics::Metrics,
+    model::{Sink as _, Transaction, TriggeredChange},
+    objects::SourceKind,
     store::{Limits, Resume, Store},
-    transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{
     Change, Conditions, Endpoint, EndpointPort, Hints, Placement, Protocol, Service, ServiceCidr, ServiceKey,

@@ -4,8 +4,8 @@
 use std::{fs, net::Ipv4Addr, path::Path, process::Command, sync::Arc};
 
 use headgate_control_plane::{
+    model::{NodeChange, Sink as _, Transaction},
     serve::Settings,
-    transaction::{NodeChange, Sink as _, Transaction},
 };
 use headgate_tls::explain;
 use rcgen::{ExtendedKeyUsagePurpose, SanType};

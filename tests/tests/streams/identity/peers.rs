@@ -4,9 +4,9 @@
 use std::net::Ipv4Addr;
 
 use headgate_control_plane::{
-    objects::PodId,
+    model::{NodeChange, PodChange, Sink as _, Transaction, TriggeredChange},
+    objects::{PodId, SourceKind},
     serve::{PeerSettings, PeerTls, Settings},
-    transaction::{NodeChange, PodChange, Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Protocol, ServiceKey};
 use headgate_proto::v1::{

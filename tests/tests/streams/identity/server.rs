@@ -3,8 +3,8 @@
 use std::{ops::Deref, path::PathBuf, time::Duration};
 
 use headgate_control_plane::{
+    model::Sink as _,
     serve::{Security, Settings},
-    transaction::Sink as _,
 };
 use tempfile::TempDir;
 

@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use headgate_control_plane::{
+    model::Sink as _,
+    objects::SourceKind,
     serve::{Security, Settings},
     store::Limits,
-    transaction::{Sink as _, SourceKind},
 };
 use headgate_core::{Change, Dirty, Service};
 use headgate_proto::v1::{self, inspect_client::InspectClient, welcome::ResumeMode};
@@ -23,8 +24,10 @@ use tokio::{
 };
 use tonic::{Code, transport::Channel};
 
-use crate::client::{self, Client, GUARD, channel, eventually, hello, raw};
-use crate::replica::{Replica, cluster, endpoint, key, remove_endpoint, remove_service, service, settings};
+use crate::{
+    client::{self, Client, GUARD, channel, eventually, hello, raw},
+    replica::{Replica, cluster, endpoint, key, remove_endpoint, remove_service, service, settings},
+};
 
 const SYNC: &str = "/headgate.v1.Discovery/Sync";
 

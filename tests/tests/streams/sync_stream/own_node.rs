@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use headgate_control_plane::{
+    model::{NodeChange, Sink as _, Transaction},
+    objects::SourceKind,
     serve::{Security, Settings},
-    transaction::{NodeChange, Sink as _, SourceKind, Transaction},
 };
 use headgate_proto::v1::{self, source_position::Kind, welcome::ResumeMode};
 

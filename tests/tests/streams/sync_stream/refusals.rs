@@ -4,8 +4,8 @@ use std::{net::Ipv4Addr, time::Duration};
 
 use bytes::Bytes;
 use headgate_control_plane::{
+    model::Sink as _,
     serve::{Security, Settings},
-    transaction::Sink as _,
 };
 use headgate_proto::v1;
 use prost::Message as _;

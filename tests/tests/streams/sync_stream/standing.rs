@@ -3,8 +3,9 @@
 use std::{net::SocketAddr, time::Duration};
 
 use headgate_control_plane::{
+    model::Sink as _,
+    objects::SourceKind,
     serve::{Security, Settings},
-    transaction::{Sink as _, SourceKind},
 };
 use headgate_proto::v1::{
     self, SourceState, agent_message::Body as Asked, discovery_client::DiscoveryClient, server_message::Body,

@@ -10,10 +10,9 @@ mod fresh;
 use std::{sync::Arc, time::Duration};
 
 use headgate_control_plane::{
-    model::{Event, Model},
-    objects::{Object, ObjectKind},
+    model::{Event, Model, Sink, Transaction},
+    objects::{Object, ObjectKind, SourceKind},
     source::{self, SourceError, SourceSettings, SourceSpec},
-    transaction::{Sink, SourceKind, Transaction},
 };
 use headgate_core::{Dirty, State};
 use headgate_tests::apiserver::{

@@ -9,12 +9,12 @@ use super::*;
 use crate::{
     identity::Identity,
     metrics::Metrics,
+    model::{Sink as _, Transaction, TriggeredChange},
     serve::{
         Settings,
         transport::sync_connection::frame::{FrameHeader, PREFACE, kind},
     },
     store::{Limits, Store},
-    transaction::{Sink as _, Transaction, TriggeredChange},
 };
 
 struct Rig {

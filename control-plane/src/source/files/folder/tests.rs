@@ -11,10 +11,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::*;
-use crate::{
-    model::Model,
-    transaction::{NodeChange, Transaction, TriggeredChange},
-};
+use crate::model::{Model, NodeChange, Transaction, TriggeredChange};
 
 /// A replica that reads a folder. Time passes only in [`Replica::scan`].
 struct Replica {

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     Change, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey, ServicePort, State,
     TrafficPolicy, behaviours::view::LocalDetector, dataplane::shared::FixedState, fake_kernel::iptables::FakeKernel,
-    node_facts::NodeFacts,
+    model::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {

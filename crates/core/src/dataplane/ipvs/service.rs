@@ -13,10 +13,8 @@ use super::{
     server::Wanted,
 };
 use crate::{
-    behaviours::endpoint_choice::Destination,
-    behaviours::view::ServicePortView,
-    model::{Protocol, Service, TrafficPolicy, Weight},
-    node_facts::FailingEndpoints,
+    behaviours::{endpoint_choice::Destination, view::ServicePortView},
+    model::{FailingEndpoints, Protocol, Service, TrafficPolicy, Weight},
 };
 
 /// The kind of address of a virtual server. If two services want one address and port with

@@ -7,7 +7,7 @@ use super::*;
 use crate::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
     ServicePort, State, Weight, behaviours::view::LocalDetector, dataplane::shared::FixedState,
-    fake_kernel::ipvs::FakeKernel, node_facts::NodeFacts,
+    fake_kernel::ipvs::FakeKernel, model::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {

@@ -11,18 +11,14 @@ use std::{
     sync::Arc,
 };
 
-use super::{
-    element::{
-        Element, ElementKey, EndpointGroup, GroupKey, Lookup, Numbers, Pick, Selection, Shape, Target, group_number,
-        port_number,
-    },
-    service::{self, NftablesConfig, PortPlan},
+use super::element::{
+    Element, ElementKey, EndpointGroup, GroupKey, Lookup, NftablesConfig, Numbers, Pick, PortPlan, Selection, Shape,
+    Target, group_number, port_number, port_plan,
 };
 use crate::{
     behaviours::view::{NoLocalEndpoints, ServiceSize, service_views},
     dataplane::shared::{self, Quarantine, RefCounts, StateSource, Touched},
-    model::{LoadBalancing, Protocol, ServiceKey},
-    node_facts::NodeFacts,
+    model::{LoadBalancing, NodeFacts, Protocol, ServiceKey},
     state::{Dirty, State, frontends::Frontend},
 };
 
@@ -299,7 +295,7 @@ impl NftablesLedger {
             if view.node_port != 0 && !node_ports.insert((view.protocol, view.node_port)) {
                 view.node_port = 0;
             }
-            let plan = service::plan(&self.config, &view);
+            let plan = port_plan(&self.config, &view);
             let is_hashed = self.config.can_hash && view.load_balancing == Some(LoadBalancing::ConsistentHash);
             let needs_number = !(plan.cluster.is_empty() && plan.local.is_empty());
             let affinity_timeout_seconds = view.affinity_timeout_seconds.filter(|_| !plan.is_proxy_only);

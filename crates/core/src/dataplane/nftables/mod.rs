@@ -29,12 +29,10 @@
 
 mod element;
 mod ledger;
-mod service;
 
 #[cfg(test)]
 mod tests;
 
-pub use element::{Counted, Element, ElementKey, Lookup, Pick, Refusal, Selection, Shape, Target};
+pub(super) use element::port_plan;
+pub use element::{Counted, Element, ElementKey, Lookup, NftablesConfig, Pick, Refusal, Selection, Shape, Target};
 pub use ledger::{ExistingElements, NftablesLedger, NftablesPlan};
-pub use service::NftablesConfig;
-pub(super) use service::plan as port_plan;

@@ -10,8 +10,10 @@ use super::{
 use crate::{
     behaviours::view::ServiceSize,
     dataplane::shared::FixedState,
-    model::{Change, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey, ServicePort, Weight},
-    node_facts::NodeFacts,
+    model::{
+        Change, Endpoint, EndpointPort, Family, NodeFacts, Placement, Protocol, Service, ServiceKey, ServicePort,
+        Weight,
+    },
     state::{Dirty, State},
 };
 

@@ -62,12 +62,16 @@ mod tests {
 
     use super::*;
     use crate::{
-        dataplane::iptables::ruleset,
-        dataplane::rules::{ExistingTables, Layout, RenderConfig, RulesLedger},
-        dataplane::shared::FixedState,
+        dataplane::{
+            iptables::ruleset,
+            rules::{ExistingTables, Layout, RenderConfig, RulesLedger},
+            shared::FixedState,
+        },
         fake_kernel::iptables::FakeKernel,
-        model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
-        node_facts::NodeFacts,
+        model::{
+            Change, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey, ServicePort,
+            TrafficPolicy,
+        },
         state::{Dirty, State},
     };
 

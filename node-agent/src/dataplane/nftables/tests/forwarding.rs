@@ -7,7 +7,7 @@ use headgate_core::{
     Change, Family, Service,
     explain::{Mode, NodeSettings},
     iptables::NodePortAddresses,
-    masquerade::MasqueradeConfig,
+    view::MasqueradeConfig,
 };
 use headgate_oracle::{
     Comparison, compare,

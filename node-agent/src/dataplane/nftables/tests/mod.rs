@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use headgate_core::{Family, FixedState, NodeFacts, State, masquerade::MasqueradeConfig};
+use headgate_core::{Family, FixedState, NodeFacts, State, view::MasqueradeConfig};
 use nftables_netlink::{Chain, Nftables, Transaction};
 use nix::sched::{CloneFlags, unshare};
 

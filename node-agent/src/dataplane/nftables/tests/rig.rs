@@ -13,8 +13,8 @@ use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, FixedState, NodeFacts, Placement, Protocol,
     Service, ServiceKey, ServicePort, State, TrafficPolicy,
     iptables::NodePortAddresses,
-    masquerade::LocalDetector,
     nftables::{Element, NftablesConfig, NftablesLedger, NftablesPlan},
+    view::LocalDetector,
 };
 use headgate_oracle::nftables::NftablesDump;
 use nftables_netlink::{Expression, Nftables, Table, Transaction};

@@ -38,8 +38,7 @@ use super::{
 use crate::{
     behaviours::view::views_of_all_endpoints,
     dataplane::rules::{RulesLedger, RulesTable, Tally},
-    model::ServiceKey,
-    node_facts::NodeFacts,
+    model::{NodeFacts, ServiceKey},
     state::{Dirty, State},
 };
 

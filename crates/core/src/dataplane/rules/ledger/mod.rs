@@ -29,8 +29,7 @@ use super::{
 use crate::{
     behaviours::view::service_views,
     dataplane::shared::{self, FixedState, Quarantine, StateSource},
-    model::ServiceKey,
-    node_facts::NodeFacts,
+    model::{NodeFacts, ServiceKey},
     state::{Dirty, State},
 };
 

@@ -11,8 +11,7 @@ use crate::{
         script::Script,
         service::DispatchLine,
     },
-    model::{Family, ServiceKey},
-    node_facts::NodeFacts,
+    model::{Family, NodeFacts, ServiceKey},
     state::State,
 };
 

@@ -1,20 +1,14 @@
-//! One stream to an agent: the session checks its `Hello`, handles its messages, and decides which
-//! message is sent next. The connection requests one message at a time.
-//!
-//! There is no queue between the store and the connection. When the connection can send a message,
-//! the session looks up the next message at its cursor. So a connection that is blocked needs no
-//! memory for messages. A session does no input or output and never waits. The connection requests
-//! the next message when it is visited ([`crate::serve::context::Visits`]) or when its signal wakes
-//! it.
+//! The messages of one stream of deltas: what the replica sends to the agent, and what the agent
+//! answers. [`super::transport`] reads and writes the connection.
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak, atomic::Ordering},
     time::{Duration, SystemTime},
 };
 
 use bytes::Bytes;
-use headgate_core::{dns_name::check_subdomain, node_state::SourceState};
+use headgate_core::{digest::BUCKETS, dns_name::check_subdomain, node_state::SourceState};
 use headgate_proto::{
     node_to_wire,
     v1::{self, agent_message::Body as Received, server_message::Body},
@@ -22,19 +16,53 @@ use headgate_proto::{
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::{Streams, snapshot_queue::Ticket};
+use super::{
+    barrier::Barrier,
+    context::{Context, Lifecycle, PositionWait, Settings, Signal, Visit, Visited, Warning, milliseconds},
+    everywhere::Everywhere,
+    fleet::{Agent, End, Fleet, Lateness, balance, clip},
+};
 use crate::{
     identity::{Expiry, Peer},
-    metrics::{Metrics, kind_name},
-    serve::{
-        context::{Context, Lifecycle, PositionWait, Signal, Warning, milliseconds},
-        fleet::{Agent, End, Lateness, balance, clip},
-    },
+    metrics::{Metrics, kind_name, level},
+    objects::SourceKind,
     store::{
-        BehindWait, Cursor, NotYet, OwnNode, Resume, ResumeMode, Resumption, Wait, positions_to_wire, server_frame,
+        BehindWait, Cursor, NotYet, OwnNode, Resume, ResumeMode, Resumption, Store, Wait, positions_to_wire,
+        server_frame,
     },
-    transaction::SourceKind,
 };
+
+/// The state that all streams share.
+pub(crate) struct Streams {
+    pub(crate) context: Arc<Context>,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) everywhere: Arc<Everywhere>,
+    pub(crate) barrier: Arc<Barrier>,
+    snapshots: Arc<SnapshotQueue>,
+    _visited: Visited,
+}
+
+impl Streams {
+    /// Returns the shared state for the streams of a replica that serves `store`.
+    pub(crate) fn new(store: Arc<Store>, metrics: Arc<Metrics>, settings: Settings) -> Arc<Self> {
+        let snapshots = Arc::new(SnapshotQueue::new(Arc::clone(&metrics)));
+        let context = Context::new(store, metrics, settings);
+        let visited = context.visits.add(Arc::<SnapshotQueue>::clone(&snapshots));
+        let fleet = Fleet::new(Arc::clone(&context));
+        let everywhere = Everywhere::new(Arc::clone(&fleet));
+        let barrier = Barrier::new(Arc::clone(&fleet), Arc::clone(&everywhere));
+        Arc::new(Self { context, fleet, everywhere, barrier, snapshots, _visited: visited })
+    }
+}
+
+// One stream to an agent: the session checks its `Hello`, handles its messages, and decides which
+// message is sent next. The connection requests one message at a time.
+//
+// There is no queue between the store and the connection. When the connection can send a message,
+// the session looks up the next message at its cursor. So a connection that is blocked needs no
+// memory for messages. A session does no input or output and never waits. The connection requests
+// the next message when it is visited ([`crate::serve::context::Visits`]) or when its signal wakes
+// it.
 
 /// Returns the end of a stream when the replica stops.
 pub(crate) fn stopping() -> End {
@@ -57,7 +85,7 @@ pub(crate) fn closed_before_hello() -> End {
 /// # Errors
 ///
 /// The end of the stream.
-pub(super) fn admit_stream(streams: &Streams, peer: &Peer, node: &str, now: Instant) -> Result<(), End> {
+fn admit_stream(streams: &Streams, peer: &Peer, node: &str, now: Instant) -> Result<(), End> {
     if streams.fleet.turns().streams.take(node.into(), now.into_std()).is_ok() {
         return Ok(());
     }
@@ -517,7 +545,7 @@ fn admit(hello: &v1::Hello, peer: &Peer, context: &Context) -> Result<Admitted, 
 /// # Errors
 ///
 /// The end of the stream, as for [`admit`].
-pub(super) fn admit_node(node_name: &str, peer: &Peer, context: &Context) -> Result<(), End> {
+fn admit_node(node_name: &str, peer: &Peer, context: &Context) -> Result<(), End> {
     check_subdomain(node_name)
         .map_err(|problem| End::refusal("invalid_hello", Status::invalid_argument(format!("node_name: {problem}"))))?;
     peer.may_follow(node_name, SystemTime::now())
@@ -538,4 +566,271 @@ fn resume(wire: &v1::Resume) -> Result<Resume, End> {
         let text = "Hello.resume.digests: must have one sum of 16 bytes and one count for each of 1,024 buckets";
         End::refusal("invalid_hello", Status::invalid_argument(text))
     })
+}
+
+// The queue of streams that wait to send a snapshot.
+//
+// A stream that sends a snapshot keeps its current encoded bucket in memory, and some kilobytes in
+// its connection. After an outage all agents may need a snapshot at the same time. Streams are
+// served in order, so that memory is bounded and the first agents are done soon. A slow reader
+// does not block other streams: while other streams wait, the turn of a stream ends after
+// [`TURN`]. The stream then moves to the end of the queue and keeps its cursor.
+
+/// The maximum number of buckets of all snapshots that are sent at the same time: 64 full
+/// snapshots, or more partial snapshots.
+const MAX_BUCKETS_IN_FLIGHT: usize = 64 * BUCKETS;
+
+/// How long a stream may send its snapshot while other streams wait.
+const TURN: Duration = Duration::from_secs(5);
+
+/// The snapshots that are being sent, and the streams that wait.
+#[derive(Debug)]
+struct SnapshotQueue {
+    queue: Mutex<SnapshotTurns>,
+    metrics: Arc<Metrics>,
+}
+
+#[derive(Debug)]
+struct SnapshotTurns {
+    free_buckets: usize,
+    next_ticket: u64,
+    /// The waiting streams by ticket: the number of buckets, and how to wake the stream.
+    waiting: BTreeMap<u64, (usize, Weak<Signal>)>,
+    /// The snapshots that are being sent, by ticket: the number of buckets, and the end of the
+    /// turn. Tickets are admitted in order, so the first turn ends first.
+    admitted: BTreeMap<u64, (usize, Instant)>,
+}
+
+/// The place of a stream in the queue, or its turn. The stream returns the ticket with
+/// [`SnapshotQueue::leave`].
+#[derive(Debug, Default)]
+struct Ticket(Option<u64>);
+
+impl SnapshotQueue {
+    /// Returns a queue that admits [`MAX_BUCKETS_IN_FLIGHT`] buckets.
+    fn new(metrics: Arc<Metrics>) -> Self {
+        Self::with_limit(MAX_BUCKETS_IN_FLIGHT, metrics)
+    }
+
+    fn with_limit(free_buckets: usize, metrics: Arc<Metrics>) -> Self {
+        let (waiting, admitted) = (BTreeMap::new(), BTreeMap::new());
+        let queue = SnapshotTurns { free_buckets, next_ticket: 0, waiting, admitted };
+        Self { queue: Mutex::new(queue), metrics }
+    }
+
+    /// Returns true if a stream may begin or continue a snapshot of `buckets` buckets. Otherwise
+    /// the stream is in the queue, and `signal` is woken when the stream's turn begins.
+    fn may_continue(&self, ticket: &mut Ticket, buckets: usize, signal: &Arc<Signal>, now: Instant) -> bool {
+        let mut queue = self.queue();
+        if let Some(number) = ticket.0 {
+            if queue.admitted.contains_key(&number) {
+                return true;
+            }
+            if queue.waiting.contains_key(&number) {
+                return false;
+            }
+            // The turn of this ticket has ended, so the stream needs a new ticket.
+        }
+        let number = queue.next_ticket;
+        queue.next_ticket += 1;
+        ticket.0 = Some(number);
+        queue.waiting.insert(number, (buckets, Arc::downgrade(signal)));
+        queue.admit(now, Some(number));
+        self.publish(&queue);
+        let is_admitted = queue.admitted.contains_key(&number);
+        if !is_admitted {
+            self.metrics.snapshots_waited.inc();
+        }
+        is_admitted
+    }
+
+    /// Ends the turn of a ticket, or removes the ticket from the queue. Does nothing for a ticket
+    /// without a turn or a place in the queue.
+    fn leave(&self, ticket: &mut Ticket, now: Instant) {
+        let Some(number) = ticket.0.take() else { return };
+        let mut queue = self.queue();
+        queue.end_turn(number);
+        queue.waiting.remove(&number);
+        queue.admit(now, None);
+        self.publish(&queue);
+    }
+
+    fn publish(&self, queue: &SnapshotTurns) {
+        self.metrics.snapshots_in_flight.set(level(queue.admitted.len()));
+        self.metrics.snapshots_waiting.set(level(queue.waiting.len()));
+    }
+
+    fn queue(&self) -> MutexGuard<'_, SnapshotTurns> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Visit for SnapshotQueue {
+    /// Ends turns whose time is over, if other streams wait.
+    fn visit(&self, now: Instant) {
+        let mut queue = self.queue();
+        if !queue.waiting.is_empty() {
+            queue.admit(now, None);
+            self.publish(&queue);
+        }
+    }
+}
+
+impl SnapshotTurns {
+    /// Frees the buckets of a snapshot that is being sent.
+    fn end_turn(&mut self, ticket: u64) {
+        if let Some((buckets, _)) = self.admitted.remove(&ticket) {
+            self.free_buckets += buckets;
+        }
+    }
+
+    /// Admits streams from the head of the queue while there is room, and wakes them. `own` is the
+    /// ticket of the caller, which need not be woken.
+    fn admit(&mut self, now: Instant, own: Option<u64>) {
+        while let Some(first) = self.waiting.first_entry() {
+            // A snapshot that is larger than the limit is sent alone.
+            if first.get().0 > self.free_buckets
+                && let Some((oldest, (_, end))) = self.admitted.first_key_value()
+            {
+                let (oldest, is_over) = (*oldest, *end <= now);
+                if !is_over {
+                    return;
+                }
+                self.end_turn(oldest);
+                continue;
+            }
+            let (ticket, (buckets, signal)) = first.remove_entry();
+            let buckets = buckets.min(self.free_buckets);
+            self.free_buckets -= buckets;
+            self.admitted.insert(ticket, (buckets, now + TURN));
+            if own != Some(ticket)
+                && let Some(signal) = signal.upgrade()
+            {
+                signal.wake();
+            }
+        }
+    }
+}
+
+// The state of this replica, for agents of other replicas that look for a better replica
+// (discovery.proto, section 15). It is the only answer on its stream.
+//
+// An answer is cheap: it reads a few numbers. A request names a node, and the client must be
+// allowed to open a stream for this node. Each request counts against the node's limit of new
+// streams.
+
+/// The reason why a stream ends after the answer.
+pub(crate) const ANSWERED: &str = "standing";
+
+/// Returns the answer, with its gRPC prefix.
+///
+/// # Errors
+///
+/// The end of the stream, if the request is not accepted.
+pub(crate) fn standing(
+    streams: &Streams,
+    peer: &Peer,
+    request: &v1::StandingRequest,
+    now: Instant,
+) -> Result<Bytes, End> {
+    admit_node(&request.node_name, peer, &streams.context)?;
+    admit_stream(streams, peer, &request.node_name, now)?;
+    let context = &streams.context;
+    let store = &context.store;
+    let is_serving = context.lifecycle() == Lifecycle::Serving;
+    let source = if is_serving { store.source_state_for_others() } else { SourceState::Unlisted };
+    // The answer has only positions that can be compared between replicas.
+    let comparable = |positions: BTreeMap<SourceKind, u64>| {
+        positions_to_wire(positions.into_iter().filter(|(kind, _)| kind.is_comparable()))
+    };
+    Ok(server_frame(Body::Standing(v1::StandingResponse {
+        replica: context.settings.replica_name.clone(),
+        epoch: store.epoch(),
+        source_state: v1::SourceState::from(source).into(),
+        source_age_ms: milliseconds(store.source_age()),
+        positions: comparable(store.positions()),
+        changed_positions: comparable(store.changed_positions()),
+    })))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct QueueRig {
+        queue: SnapshotQueue,
+        now: Instant,
+    }
+
+    struct SlowReader(Ticket, Arc<Signal>);
+
+    impl SlowReader {
+        fn new() -> Self {
+            Self(Ticket::default(), Arc::new(Signal::new()))
+        }
+    }
+
+    impl QueueRig {
+        fn new(limit: usize) -> Self {
+            Self { queue: SnapshotQueue::with_limit(limit, Arc::default()), now: Instant::now() }
+        }
+
+        fn ask(&self, reader: &mut SlowReader, buckets: usize) -> bool {
+            self.queue.may_continue(&mut reader.0, buckets, &reader.1, self.now)
+        }
+
+        /// The numbers of admitted and waiting streams, and of free buckets.
+        fn levels(&self) -> (usize, usize, usize) {
+            let queue = self.queue.queue();
+            (queue.admitted.len(), queue.waiting.len(), queue.free_buckets)
+        }
+    }
+
+    #[test]
+    fn streams_are_served_in_order() {
+        let rig = QueueRig::new(10);
+        let mut readers: Vec<SlowReader> = std::iter::repeat_with(SlowReader::new).take(4).collect();
+        let answers: Vec<bool> = readers.iter_mut().map(|reader| rig.ask(reader, 5)).collect();
+        assert_eq!(answers, [true, true, false, false]);
+        // A small snapshot that is requested later does not overtake larger snapshots.
+        let mut small = SlowReader::new();
+        assert!(!rig.ask(&mut small, 1));
+        rig.queue.leave(&mut readers[1].0, rig.now);
+        assert!(rig.ask(&mut readers[2], 5) && !rig.ask(&mut readers[3], 5) && !rig.ask(&mut small, 1));
+        rig.queue.leave(&mut readers[3].0, rig.now);
+        rig.queue.leave(&mut readers[0].0, rig.now);
+        assert!(rig.ask(&mut small, 1));
+        rig.queue.leave(&mut readers[2].0, rig.now);
+        rig.queue.leave(&mut small.0, rig.now);
+        assert_eq!(rig.levels(), (0, 0, 10));
+    }
+
+    #[test]
+    fn a_slow_reader_moves_to_the_end_of_the_queue_when_others_wait() {
+        let mut rig = QueueRig::new(10);
+        let (mut slow, mut next) = (SlowReader::new(), SlowReader::new());
+        assert!(rig.ask(&mut slow, 10));
+        rig.now += TURN * 3;
+        assert!(rig.ask(&mut slow, 10), "no other stream waits");
+        assert!(rig.ask(&mut next, 10), "the turn of the slow reader is over");
+        assert!(!rig.ask(&mut slow, 10));
+        rig.now += TURN / 2;
+        rig.queue.visit(rig.now);
+        assert!(rig.ask(&mut next, 10) && !rig.ask(&mut slow, 10), "the turn is not over");
+        rig.now += TURN;
+        rig.queue.visit(rig.now);
+        assert!(rig.ask(&mut slow, 10) && !rig.ask(&mut next, 10));
+        assert_eq!(rig.levels(), (1, 1, 0));
+    }
+
+    #[test]
+    fn a_snapshot_that_is_larger_than_the_limit_is_sent_alone() {
+        let rig = QueueRig::new(10);
+        let (mut large, mut small) = (SlowReader::new(), SlowReader::new());
+        assert!(rig.ask(&mut large, 50) && !rig.ask(&mut small, 1));
+        rig.queue.leave(&mut large.0, rig.now);
+        assert!(rig.ask(&mut small, 1));
+        rig.queue.leave(&mut small.0, rig.now);
+        assert_eq!(rig.levels(), (0, 0, 10));
+    }
 }
