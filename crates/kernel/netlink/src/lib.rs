@@ -1,16 +1,8 @@
-//! A small netlink client: it encodes requests, lists objects and executes batches. All calls are
-//! synchronous, because the kernel processes requests within `send`.
-//!
-//! A connection belongs to the network namespace of the thread that opened it. Numbers in headers
-//! are in the machine's byte order. The caller encodes the payloads.
-//!
-//! - [`Connection`] sends [`Request`]s: [`Connection::dump`] for lists, [`Connection::ask`] for a
-//!   single answer, and [`Connection::execute`] for batches of changes. [`Connection::execute`]
-//!   reports the index of each rejected request.
-//! - [`generic`] looks up generic netlink families.
-//! - [`netfilter`] encodes requests to netfilter subsystems and executes transactions.
-//! - [`Listener`] receives the notifications of multicast groups.
-//! - [`route`] manages links and addresses, and decodes notifications of their changes.
+//! A small netlink client. All calls are synchronous, because the kernel processes requests within
+//! `send`. [`Connection`] sends [`Request`]s in the network namespace of the thread that opened it,
+//! [`Listener`] receives notifications, [`generic`] looks up families, [`netfilter`] executes
+//! transactions, and [`route`] manages links and addresses. Numbers in headers are in the machine's
+//! byte order. The caller encodes the payloads.
 
 mod connection;
 mod family;
