@@ -23,12 +23,9 @@ impl fmt::Display for ControlPlane {
 }
 
 impl ControlPlane {
-    /// Parses `https://host:port`. If `insecure` is true, also accepts `http://address:port` when
-    /// [`plaintext::is_allowed`] returns true for the address, and `unix:FILE`: the rights of the
-    /// file and its folder decide who listens there.
-    ///
-    /// # Errors
-    /// The URL cannot be used. The error says why, and what to write instead.
+    /// Parses `https://host:port`. If `insecure` is true, also `http://address:port` when
+    /// [`plaintext::is_allowed`], and `unix:FILE`. Errors: the URL cannot be used. The error has
+    /// the remedy.
     pub fn parse(url: &str, insecure: bool) -> Result<Self, String> {
         let fail = |problem: String| format!("{url:?} {problem}");
         if insecure && url.starts_with("unix:") {
@@ -59,7 +56,6 @@ impl ControlPlane {
     }
 
     /// True when the scheme of the URL is https.
-    #[must_use]
     pub fn uses_tls(&self) -> bool {
         self.uri.scheme_str() == Some("https")
     }
@@ -81,7 +77,6 @@ impl ControlPlane {
         self.socket.as_deref()
     }
 
-    /// The URL.
     pub(crate) fn uri(&self) -> &Uri {
         &self.uri
     }

@@ -1,6 +1,5 @@
-//! What the reconcile loop has programmed or failed to program. The session reports this progress
-//! to the control plane, the page `/status` shows it, and [`crate::persist`] writes programmed
-//! states to disk.
+//! What the reconcile loop has programmed or failed to program, for the session, the page `/status`
+//! and [`crate::persist`].
 
 use std::{
     sync::Arc,
@@ -35,8 +34,7 @@ pub struct Progress {
     pub programmed: Option<Programmed>,
     /// Why the last sync failed. `None` if the last sync succeeded.
     pub failure: Option<Failure>,
-    /// Services whose rules the kernel rejects, with the reasons. `programmed` excludes these
-    /// Services.
+    /// Services whose rules the kernel rejects, with the reasons. `programmed` excludes them.
     pub rejections: Arc<[v1::Rejection]>,
     /// Services that lack an address and port, because the agent needs it itself. `programmed`
     /// includes the rest of these Services.
@@ -54,8 +52,7 @@ pub struct Verification {
     /// The last request of [`crate::state::AgentState::request_verification`] that this
     /// verification answers. 0 if no verification was requested before.
     pub request: u64,
-    /// The state that the kernel was compared with. Services that changed after it are not
-    /// compared.
+    /// The state that the kernel was compared with. Later changes are not compared.
     pub target: Target,
     /// The differences, before the repair. Empty if the dump could not be read.
     pub comparison: Arc<Comparison>,

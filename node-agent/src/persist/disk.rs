@@ -19,23 +19,16 @@ pub trait Disk: Debug + Send {
 
     /// Locks the folder until this value is dropped, unless this value has locked it. Creates the
     /// folder if necessary.
-    ///
-    /// # Errors
-    /// Another agent has locked the folder, or the folder cannot be created or locked.
+    /// Errors: another agent has locked the folder, or the folder cannot be created or locked.
     fn lock(&mut self) -> io::Result<()>;
 
-    /// Reads a file of the folder.
-    ///
-    /// # Errors
-    /// The kind is `InvalidInput` if there is something else than a file, which a read may wait
-    /// for.
+    /// Reads a file of the folder. Errors: the kind is `InvalidInput` if there is something else
+    /// than a file, which a read may wait for.
     fn read(&self, name: &str) -> io::Result<Vec<u8>>;
 
     /// Writes what `content` writes to a new file. Replaces the last file with this name. Returns
     /// the size in bytes.
-    ///
-    /// # Errors
-    /// The file cannot be written, or `content` fails. No part of the file stays.
+    /// Errors: the file cannot be written, or `content` fails. No part of the file stays.
     fn write(
         &self,
         name: &str,
@@ -44,21 +37,13 @@ pub trait Disk: Debug + Send {
     ) -> io::Result<u64>;
 
     /// Renames a file. It replaces the file with the new name in one step.
-    ///
-    /// # Errors
-    /// The file does not exist, or cannot be renamed.
+    /// Errors: the file does not exist, or cannot be renamed.
     fn rename(&self, from: &str, to: &str, lasts: bool) -> io::Result<()>;
 
-    /// Removes a file, if it exists.
-    ///
-    /// # Errors
-    /// The file cannot be removed.
+    /// Removes a file, if it exists. Errors: the file cannot be removed.
     fn remove(&self, name: &str) -> io::Result<()>;
 
-    /// A random id of the present boot of the machine.
-    ///
-    /// # Errors
-    /// The kernel does not tell the id.
+    /// A random id of the present boot of the machine. Errors: the kernel does not tell the id.
     fn boot_id(&self) -> io::Result<String>;
 }
 
@@ -145,7 +130,6 @@ impl Disk for Folder {
     }
 }
 
-/// An error that names the path.
 pub(super) fn at(path: &Path, error: &io::Error) -> io::Error {
     io::Error::other(format!("{}: {error}", path.display()))
 }

@@ -24,7 +24,6 @@ pub(super) const TEMPORARY: &str = "state.new";
 /// Resources are split into parts of about this size, but a Service is never split.
 const PART_BYTES: usize = 64 << 10;
 
-/// The state file of one node.
 #[derive(Debug)]
 pub(crate) struct StateFile {
     /// Locked while this agent may write. The lock excludes other agents with the same folder.
@@ -40,7 +39,6 @@ impl StateFile {
         Self { disk, node_name, holds_state: false }
     }
 
-    /// Path of the file.
     pub(super) fn path(&self) -> PathBuf {
         self.disk.path().join(FILE)
     }
@@ -59,13 +57,10 @@ impl StateFile {
         Ok(restored)
     }
 
-    /// Writes the whole state to the temporary file. [`StateFile::commit`] puts it in place, once
-    /// the kernel has it. Returns the generation of the state, and the size of the file in bytes.
-    ///
-    /// The state is locked for one Service at a time, so each Service is as it was at some moment
-    /// of the write. The version in the file is that of the beginning: a resume by log brings all
-    /// that has changed since. The positions are those of the end: no replica that is behind them
-    /// may replace a part of the state by an older one.
+    /// Writes the whole state to the temporary file, for [`StateFile::commit`] once the kernel has
+    /// it. Returns its generation, and the size in bytes. The state is locked for one Service at a
+    /// time. The version is that of the beginning: a resume by log brings what has changed since.
+    /// The positions are those of the end: no replica behind them may replace a part.
     pub(super) fn write(&mut self, shared: &AgentState) -> io::Result<(u64, u64)> {
         self.disk.lock()?;
         let mut generation = 0;
@@ -109,7 +104,6 @@ impl StateFile {
         Ok(end.generation)
     }
 
-    /// Replaces the file by the temporary file.
     pub(super) fn commit(&self) -> io::Result<()> {
         self.disk.rename(TEMPORARY, FILE, true).map_err(|error| at(&self.path(), &error))
     }

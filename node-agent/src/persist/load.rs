@@ -42,8 +42,7 @@ pub struct StatePart {
     pub point: Option<v1::Resume>,
 }
 
-/// Why a state file is not used. Each text continues a sentence that begins with the name of the
-/// file.
+/// Why a state file is not used. Each text continues the file's name.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LoadError {
     #[error("cannot be read: {0}")]
@@ -70,7 +69,6 @@ pub(super) fn read(disk: &dyn Disk, node_name: &str) -> Result<Option<Restored>,
     }
 }
 
-/// Reads the contents of a file.
 pub(super) fn read_from(bytes: &[u8], node_name: &str) -> Result<Restored, LoadError> {
     if !bytes.starts_with(MAGIC) {
         return Err(LoadError::Magic);

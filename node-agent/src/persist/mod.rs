@@ -1,16 +1,9 @@
-//! The last good state on disk. A node that starts while no control plane answers forwards with
-//! this state.
-//!
-//! The agent writes the whole state to a new file: soon after its first sync, then at most once per
-//! interval if something changed, and when it ends. A new file replaces the old one only when the
-//! kernel has its state.
-//!
-//! After a crash, the rules in the kernel are newer than the file. The agent then resumes with the
-//! version of the file, and with the positions that it recorded last: the replica
-//! sends what has changed since the file, and no replica that is behind the rules may send.
-//!
-//! Problems of the file never affect forwarding. If the file cannot be used, the agent starts
-//! without a state. If the file cannot be written, the agent logs a warning and counts the error.
+//! The last good state on disk, with which a node forwards that starts while no control plane
+//! answers. It is written soon after the first sync, then at most once per interval, and at the
+//! end; a new file replaces the old one only when the kernel has its state. After a crash, the
+//! rules in the kernel are newer than the file. The agent then resumes with the version of the file
+//! and the positions that it recorded last: no replica that is behind the rules may send. Problems
+//! of the file never affect forwarding: they are logged and counted.
 
 mod disk;
 mod file;
@@ -50,11 +43,8 @@ pub(crate) use file::StateFile;
 #[doc(hidden)]
 pub use load::{MAGIC, StatePart};
 
-/// Opens the disk's state file for a node. Returns the state in the file, if it is usable, and
-/// the file, for a [`Saver`].
-///
-/// Problems of the file or the disk are not errors. Such problems are logged with their
-/// consequence.
+/// Opens the disk's state file for a node. Returns the state in it, if it is usable, and the file,
+/// for a [`Saver`]. Problems are logged with their consequence.
 pub(crate) fn open(disk: Box<dyn Disk>, node_name: Arc<str>) -> (Option<Restored>, StateFile) {
     let mut file = StateFile::new(disk, node_name);
     let path = file.path();
@@ -80,20 +70,15 @@ pub(crate) fn open(disk: Box<dyn Disk>, node_name: Arc<str>) -> (Option<Restored
 }
 
 /// Removes the files of a folder, also those that a killed agent may have left. `--cleanup` calls
-/// this function.
-///
-/// # Errors
-/// One of the files exists and cannot be removed.
+/// this function. Errors: one of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
     let names = [load::FILE, file::TEMPORARY, FILE, TEMPORARY];
     let folder = Folder::new(folder);
     names.into_iter().try_for_each(|name| folder.remove(name))
 }
 
-/// Reads a file with this content and the right checksum, for fuzzing. `None` if the content is
-/// invalid.
+/// Reads a file with this content and the right checksum, for fuzzing. `None` if invalid.
 #[doc(hidden)]
-#[must_use]
 pub fn state_of(content: &[u8], node_name: &str) -> Option<headgate_core::State> {
     let bytes = [content, &Sha256::digest(content)[..]].concat();
     load::read_from(&bytes, node_name).ok().map(|restored| restored.held.state)
@@ -109,12 +94,10 @@ pub struct SaveMetrics {
     /// Number of failed attempts to save the state.
     pub errors: Counter,
     saves: Counter,
-    /// Size of the file.
     bytes: Gauge<u64, AtomicU64>,
 }
 
 impl SaveMetrics {
-    /// Registers all metrics of the state file.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         let help = "1 if this run of the agent began with a state from disk";
@@ -126,14 +109,10 @@ impl SaveMetrics {
     }
 }
 
-// Whether the rules in the kernel may be newer than the state on disk.
-//
-// The rules of the last run are at least as new as the file. But chains and jumps do not prove
-// that the rules are of the last run: a distribution restores saved rules at boot, and a program
-// may restore them while no agent runs. So the agent also records the boot in which it has
-// programmed the kernel, and the positions of its source, until it ends and the file holds
-// everything that the kernel has. The next run resumes with these positions, so that no replica
-// that is behind the rules replaces them by older ones.
+// Whether the rules in the kernel may be newer than the state on disk. Chains and jumps do not
+// prove that rules are of the last run: a distribution restores saved rules at boot. So the agent
+// records the boot in which it programs the kernel, and the positions of its source, until the file
+// holds everything. The next run resumes with these positions.
 
 /// The name of the file with the record: the id of the boot, and pairs of a kind and its position.
 const FILE: &str = "run";
@@ -154,13 +133,9 @@ fn position(word: &str) -> Option<SourcePosition> {
     Some(SourcePosition { kind: kind.parse().ok()?, position: position.parse().ok()? })
 }
 
-/// Records that the kernel has rules of this agent, with the positions of the agent's state.
-/// `None` removes the record: the agent ends and its state is saved.
-///
-/// The record only counts in this boot, so it need not reach the disk.
-///
-/// # Errors
-/// The file cannot be written. Without it, the next run takes the rules for older than the state.
+/// Records that the kernel has rules of this agent, with the positions of its state; `None` removes
+/// the record. It counts only in this boot, so it need not reach the disk. Errors: the file cannot
+/// be written. The next run then takes the rules for older than the state.
 fn record(disk: &dyn Disk, positions: Option<&[SourcePosition]>) -> io::Result<()> {
     let Some(positions) = positions else { return disk.remove(FILE) };
     let mut record = disk.boot_id()?;
@@ -267,8 +242,7 @@ impl Saver {
         self.file.record_run(None);
     }
 
-    /// Replaces the file by a written one: its generation and size. Returns true if the file was
-    /// replaced.
+    /// Replaces the file by a written one: its generation and size. True if this was done.
     fn replace(&mut self, written: io::Result<(u64, u64)>) -> bool {
         let replaced = written.and_then(|written| self.file.commit().map(|()| written));
         match replaced {

@@ -6,7 +6,6 @@ use tempfile::TempDir;
 
 use super::*;
 
-/// Starts an agent that saves its state in `folder`.
 fn start(folder: &TempDir, replica: &ScriptedReplica) -> Agent {
     Agent::start(&[
         format!("--control-plane=http://{}", replica.address),
