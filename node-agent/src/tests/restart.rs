@@ -5,6 +5,7 @@ use headgate_core::Change;
 use tempfile::TempDir;
 
 use super::*;
+use crate::testing::batch;
 
 fn start(folder: &TempDir, replica: &ScriptedReplica) -> Agent {
     Agent::start(&[
