@@ -1,7 +1,5 @@
-//! Exponential back-off with jitter. The bound of the pause doubles with each attempt.
-//!
-//! With jitter, agents that lost the same replica do not all connect to the next replica in the
-//! same instant.
+//! Exponential back-off. With jitter, agents that lost the same replica do not all connect to the
+//! next one in the same instant.
 
 use std::time::Duration;
 
@@ -37,7 +35,6 @@ impl Default for Backoff {
 
 impl Backoff {
     /// Bounds double from `first` up to `longest`, and `jitter` draws each pause from its bound.
-    #[must_use]
     pub const fn new(first: Duration, longest: Duration, jitter: Jitter) -> Self {
         Self { first, longest, jitter, attempts: 0 }
     }
@@ -54,19 +51,16 @@ impl Backoff {
     }
 
     /// Attempts since the last [`Self::reset`].
-    #[must_use]
     pub fn attempts(&self) -> u32 {
         self.attempts
     }
 
     /// The bound of the first pause.
-    #[must_use]
     pub const fn first(&self) -> Duration {
         self.first
     }
 
     /// The longest possible pause.
-    #[must_use]
     pub const fn longest(&self) -> Duration {
         self.longest
     }
@@ -83,7 +77,6 @@ impl Backoff {
 }
 
 /// A random duration, drawn evenly from zero to `bound` in whole milliseconds.
-#[must_use]
 pub fn jitter(bound: Duration) -> Duration {
     let bound_ms = u64::try_from(bound.as_millis()).unwrap_or(u64::MAX);
     Duration::from_millis(fastrand::u64(0..=bound_ms))

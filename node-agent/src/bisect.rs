@@ -8,17 +8,10 @@ pub(crate) struct FaultyItems<K> {
     pub(crate) reason: String,
 }
 
-/// Finds the faulty items of a batch that failed as a whole for `reason`.
-///
-/// `attempt` tries some of the items, and returns why they fail, or `None` if they work. To find
-/// one faulty item among `n`, the search makes about `2·log2(n)` attempts on ever fewer items.
-/// After `max_attempts`, each group that still holds a faulty item is returned as one
-/// [`FaultyItems`].
-///
-/// Returns nothing when each item works by itself.
-///
-/// # Errors
-/// The first error of `attempt`, which ends the search.
+/// Finds the faulty items of a batch that failed as a whole for `reason`; nothing if each works by
+/// itself. `attempt` returns why some items fail, or `None`. One faulty item of `n` takes about
+/// `2·log2(n)` attempts. After `max_attempts`, each group with a faulty item is one
+/// [`FaultyItems`]. Errors: the first error of `attempt`, which ends the search.
 pub(crate) fn find_faults<K: Clone, E>(
     items: &[K],
     reason: &str,
@@ -49,8 +42,7 @@ impl<K: Clone, F> Search<K, F> {
         if self.test(first, &reason)? || second.len() == 1 {
             return self.test(second, &reason).map(drop);
         }
-        // The first half works, so the fault is in the second half. Split the second half without
-        // trying it as a whole.
+        // The first half works, so the fault is in the second: split it without trying it.
         self.divide(second, reason)
     }
 

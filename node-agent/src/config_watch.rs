@@ -8,9 +8,8 @@ use tracing::warn;
 /// takes up to a minute to reach a node's disk.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Returns the path of the file once its content differs from the given text. Waits for ever
-/// without a file. Waits also while the file cannot be read: somebody may be replacing the file,
-/// and an agent that ends now could not start again without the file.
+/// Returns the path of the file once its content differs from the given text. Waits also while the
+/// file is absent, because an agent that ends now could not start again without it.
 pub(crate) async fn edited(file: Option<(PathBuf, String)>) -> String {
     let Some((path, text)) = file else { return std::future::pending().await };
     let mut is_missing = false;

@@ -59,7 +59,6 @@ impl ControlPlane {
     }
 
     /// True when the scheme of the URL is https.
-    #[must_use]
     pub fn uses_tls(&self) -> bool {
         self.uri.scheme_str() == Some("https")
     }
@@ -81,7 +80,6 @@ impl ControlPlane {
         self.socket.as_deref()
     }
 
-    /// The URL.
     pub(crate) fn uri(&self) -> &Uri {
         &self.uri
     }

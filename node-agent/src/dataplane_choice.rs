@@ -17,9 +17,7 @@ use crate::{
 
 /// Returns the dataplane of the configured mode. If this machine cannot run the mode, returns
 /// iptables, and [`NodeDataplane::degraded`] says what is missing. Changes no rules.
-///
-/// # Errors
-/// This machine cannot run iptables either. The message names the missing program.
+/// Errors: this machine cannot run iptables either. The message names the missing program.
 pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
     let (mode, chosen) = match settings.mode {
         ProxyMode::Auto => return automatic(options, settings),
@@ -124,10 +122,7 @@ fn obstacle(settings: &Settings) -> Option<String> {
 }
 
 /// Sets the kernel parameters of the dataplane, for `--init-only`. A process that runs with
-/// `--init-only` may have privileges that the agent lacks later.
-///
-/// # Errors
-/// A parameter cannot be set.
+/// `--init-only` may have privileges that the agent lacks later. Errors: a parameter cannot be set.
 pub fn prepare(settings: &Settings, variant: iptables::Variant) -> Result<(), DataplaneError> {
     let node = NodeSettings::of(settings);
     let interfaces = if node.needs_interfaces() { interfaces::list() } else { Ok(Vec::new()) };
@@ -148,11 +143,9 @@ pub fn prepare(settings: &Settings, variant: iptables::Variant) -> Result<(), Da
     }
 }
 
-/// Everything that an earlier run may have left in the kernel, in the order of removal. Rules are
-/// removed first, because the kernel does not delete a set or a counter that a rule refers to.
-/// Leaves out what a proxy that runs in the mode `running` uses, because kube-proxy's objects have
-/// the same names.
-#[must_use]
+/// Everything that an earlier run may have left, in the order of removal: rules before the sets and
+/// counters that they refer to. Leaves out what a proxy in the mode `running` uses, because
+/// kube-proxy's objects have the same names.
 pub fn leftovers(settings: &Settings, running: Option<&str>) -> Vec<Leftover> {
     let variants = [iptables::Variant::Legacy, iptables::Variant::Nft];
     let mut leftovers = vec![nftables::tables(), userspace::routes()];

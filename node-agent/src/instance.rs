@@ -1,9 +1,6 @@
-//! Ensures that only one agent programs a network namespace.
-//!
-//! An agent listens on an abstract Unix socket, whose name is unique in the network namespace.
-//! During an upgrade, the new agent waits until the kernel closes the socket of the old agent,
-//! which happens when the old agent ends for whatever reason. The socket has no file, so containers
-//! need no shared folder.
+//! Ensures that only one agent programs a network namespace. An agent listens on an abstract Unix
+//! socket, whose name is unique there. During an upgrade, the new agent waits until the kernel
+//! closes the old agent's socket. Containers need no shared folder for it.
 
 use std::{
     io,
@@ -18,19 +15,14 @@ use rustix::{net::sockopt::socket_peercred, process::geteuid};
 use tokio::{io::AsyncReadExt as _, net::UnixStream};
 use tracing::{info, warn};
 
-/// The name of the socket.
 const NAME: &[u8] = b"headgate-node-agent";
 
 /// The pause before another attempt, if the agent cannot connect to the other agent's socket.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Waits until no other agent programs the network namespace of the caller, and claims the
-/// namespace. Dropping the socket gives the claim away. Agents of other users do not count, because
-/// any user can create a socket with this name. In this case the function returns without a claim
-/// and logs a warning.
-///
-/// # Errors
-/// The system creates no socket.
+/// Waits until no other agent programs the network namespace of the caller, and claims it until the
+/// socket is dropped. Agents of other users do not count, because any user can create this socket:
+/// the function then logs a warning and returns no claim. Errors: the system creates no socket.
 pub(crate) async fn claim() -> io::Result<Option<UnixListener>> {
     let address = SocketAddr::from_abstract_name(NAME)?;
     let mut is_waiting = false;
@@ -69,9 +61,7 @@ pub(crate) async fn claim() -> io::Result<Option<UnixListener>> {
 
 /// Returns the process of the agent that programs the network namespace of the caller, if there is
 /// one. Agents of other users do not count.
-///
-/// # Errors
-/// The system does not connect to the socket of the agent.
+/// Errors: the system does not connect to the socket of the agent.
 pub(crate) fn running() -> io::Result<Option<i32>> {
     match StdUnixStream::connect_addr(&SocketAddr::from_abstract_name(NAME)?) {
         Ok(stream) => {

@@ -1,9 +1,6 @@
-//! Follows the addresses of the node's interfaces over rtnetlink (`linux/rtnetlink.h`).
-//!
-//! A thread subscribes to changes of links and addresses and lists the addresses. Afterwards, the
-//! thread applies each change. After an error, the thread lists the addresses again. If
-//! notifications arrive faster than the thread reads them, the kernel drops notifications, and the
-//! thread also lists the addresses again. The thread publishes the addresses over a watch channel.
+//! Follows the addresses of the node's interfaces over rtnetlink (`linux/rtnetlink.h`): a thread
+//! lists them, applies each change, and publishes them over a watch channel. After an error or lost
+//! notifications, it lists them again.
 
 use std::{
     collections::BTreeSet,
@@ -38,16 +35,11 @@ use crate::{
 /// - link-local addresses of IPv6, which mean nothing without their interface.
 pub type Interfaces = watch::Receiver<Option<Arc<[IpAddr]>>>;
 
-/// A receive buffer that holds about 10,000 notifications about addresses.
-///
-/// Notifications about addresses of Services arrive too, because the kernel cannot restrict a
-/// subscription to some links. In mode ipvs, a first sync causes tens of thousands of notifications
-/// within seconds, and the thread reads them as they arrive. If the buffer overflows nevertheless,
-/// the thread lists all addresses, which takes tens of milliseconds. The kernel uses the memory of
-/// the buffer only while notifications wait in it.
+/// A receive buffer for about 10,000 notifications. The kernel cannot restrict them to some links,
+/// so a first sync of mode ipvs causes tens of thousands within seconds. After an overflow, the
+/// thread lists all addresses. The memory is used only while notifications wait.
 pub const RECEIVE_BUFFER_BYTES: u32 = 4 << 20;
 
-/// The devices of mode ipvs.
 const IPVS_DEVICES: [&str; 2] = [ipvs::DEVICE, ipvs::PROBE_DEVICE];
 
 /// The counters of the thread that follows the addresses.
@@ -59,7 +51,6 @@ pub struct InterfaceMetrics {
 }
 
 impl InterfaceMetrics {
-    /// Registers the counters.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         let help = "Times that the agent listed the addresses of the node's interfaces: at the start, and again after an error or after the kernel dropped notifications";
@@ -70,19 +61,14 @@ impl InterfaceMetrics {
 }
 
 /// Lists the addresses of the interfaces once: see [`Interfaces`] for what the list contains.
-///
-/// # Errors
-/// The kernel does not list the addresses. A retry may succeed.
+/// Errors: the kernel does not list the addresses. A retry may succeed.
 pub fn list() -> Result<Vec<IpAddr>, NetlinkError> {
     Ok(Addresses::list()?.distinct())
 }
 
 /// Lists the addresses, and starts a thread that follows their changes in the network namespace of
 /// the caller. If the addresses cannot be listed, the thread tries again. The thread ends when all
-/// receivers are dropped.
-///
-/// # Errors
-/// The system cannot start the thread.
+/// receivers are dropped. Errors: the system cannot start the thread.
 pub fn follow(metrics: InterfaceMetrics, receive_buffer_bytes: u32) -> io::Result<Interfaces> {
     let (published, receiver) = watch::channel(None);
     let follower = AddressFollower { metrics, receive_buffer_bytes, published };
@@ -103,9 +89,7 @@ struct AddressFollower {
 }
 
 impl AddressFollower {
-    /// Subscribes to changes, lists the addresses, and publishes them. A change may arrive as a
-    /// notification although the list contains it already. The thread applies such a change twice,
-    /// which has no effect.
+    /// Subscribes to changes, lists the addresses, and publishes them. A second time has no effect.
     fn subscribe(&self) -> Subscribed {
         let listener = Listener::open(libc::NETLINK_ROUTE, &route::GROUPS, self.receive_buffer_bytes)?;
         let addresses = Addresses::list()?;
@@ -121,8 +105,7 @@ impl AddressFollower {
         }
     }
 
-    /// Follows the changes. Subscribes again after an error, and when the addresses have to be
-    /// listed again.
+    /// Follows the changes. Subscribes again after an error, and for a new list.
     async fn follow(&self, mut subscribed: Subscribed) {
         let mut backoff = Backoff::default();
         loop {
@@ -174,9 +157,7 @@ impl AddressFollower {
 }
 
 /// Returns an object that becomes readable when notifications arrive.
-///
-/// # Errors
-/// The system cannot duplicate or watch the descriptor.
+/// Errors: the system cannot duplicate or watch the descriptor.
 #[allow(unsafe_code)]
 pub(crate) fn readiness(listener: &impl AsFd) -> io::Result<AsyncFd<OwnedFd>> {
     let descriptor = listener.as_fd().try_clone_to_owned()?;
@@ -246,9 +227,8 @@ impl Addresses {
             Event::RemovedAddress(address) => self.is_changed |= self.held.remove(&address),
             Event::Link { index, name } if IPVS_DEVICES.contains(&name.as_str()) => {
                 if self.ipvs_devices.insert(index) {
-                    // A link was renamed to the name of a device of mode ipvs, or the device was
-                    // created after the addresses were listed. `held` may contain addresses of the
-                    // device.
+                    // A link was renamed to the name of a device of mode ipvs, or listed before the
+                    // device was created: `held` may contain its addresses.
                     self.held.retain(|held| held.link != index);
                     self.is_changed = true;
                 }
@@ -324,30 +304,5 @@ mod tests {
         addresses.apply(remove(on(7, "10.96.0.1/32")));
         addresses.apply(named(2, "eth0"));
         assert!(!addresses.is_changed && addresses.held.len() == 1);
-    }
-
-    #[tokio::test]
-    async fn an_error_is_counted_and_the_addresses_are_listed_again() {
-        let (published, mut receiver) = watch::channel(None);
-        let metrics = InterfaceMetrics::default();
-        let follower =
-            AddressFollower { metrics: metrics.clone(), receive_buffer_bytes: RECEIVE_BUFFER_BYTES, published };
-        let followed = tokio::spawn(follower.run(Err(NetlinkError::Open(io::ErrorKind::PermissionDenied.into()))));
-        receiver.wait_for(Option::is_some).await.unwrap();
-        assert_eq!((metrics.errors.get(), metrics.lists.get()), (1, 1));
-        drop(receiver);
-        followed.await.unwrap();
-    }
-
-    #[test]
-    fn addresses_of_the_ipvs_devices_are_ignored() {
-        for name in IPVS_DEVICES {
-            let service = add(on(7, "10.96.0.1/32"));
-            assert_eq!(after([named(7, name), service.clone()]), (String::new(), false));
-            assert_eq!(after([service.clone(), named(7, name)]), (String::new(), false), "the device is new");
-            assert_eq!(after([named(7, name), named(7, "other")]), (String::new(), true), "the device was renamed");
-            let reused = [named(7, name), Event::RemovedLink(7), named(7, "eth0"), service];
-            assert_eq!(after(reused), ("10.96.0.1".into(), false));
-        }
     }
 }

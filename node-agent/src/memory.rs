@@ -1,13 +1,11 @@
 //! Returns unused memory to the system.
 
-/// Returns the memory that a full sync needed for its script and for the listing of the kernel.
-/// Without this call, the C library keeps this memory for the next full sync, which may be days
-/// away. The call takes a few milliseconds, so it is too slow for every change.
+/// Returns the memory of a full sync, which the C library would keep for the next one, perhaps for
+/// days. Takes a few milliseconds: too slow for every change.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[allow(unsafe_code)]
 pub(crate) fn give_back() {
-    // SAFETY: malloc_trim(3) may be called at any time from any thread. It acquires the locks of
-    // the allocator itself.
+    // SAFETY: malloc_trim(3) may be called at any time from any thread; it locks by itself.
     unsafe { libc::malloc_trim(0) };
 }
 

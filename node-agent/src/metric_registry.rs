@@ -39,7 +39,6 @@ pub struct MetricRegistry {
     rows: BTreeMap<String, String>,
 }
 
-/// Adds metrics whose names begin with one prefix.
 pub(crate) struct Adder<'a> {
     prefix: &'static str,
     registry: &'a mut Registry,
@@ -47,7 +46,6 @@ pub(crate) struct Adder<'a> {
 }
 
 impl MetricRegistry {
-    /// Returns an adder for metrics whose names begin with `prefix`.
     pub(crate) fn adder(&mut self, prefix: &'static str) -> Adder<'_> {
         let registry = self.registries.entry(prefix).or_insert_with(|| Registry::with_prefix(prefix));
         Adder { prefix, registry, rows: &mut self.rows }
@@ -67,7 +65,6 @@ impl MetricRegistry {
 }
 
 impl Adder<'_> {
-    /// Adds a gauge.
     pub(crate) fn gauge(&mut self, name: &str, labels: &str, help: &str, metric: impl Metric) {
         self.describe(name, "gauge", labels, help);
         self.registry.register(name, help, metric);
@@ -85,7 +82,6 @@ impl Adder<'_> {
         self.registry.register(name, help, metric);
     }
 
-    /// Adds a histogram.
     pub(crate) fn histogram(&mut self, name: &str, labels: &str, help: &str, metric: impl Metric) {
         self.describe(name, "histogram", labels, help);
         self.registry.register(name, help, metric);

@@ -1,8 +1,5 @@
 //! The inputs of the rules that are not part of the shared state: how rules recognise local pods,
-//! and which addresses answer NodePorts.
-//!
-//! The agent computes these inputs from the settings, its own Node and the addresses of the
-//! machine's interfaces. It computes them again whenever one of these sources may have changed.
+//! and which addresses answer NodePorts, by the settings, the Node and the machine's interfaces.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -45,9 +42,7 @@ pub struct NodeInputs {
     pub node_ports_v4: NodePortAddresses,
     /// IPv6 addresses that answer NodePorts and health-check node ports.
     pub node_ports_v6: NodePortAddresses,
-    /// Addresses of the machine's interfaces, sorted. Excludes the device that carries the
-    /// addresses of services in mode ipvs. Empty if neither the settings nor the dataplane need
-    /// these addresses.
+    /// Addresses of the machine's interfaces, sorted, without Services' in mode ipvs; or empty.
     pub interfaces: Vec<IpAddr>,
     /// The addresses that programs of the node connect to.
     pub dialled: Arc<DialPolicy>,
@@ -56,7 +51,6 @@ pub struct NodeInputs {
 impl NodeInputs {
     /// How rules of a family recognise local pods. `None` when the rules cannot recognise local
     /// pods.
-    #[must_use]
     pub fn detector(&self, family: Family) -> Option<&LocalDetector> {
         match family {
             Family::V4 => self.detector_v4.as_ref(),
@@ -65,7 +59,6 @@ impl NodeInputs {
     }
 
     /// The addresses of a family that answer NodePorts.
-    #[must_use]
     pub fn node_ports(&self, family: Family) -> &NodePortAddresses {
         match family {
             Family::V4 => &self.node_ports_v4,
@@ -74,7 +67,6 @@ impl NodeInputs {
     }
 
     /// The addresses at which NodePorts answer in mode IPVS, which programs each of them.
-    #[must_use]
     pub fn listed_node_ports(&self, family: Family) -> Vec<IpAddr> {
         let all = match self.node_ports(family) {
             NodePortAddresses::All => &self.interfaces,
@@ -85,7 +77,6 @@ impl NodeInputs {
 
     /// The settings on which the forwarding table of a mode depends. Mode IPVS programs no NodePort
     /// in a family of which the node has no address.
-    #[must_use]
     pub fn settings(&self, mode: Mode) -> explain::NodeSettings {
         let node_ports = |family| match mode {
             Mode::Ipvs if self.listed_node_ports(family).is_empty() => NodePortAddresses::Only(Vec::new()),
@@ -107,7 +98,6 @@ impl NodeInputs {
 
 impl NodeSettings {
     /// Copies the relevant part of the settings.
-    #[must_use]
     pub fn of(settings: &Settings) -> Self {
         Self {
             detect_local: settings.detect_local.clone(),
@@ -118,7 +108,6 @@ impl NodeSettings {
     }
 
     /// The ranges of all pods that the settings name: `--pod-ranges` and the cluster CIDRs.
-    #[must_use]
     pub fn ranges_of_pods(&self) -> Vec<IpNet> {
         let DetectLocal::ClusterCidr(cidrs) = &self.detect_local else { return self.pod_ranges.clone() };
         [&self.pod_ranges[..], cidrs].concat()
@@ -135,21 +124,16 @@ impl NodeSettings {
     }
 
     /// True when the result of [`Self::resolve`] depends on the Node.
-    #[must_use]
     pub fn needs_node(&self) -> bool {
         self.detect_local == DetectLocal::NodeCidr || self.node_ports.primary
     }
 
-    /// True when the result of [`Self::resolve`] depends on the addresses of the machine's
-    /// interfaces.
-    #[must_use]
+    /// True when the result of [`Self::resolve`] depends on the addresses of the interfaces.
     pub fn needs_interfaces(&self) -> bool {
         self.dials || !self.node_ports.cidrs.is_empty()
     }
 
-    /// Resolves the settings. `interfaces` are the addresses of the machine's interfaces, sorted
-    /// and without duplicates.
-    #[must_use]
+    /// Resolves the settings, with the addresses of the machine's `interfaces`, sorted, unique.
     pub fn resolve(&self, node: Option<&Node>, interfaces: &[IpAddr]) -> NodeInputs {
         NodeInputs {
             interfaces: interfaces.to_vec(),
@@ -164,7 +148,6 @@ impl NodeSettings {
     /// Returns the settings that could not be resolved, as one sentence for each setting and
     /// family. Families without affected Services are left out, for example IPv6 in an IPv4
     /// cluster. A setting that needs the Node is left out until the Node is known.
-    #[must_use]
     pub fn complaints(&self, is_node_known: bool, inputs: &NodeInputs, demand: &Demand) -> Vec<String> {
         let mut complaints = Vec::new();
         for family in Family::BOTH.into_iter().filter(|family| demand.of(*family).services > 0) {
@@ -232,7 +215,6 @@ impl NodeSettings {
 
 /// The node's own addresses, one per family: the operator's `bind_address`, otherwise the first
 /// address of that family in `of_node`. A Node lists InternalIPs before ExternalIPs.
-#[must_use]
 pub fn node_addresses(of_node: &[IpAddr], bind_address: Option<IpAddr>) -> Vec<IpAddr> {
     let mut addresses: Vec<IpAddr> = bind_address.into_iter().collect();
     for address in of_node {

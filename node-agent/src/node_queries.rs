@@ -35,7 +35,6 @@ const NO_COUNTERS: &str = "the kernel does not count Services on this node; star
 pub(crate) use explain::Explainer;
 use verify::Verifier;
 
-/// What this agent knows about its node.
 #[derive(Debug)]
 pub(crate) struct Knowledge {
     node: Arc<str>,
@@ -128,7 +127,6 @@ fn blocking(work: impl FnOnce() -> NodeAnswer + Send + 'static) -> BoxFuture<'st
     spawn_blocking(work).map(|done| done.unwrap_or_else(|error| Err(error.to_string()))).boxed()
 }
 
-/// Returns the sums of all Services, or the counts of the frontends of one Service.
 fn counters_parts(
     counted: &BTreeMap<ServiceKey, Vec<(Frontend, Counts)>>,
     service: Option<&ServiceKey>,
@@ -152,7 +150,6 @@ fn counters_parts(
     parts.map(node_answer::Kind::Counters).collect()
 }
 
-/// Returns open connections.
 fn connections_parts(list: &ConnectionList) -> Vec<node_answer::Kind> {
     let row = |connection: &ConnectionInfo| v1::OpenConnection {
         service: connection.service.to_string(),

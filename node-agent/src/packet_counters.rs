@@ -21,16 +21,12 @@ const CREATE: u16 = libc::NLM_F_CREATE as u16 | libc::NLM_F_EXCL as u16;
 pub struct PacketCounts {
     /// Packets that were dropped because conntrack marked them INVALID.
     pub invalid_dropped: u64,
-    /// Accepted connections to NodePorts on 127.0.0.0/8. Only the first packet of a connection is
-    /// counted.
+    /// Accepted connections to NodePorts on 127.0.0.0/8, by their first packets.
     pub localhost_node_ports_accepted: u64,
 }
 
 /// Creates the counters in the calling thread's network namespace. Counters that exist keep their
-/// values.
-///
-/// # Errors
-/// The kernel has no `nfnetlink_acct`, or the agent lacks the privilege.
+/// values. Errors: the kernel has no `nfnetlink_acct`, or the agent lacks the privilege.
 pub fn make() -> Result<(), NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     for name in [INVALID_COUNTER, LOCALHOST_COUNTER] {
@@ -41,9 +37,7 @@ pub fn make() -> Result<(), NetlinkError> {
 }
 
 /// Reads the counters of the calling thread's network namespace.
-///
-/// # Errors
-/// A counter does not exist or cannot be read.
+/// Errors: a counter does not exist or cannot be read.
 pub fn read() -> Result<PacketCounts, NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     let mut packets = |name| {
@@ -63,10 +57,8 @@ pub fn read() -> Result<PacketCounts, NetlinkError> {
 }
 
 /// Removes the counters. Counters that rules still use stay.
-///
-/// # Errors
-/// The kernel refuses a removal. The function succeeds if a counter is in use or does not exist,
-/// and if `nfnetlink_acct` is missing.
+/// Errors: the kernel refuses a removal. The function succeeds if a counter is in use or does not
+/// exist, and if `nfnetlink_acct` is missing.
 pub fn remove() -> Result<(), NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     for name in [INVALID_COUNTER, LOCALHOST_COUNTER] {

@@ -20,10 +20,7 @@ use crate::{
     persist, run,
 };
 
-/// Starts the log of the process, on standard error.
-///
-/// # Errors
-/// `--log` is no filter.
+/// Starts the log of the process, on standard error. Errors: `--log` is no filter.
 pub fn start_log(filter: &str, format: LogFormat) -> anyhow::Result<()> {
     let filter = EnvFilter::try_new(filter)
         .map_err(|error| anyhow!("--log: {error}; write a filter such as info or headgate_node_agent=debug"))?;
@@ -39,9 +36,7 @@ pub fn start_log(filter: &str, format: LogFormat) -> anyhow::Result<()> {
 }
 
 /// Returns a token that SIGTERM and SIGINT cancel. Must be called in a tokio runtime.
-///
-/// # Errors
-/// The system registers no signal handler.
+/// Errors: the system registers no signal handler.
 pub fn cancelled_by_signals() -> std::io::Result<CancellationToken> {
     let shutdown = CancellationToken::new();
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
@@ -58,10 +53,7 @@ pub fn cancelled_by_signals() -> std::io::Result<CancellationToken> {
 }
 
 /// Runs the task that the options name: `--write-config-to`, `--cleanup` or `--init-only`. Returns
-/// false if they name no task.
-///
-/// # Errors
-/// The task failed. The error names the remedy.
+/// false if they name no task. Errors: the task failed. The error names the remedy.
 pub fn run_task(options: &Options) -> anyhow::Result<bool> {
     if let Some(path) = &options.write_config_to {
         settings::write_defaults(path)?;

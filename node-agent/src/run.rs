@@ -48,8 +48,7 @@ use crate::{
 /// agent writes the rules without the Node.
 const NODE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why the agent could not start, or ended by itself. An unreachable control plane is never the
-/// reason.
+/// Why the agent could not start, or ended by itself. Never an unreachable control plane.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// The options or settings cannot be used.
@@ -73,17 +72,13 @@ pub enum AgentError {
     /// The system cannot start a thread.
     #[error("cannot start a thread")]
     Thread(#[from] std::io::Error),
-    /// The reconcile loop ended, which is a defect. The rules stay in the kernel. Start the agent
-    /// again.
+    /// The reconcile loop ended, which is a defect. The rules stay. Start the agent again.
     #[error("the reconcile loop ended unexpectedly; this is a defect of the agent")]
     ReconcileEnded,
 }
 
 /// Runs the agent until `shutdown`, with the dataplane that the options name. The rules stay in the
-/// kernel afterwards.
-///
-/// # Errors
-/// See [`AgentError`]. No failure of a stream ends the agent.
+/// kernel afterwards. Errors: see [`AgentError`]. No failure of a stream ends the agent.
 pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), AgentError> {
     let configured = options.configured()?;
     if let Some(warning) = &configured.warning {
@@ -128,10 +123,8 @@ fn after_draining(proxy: Arc<dyn ConnectionProxy>, limit: Duration, shutdown: Ca
 }
 
 /// Sets the kernel's connection tracking parameters, and this process's OOM score and limit of open
-/// files.
-///
-/// # Errors
-/// A kernel parameter cannot be set. Only a warning is logged if another value cannot be set.
+/// files. Errors: a kernel parameter cannot be set. Only a warning is logged if another value
+/// cannot be set.
 pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
     open_files::raise();
     let path = "/proc/self/oom_score_adj";
@@ -142,10 +135,7 @@ pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
 }
 
 /// Runs the agent until `shutdown` with the caller's dataplane. Changes no kernel parameter and no
-/// connection tracking entry.
-///
-/// # Errors
-/// The same errors as [`run`].
+/// connection tracking entry. Errors: the same errors as [`run`].
 pub async fn run_with(
     options: Options,
     dataplane: Box<dyn NodeDataplane>,
@@ -237,8 +227,7 @@ async fn run_configured(
     ended_by.map_or(Ok(()), Err)
 }
 
-/// The connected parts of an agent. [`run`] starts them on threads, and a test may start them as
-/// tasks of one thread.
+/// The connected parts of an agent. [`run`] starts them on threads, a test may use one thread.
 #[doc(hidden)]
 pub struct Parts {
     /// What the agent holds, also from its last run. It may get a policy before the first sync.
@@ -257,7 +246,6 @@ pub struct Parts {
 
 impl Parts {
     /// Reads the state on the disk, and connects the parts.
-    #[must_use]
     pub fn connect(
         dataplane: Box<dyn NodeDataplane>,
         config: SessionConfig,
@@ -337,8 +325,7 @@ fn workers(
         let followed = interfaces.clone();
         let start = |earlier: &_| ConntrackCleaner::start(metrics.conntrack.clone(), inputs, followed, earlier);
         reconciler.observers.push(Box::new(state.with_state(start)?));
-        // Else the first sync programs the state of the last run, from which observers know its
-        // rules.
+        // Else the first sync programs the last run's state, from which observers know its rules.
         reconciler.has_unknown_rules = state.position().is_none() || state.is_unconfirmed();
     }
     let pages = Pages {

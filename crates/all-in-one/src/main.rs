@@ -28,7 +28,6 @@ fn start(options: Options) -> anyhow::Result<()> {
     tokio::runtime::Runtime::new()?.block_on(run(options))
 }
 
-/// Runs both parts until a signal arrives or a part ends.
 async fn run(Options { control_plane, agent }: Options) -> anyhow::Result<()> {
     let agent_shutdown = program::cancelled_by_signals()?;
     // The control plane serves until the agent has ended, because an agent in mode userspace
@@ -53,8 +52,7 @@ async fn run(Options { control_plane, agent }: Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// An error of the control plane already contains its causes, so the error that is printed has
-/// none.
+/// An error of the control plane contains its causes, so the printed error has none.
 fn sentence(error: &RunError) -> anyhow::Error {
     anyhow::Error::msg(error.to_string())
 }

@@ -35,7 +35,6 @@ const LISTEN: &str = "127.0.0.1:0";
 /// The default of `--runtime-dir`, which headgatectl knows.
 const RUNTIME_DIR: &str = "/run/headgate";
 
-/// The options of both parts.
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) control_plane: ControlPlaneOptions,
@@ -43,10 +42,8 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Parses the program's arguments. The first argument is the program's name.
-    ///
-    /// # Errors
-    /// The arguments are invalid or ask for help. Call [`clap::Error::exit`] to print the message.
+    /// Parses the program's arguments. The first argument is the program's name. Errors: the
+    /// arguments are invalid or ask for help. Call [`clap::Error::exit`] to print the message.
     pub(crate) fn read<T: Into<OsString>>(arguments: impl IntoIterator<Item = T>) -> Result<Self, clap::Error> {
         let arguments = arguments.into_iter().map(|argument| with_dashes(argument.into()));
         let matches = command().try_get_matches_from(arguments)?;

@@ -1,8 +1,6 @@
-//! `headgate-drain`: a pod's `preStop` exec hook for images without an HTTP client. It asks the
-//! node agent of the pod's node when no node sends new connections to the pod any more, and prints
-//! the answer. docs/drain.md describes its use.
-//!
-//! The program depends only on the standard library, so that a static binary is small.
+//! `headgate-drain` (docs/drain.md): a pod's `preStop` exec hook for images without an HTTP client.
+//! It asks the node agent when no node sends new connections to the pod any more, and prints the
+//! answer. It needs only the standard library, so a static binary is small.
 
 use std::{
     env, fmt, fs,
@@ -28,10 +26,8 @@ command line, 3 if the agent does not answer.";
 /// The longest time to wait for a connection. The answer may take as long as the timeout in QUERY.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The maximum size of an answer in bytes.
 const MAX_ANSWER_BYTES: u64 = 64 << 10;
 
-/// The file with the namespace of the pod, if its ServiceAccount is mounted.
 const NAMESPACE_FILE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 
 fn main() -> ExitCode {
@@ -87,7 +83,6 @@ fn end(code: u8, mut stream: impl io::Write, line: impl fmt::Display) -> ExitCod
     ExitCode::from(code)
 }
 
-/// Adds a parameter to a query that has it not.
 fn with(name: &str, query: &str, value: Option<String>) -> String {
     match value.filter(|value| !value.is_empty() && !has(query, name)) {
         Some(value) => format!("{query}{}{name}={value}", if query.is_empty() { "" } else { "&" }),
@@ -99,7 +94,6 @@ fn has(query: &str, name: &str) -> bool {
     query.split('&').any(|parameter| parameter.split_once('=').is_some_and(|(found, _)| found == name))
 }
 
-/// Sends the request and returns the body of the answer.
 fn ask(address: &str, query: &str) -> io::Result<String> {
     let mut failure = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in address.to_socket_addrs()? {
@@ -123,11 +117,6 @@ fn exchange(mut stream: TcpStream, query: &str) -> io::Result<String> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
-    use std::{net::TcpListener, thread};
-
-    use super::*;
-
     #[test]
     fn a_parameter_is_added_unless_the_query_has_it() {
         let with_uid = |query, uid| super::with("uid", query, uid);
@@ -136,20 +125,5 @@ mod tests {
         assert_eq!(with("", "a-1"), "uid=a-1");
         assert_eq!(with("uid=b&timeout=5s", "a-1"), "uid=b&timeout=5s");
         assert_eq!((with("timeout=5s", ""), with_uid("", None)), ("timeout=5s".to_owned(), String::new()));
-    }
-
-    #[test]
-    fn the_body_of_the_answer_is_returned() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap().to_string();
-        let server = thread::spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
-            let mut request = [0; 256];
-            let length = stream.read(&mut request).unwrap();
-            stream.write_all(b"HTTP/1.0 200 OK\r\ncontent-type: text/plain\r\n\r\ndrained\n").unwrap();
-            String::from_utf8_lossy(&request[..length]).into_owned()
-        });
-        assert_eq!(ask(&address, "timeout=5s").unwrap(), "drained\n");
-        assert!(server.join().unwrap().starts_with("GET /v1/drain?timeout=5s HTTP/1.0\r\n"));
     }
 }

@@ -30,9 +30,7 @@ pub trait Carrier: fmt::Debug + Send + Sync {
     fn resolve(&self, host: &str, port: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>>;
 
     /// Listens on an address. Port 0 means any free port. Also returns the address with its port.
-    ///
-    /// # Errors
-    /// Nobody can listen on the address, or somebody does already.
+    /// Errors: nobody can listen on the address, or somebody does already.
     fn listen(&self, at: SocketAddr) -> io::Result<(Box<dyn Accept>, SocketAddr)>;
 }
 
@@ -51,9 +49,7 @@ impl Accept for UnixListener {
 }
 
 /// Finds the addresses of a name, as the host does if there is no other carrier than TCP.
-///
-/// # Errors
-/// The name has no address, or cannot be resolved at the moment.
+/// Errors: the name has no address, or cannot be resolved at the moment.
 pub async fn resolve(carrier: Option<&dyn Carrier>, host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     match carrier {
         Some(carrier) => carrier.resolve(host, port).await,

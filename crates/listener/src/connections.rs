@@ -1,19 +1,14 @@
-//! The connections of all HTTP ports of a program, within limits that the ports share.
-//!
-//! Any pod can reach such a port, and needs no certificate. A new connection is always accepted, so
-//! that an honest probe gets an answer whoever else holds connections. If a limit is reached, the
-//! new connection replaces an old one:
-//!
-//! - If the client's network has reached its limit, the connection of this network is closed that
-//!   has been silent for longest. Connections whose requests are being answered are closed last,
-//!   the oldest first: a client that sends request after request has old connections.
-//! - If all connections together have reached the limit, the network with the most connections
-//!   loses a connection in the same way.
-//! - The answers that clients have not read have a limit in bytes, and are dropped in this order.
-//!
+//! The connections of all HTTP ports of a program, within limits that the ports share. Any pod can
+//! reach such a port without a certificate. A new connection is always accepted, so that an honest
+//! probe gets an answer; at a limit, it replaces an old one:
+//! - If the client's network has reached its limit, its connection that has been silent for longest
+//! is closed; those whose requests are being answered last, the oldest first: a client that sends
+//! request after request has old connections.
+//! - At the limit of all, the network with the most connections loses one in the same way.
+//! - Answers that clients have not read have a limit in bytes, and are dropped in this order.
 //! A connection takes one open file, at most 8 KiB for its request, and small buffers in the
-//! kernel. A request has to arrive within some time. So all HTTP ports together hold a small part
-//! of the open files, and the rest stays for streams, TLS files and the proxy of mode userspace.
+//! kernel. So all HTTP ports hold a small part of the open files, and the rest stays for streams,
+//! TLS files and the proxy of mode userspace.
 
 use std::{
     cmp::Reverse,
@@ -44,11 +39,9 @@ use tracing::{debug, warn};
 
 use crate::{Network, open_files};
 
-/// The most connections of all ports of a program. Load balancers may keep a connection for each
-/// Service open.
+/// The most connections of all ports. Load balancers may keep one open for each Service.
 const MAX_CONNECTIONS: u64 = 512;
 
-/// A network may have this part of the connections.
 const PART_OF_NETWORK: usize = 4;
 
 /// The most connections of a port whose clients wait.
@@ -61,8 +54,7 @@ const PART_OF_OPEN_FILES: u64 = 8;
 /// least every 30 s, and some keep their connections.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(40);
 
-/// The size of the buffer for a request, and so of its line and headers. hyper allows no smaller
-/// buffer.
+/// The size of the buffer for a request, and so of its line and headers. hyper's smallest.
 const REQUEST_BYTES: u32 = 8 << 10;
 
 /// The most bytes of the last answers on all connections. One answer may be larger.
@@ -76,7 +68,6 @@ const SEND_BUFFER_BYTES: usize = 64 << 10;
 /// Without the pause, the next accept would usually fail too.
 pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// The shortest time between two warnings.
 const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The number of connections that were closed because of limits, by the labels `port` (the purpose
@@ -97,7 +88,6 @@ pub struct HttpConnections {
 
 #[derive(Debug, Default)]
 struct ConnectionTable {
-    /// The open connections, by their numbers.
     open: BTreeMap<u64, OpenConnection>,
     next_number: u64,
     warned_at: Option<Instant>,
@@ -109,14 +99,11 @@ struct OpenConnection {
     port: &'static str,
     /// When the client connected, last sent a request, or last got an answer.
     heard_at: Instant,
-    /// The size of the last answer, and 0 before the first one. `None` while a request is being
-    /// answered.
+    /// The size of the last answer, and 0 before the first one. `None` during an answer.
     answer_bytes: Option<u64>,
-    /// Aborting this task closes the connection.
     task: JoinHandle<()>,
 }
 
-/// A port, by its purpose, with its pages.
 #[derive(Debug, Clone)]
 struct HttpPort {
     purpose: &'static str,
@@ -125,10 +112,9 @@ struct HttpPort {
 }
 
 impl HttpConnections {
-    /// Returns the connections of a program, which counts in `closed` what it closes. Call this
-    /// function after the limit of open files has been raised. With `answers_http2`, the ports also
-    /// speak HTTP/2, so that a gRPC client with a wrong port gets an answer.
-    #[must_use]
+    /// Returns the connections of a program, which counts in `closed` what it closes; call it after
+    /// the limit of open files has been raised. With `answers_http2`, gRPC clients of a wrong port
+    /// get an answer.
     pub fn new(answers_http2: bool, closed: ClosedConnections) -> Arc<Self> {
         Self::limited(answers_http2, MAX_CONNECTIONS, PART_OF_NETWORK, closed)
     }
@@ -136,7 +122,6 @@ impl HttpConnections {
     /// Returns the connections of a port whose clients wait long for an answer, and whose page
     /// limits how many wait. One network may have all places, because a node may masquerade its
     /// pods.
-    #[must_use]
     pub fn of_waiting_clients(closed: ClosedConnections) -> Arc<Self> {
         Self::limited(false, MAX_WAITING_CONNECTIONS, 1, closed)
     }
@@ -176,8 +161,7 @@ impl HttpConnections {
         }
     }
 
-    /// Adds a connection, and closes another connection if a limit is reached. Returns the task of
-    /// the closed connection.
+    /// Adds a connection, and closes another at a limit. Returns the task of the closed one.
     fn enter(self: &Arc<Self>, port: HttpPort, stream: TcpStream, address: SocketAddr) -> Option<JoinHandle<()>> {
         let (network, purpose, heard_at) = (Network::of(address.ip()), port.purpose, Instant::now());
         let mut table = self.table();
@@ -225,7 +209,6 @@ impl HttpConnections {
         Some(task)
     }
 
-    /// Serves a connection until one side closes it.
     async fn serve_connection(
         self: &Arc<Self>,
         number: u64,
@@ -300,7 +283,6 @@ mod tests {
 
     use super::*;
 
-    /// The longest wait. Only a failing test waits this long.
     const GUARD: Duration = Duration::from_secs(30);
     const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n";
 
@@ -341,7 +323,6 @@ mod tests {
             stream
         }
 
-        /// Connects from 127.0.0.`host` and sends these bytes.
         async fn connect(&self, host: u8, first: &[u8]) -> TcpStream {
             let socket = TcpSocket::new_v4().unwrap();
             socket.bind((Ipv4Addr::new(127, 0, 0, host), 0).into()).unwrap();
@@ -370,7 +351,6 @@ mod tests {
         }
     }
 
-    /// Waits until the port closes a connection.
     async fn ended(mut stream: TcpStream) {
         let mut rest = Vec::new();
         timeout(GUARD, stream.read_to_end(&mut rest)).await.expect("the connection stays open").ok();

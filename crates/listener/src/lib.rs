@@ -1,9 +1,6 @@
-//! HTTP ports that pods and other hosts can reach, and connections of the other ports.
-//!
-//! All ports of a program share one [`HttpConnections`], which bounds what their clients can take
-//! from the program. [`MetricsPage`] bounds what the slowest page costs. [`listen`],
-//! [`Network`] and [`open_files`] also serve other ports. [`name_servers`] is what names of other
-//! hosts need. A [`Carrier`] takes the place of TCP between the programs.
+//! HTTP ports that pods and other hosts can reach. All of a program share one [`HttpConnections`],
+//! which bounds what clients can take; [`MetricsPage`] bounds what the slowest page costs. The rest
+//! also serves other ports. A [`Carrier`] takes the place of TCP between the programs.
 
 mod carrier;
 mod connections;

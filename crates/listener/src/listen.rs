@@ -19,9 +19,7 @@ pub enum Families {
 }
 
 /// Listens on a TCP address. The caller must be in a tokio runtime.
-///
-/// # Errors
-/// The error of the system call that failed, such as `EADDRINUSE`.
+/// Errors: the error of the system call that failed, such as `EADDRINUSE`.
 pub fn listen(address: SocketAddr, families: Families) -> io::Result<TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), Some(Protocol::TCP))?;
     if address.is_ipv6() {

@@ -1,5 +1,4 @@
-//! The page of metrics, which takes as much time as a hundred messages to agents, and which any
-//! client may request.
+//! The page of metrics: it takes as long as a hundred messages to agents, and any client may ask.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
@@ -26,7 +25,6 @@ const PAUSE: Duration = Duration::from_millis(20);
 #[derive(Debug, Clone, Default)]
 pub struct MetricsPage(Arc<Mutex<LastTexts>>);
 
-/// The last text by content type, and when its rendering began.
 type LastTexts = HashMap<&'static str, (Instant, Bytes)>;
 
 impl MetricsPage {
@@ -59,8 +57,7 @@ pub fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse
     ([(CONTENT_TYPE, content_type)], exposition::page([content_type], open_metrics).1)
 }
 
-/// Returns the content type of the format that the request accepts. It is a value of `Accept` that
-/// selects the same format.
+/// Returns the content type of the format that the request accepts. `Accept` may repeat it.
 fn content_type(request: &HeaderMap) -> &'static str {
     let accepted = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
     exposition::page(accepted, String::new()).0

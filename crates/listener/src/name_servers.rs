@@ -13,7 +13,6 @@ use headgate_core::Protocol;
 const RESOLVER_FILES: [&str; 2] = ["/etc/resolv.conf", "/run/systemd/resolve/resolv.conf"];
 
 /// The name servers in the files that the machine has.
-#[must_use]
 pub fn name_servers() -> BTreeSet<(Protocol, SocketAddr)> {
     let texts = RESOLVER_FILES.iter().filter_map(|file| fs::read_to_string(file).ok()).collect::<String>();
     let servers = texts.lines().filter_map(|line| line.strip_prefix("nameserver")?.trim().parse::<IpAddr>().ok());

@@ -16,7 +16,6 @@ pub struct Network {
 
 impl Network {
     /// Returns the network of a stranger's address.
-    #[must_use]
     pub fn of(address: IpAddr) -> Self {
         let address = match address.to_canonical() {
             IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into(),
@@ -26,13 +25,11 @@ impl Network {
     }
 
     /// Returns the network of an address that is one of a Node.
-    #[must_use]
     pub fn of_node(address: IpAddr) -> Self {
         Self { address: address.to_canonical(), is_node: true }
     }
 
     /// Returns true if the network is the address of a Node.
-    #[must_use]
     pub fn is_node(self) -> bool {
         self.is_node
     }

@@ -1,14 +1,11 @@
-//! The limit of open files of this process, which also limits its connections.
-//!
-//! The limit has two parts (getrlimit(2)). The kernel enforces the soft limit. A process may raise
-//! the soft limit up to the hard limit. Container runtimes often set the soft limit to 1,024, and
-//! the hard limit to half a million or more.
+//! The limit of open files of this process (getrlimit(2)). The kernel enforces the soft limit,
+//! which a process may raise to the hard limit. Container runtimes often set 1,024 and half a
+//! million.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::warn;
 
-/// Raises the soft limit to the hard limit. Returns the soft limit. If it cannot be raised, a
-/// warning is logged.
+/// Raises the soft limit to the hard limit. Returns the soft limit. Failures are logged.
 pub fn raise() -> u64 {
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }) {
@@ -18,7 +15,6 @@ pub fn raise() -> u64 {
 }
 
 /// The soft limit; `u64::MAX` if there is none.
-#[must_use]
 pub fn limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }

@@ -48,7 +48,6 @@ impl fmt::Display for Difference {
 }
 
 impl Comparison {
-    /// Adds a difference. Without a frontend, it concerns all Services.
     fn add(
         &mut self,
         service: Option<&Arc<ServiceKey>>,
@@ -71,7 +70,6 @@ impl Comparison {
     }
 
     /// The Services with differences.
-    #[must_use]
     pub fn services(&self) -> BTreeSet<Arc<ServiceKey>> {
         self.differences.iter().filter_map(|difference| difference.service.clone()).collect()
     }
@@ -80,7 +78,6 @@ impl Comparison {
 /// Compares `found`, the table of a kernel, with the table that the state asks for. Leaves out the
 /// Services for which `is_verified` returns false: those that wait to be programmed, or whose rules
 /// the kernel rejects. The cost grows with the number of Services.
-#[must_use]
 pub fn compare(
     state: &State,
     facts: &NodeFacts,
@@ -105,7 +102,6 @@ pub struct Comparer {
 
 impl Comparer {
     /// Begins to compare `found`, the table of a kernel.
-    #[must_use]
     pub fn new(mut found: Table, settings: &NodeSettings) -> Self {
         let mut comparison = Comparison::default();
         let is_broken = found.is_broken();
@@ -172,7 +168,6 @@ impl Comparer {
     /// Ends the comparison: what is left in the table serves frontends that no Service asks for.
     /// `is_settled` is false while changes of the state wait to be programmed: such a frontend may
     /// then belong to a Service that was removed.
-    #[must_use]
     pub fn finish(mut self, state: &State, is_verified: &dyn Fn(&ServiceKey) -> bool, is_settled: bool) -> Comparison {
         let left = std::mem::take(&mut self.found.entries);
         for (frontend, entry) in left.iter().filter(|_| !self.is_broken) {

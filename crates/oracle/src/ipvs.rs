@@ -1,8 +1,6 @@
-//! Decodes virtual servers, sets and rules of mode IPVS to a forwarding table.
-//!
-//! A packet passes nat, where rules may translate the packets of pods and of the node itself, then
-//! filter, where sets say what is rejected and dropped, and then IPVS. The decoder follows a packet
-//! for each virtual server and for each member of a set.
+//! Decodes virtual servers, sets and rules of mode IPVS to a forwarding table. It follows a packet
+//! for each server and member through nat (translation for pods and the node), filter (what sets
+//! reject and drop), and IPVS.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -55,8 +53,7 @@ pub struct Member {
 /// What the kernel of a node has in one family.
 #[derive(Debug, Default)]
 pub struct IpvsDump {
-    /// The virtual servers with their endpoints and weights. An endpoint of weight 0 gets no new
-    /// connections.
+    /// The virtual servers with their endpoints and weights. Weight 0 gets no new connections.
     pub servers: BTreeMap<(IpAddr, Protocol, u16), Vec<(SocketAddr, u32)>>,
     /// The addresses on the device for Services.
     pub device: BTreeSet<IpAddr>,
@@ -86,7 +83,6 @@ impl IpvsDump {
     }
 }
 
-/// The sources that the members for a frontend name.
 fn sources<'a>(members: &'a BTreeSet<Member>, frontend: &Frontend) -> impl Iterator<Item = IpNet> + use<'a> {
     let (address, port) = match *frontend {
         Frontend::Address(address, protocol, port) => (Some(address), Some((Some(protocol), port))),
@@ -98,7 +94,6 @@ fn sources<'a>(members: &'a BTreeSet<Member>, frontend: &Frontend) -> impl Itera
 }
 
 /// Decodes a dump. `detector` is how rules recognise pods of the node.
-#[must_use]
 pub fn decode(dump: &IpvsDump, family: Family, detector: Option<&LocalDetector>) -> Table {
     let mut table = Table::new(family);
     let rules = &dump.rules;
@@ -208,8 +203,7 @@ impl Follower<'_> {
         let server = self.dump.servers.get(&(address, protocol, port));
         let endpoints = server.into_iter().flatten().filter(|(_, weight)| *weight > 0);
         let mut endpoints = endpoints.map(|(endpoint, _)| *endpoint).peekable();
-        // IPVS takes the packets of the node itself before filter sees them, and those that the
-        // node receives afterwards.
+        // IPVS takes the node's own packets before filter sees them, and received ones after it.
         let chain = if origin == Origin::Node && !is_at_node { SENT } else { RECEIVED };
         let ending = self.ending(RulesTable::Filter, chain, origin, None);
         match ending {
@@ -221,7 +215,6 @@ impl Follower<'_> {
         }
     }
 
-    /// The clients that rules and sets admit.
     fn admitted(&mut self) -> Admitted {
         let ways = [(RulesTable::Filter, FIREWALL, Origin::Outside), (RulesTable::Mangle, SENT, Origin::Node)];
         let dropped = |follower: &mut Self, client_in| {

@@ -28,8 +28,7 @@ impl Ending {
     }
 }
 
-/// What rules do with a packet. With random numbers, affinity and source ranges, several things may
-/// happen.
+/// What rules do with a packet. Random numbers, affinity and source ranges allow several.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Outcome {
     /// Lists of endpoints that the packet may reach. Many frontends share a list.
@@ -107,11 +106,8 @@ impl Outcome {
     }
 }
 
-/// Returns the endpoints of new clients, without those that do not receive recorded clients.
-///
-/// With ClientIP affinity, rules of iptables name each endpoint twice: for clients that they
-/// recorded, and for others. If one of the two rules is missing or wrong, then the endpoint is
-/// missing here.
+/// Returns the endpoints of new clients that also receive recorded clients: with ClientIP affinity,
+/// rules of iptables name each endpoint twice, and one of both may be missing.
 pub(crate) fn with_recorded(endpoints: BTreeSet<SocketAddr>, recorded: &BTreeSet<SocketAddr>) -> BTreeSet<SocketAddr> {
     if recorded.is_empty() || endpoints.is_subset(recorded) {
         return endpoints;

@@ -190,8 +190,7 @@ fn is_verified(comparison: &Comparison) -> bool {
     comparison.total == 0 && comparison.not_understood.is_empty()
 }
 
-/// The rules of a dump for which `is_chosen` holds, with the dump in which `change` replaces the
-/// rule.
+/// The rules of a dump for which `is_chosen` holds, with the dump that `change` makes of each.
 fn each_changed<'a>(
     dump: &'a str,
     is_chosen: impl Fn(&str) -> bool + 'a,
@@ -353,45 +352,28 @@ fn chains_that_multiply_the_steps_end_the_verification() {
 #[test]
 fn changed_and_foreign_rules_are_found() {
     let (state, settings) = (some_services(), settings(Mode::Iptables, NodePortAddresses::All));
-    let cases = [
-        // A swapped address.
+    let jump = "-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n";
+    let chain = ":KUBE-SERVICES - [0:0]\n";
+    let cart =
+        "-A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m comment --comment \"shop/cart:web cluster IP\" -m tcp --dport 80";
+    let cases: [(&str, &str, &str); 10] = [
         ("--to-destination 10.244.1.1:8080", "--to-destination 10.244.9.9:8080", "Service shop/cart: connections"),
         // An endpoint that no connection reaches.
         ("--probability 0.33333333349", "--probability 0.00000000000", "Service shop/cart: connections"),
         ("--probability 0.33333333349", "--probability 1.00000000000", "Service shop/cart: connections"),
-        // A rejected frontend that is dropped.
         ("-j REJECT --reject-with icmp-port-unreachable", "-j DROP", "are dropped, but should be rejected"),
-        // A range of clients.
         ("-s 198.51.100.0/24", "-s 198.51.101.0/24", "can reach 203.0.113.2 port 80/TCP, but clients in"),
-        // Pods of the node must reach all endpoints.
         (
-            "-s 10.244.0.0/16 -m comment --comment \"pod traffic",
-            "-s 10.3.0.0/16 -m comment --comment \"pod traffic",
-            "from pods of the node to",
+            "-s 10.244.0.0/16 -m comment --comment \"pod",
+            "-s 10.3.0.0/16 -m comment --comment \"pod",
+            "from pods of the node",
         ),
-        // The jumps from the base chains are gone.
-        (
-            "-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n",
-            "",
-            "no rule of chain PREROUTING in table nat",
-        ),
-        (
-            "-m addrtype --dst-type LOCAL -j KUBE-NODEPORTS",
-            "-m addrtype --dst-type LOCAL -j RETURN",
-            "NodePorts answer on no address",
-        ),
+        (jump, "", "no rule of chain PREROUTING in table nat"),
+        ("--dst-type LOCAL -j KUBE-NODEPORTS", "--dst-type LOCAL -j RETURN", "NodePorts answer on no address"),
         // Somebody ends the chain of all Services.
-        (
-            ":KUBE-SERVICES - [0:0]\n",
-            ":KUBE-SERVICES - [0:0]\n-A KUBE-SERVICES -j RETURN\n",
-            "Service shop/sticky: connections to 10.96.0.3 port 80/TCP are not served",
-        ),
+        (chain, &format!("{chain}-A KUBE-SERVICES -j RETURN\n"), "to 10.96.0.3 port 80/TCP are not served"),
         // A Service that does not exist.
-        (
-            "-A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m comment --comment \"shop/cart:web cluster IP\" -m tcp --dport 80",
-            "-A KUBE-SERVICES -d 10.96.0.99/32 -p tcp -m comment --comment \"shop/cart:web cluster IP\" -m tcp --dport 80",
-            "no Service: connections to 10.96.0.99 port 80/TCP are forwarded to",
-        ),
+        (cart, &cart.replace(".1/", ".99/"), "no Service: connections to 10.96.0.99 port 80/TCP are forwarded to"),
     ];
     let dump = rules(&state, &node(), Family::V4, Layout::Classic, &settings);
     for (old, new, wanted) in cases {
@@ -412,11 +394,10 @@ fn changed_and_foreign_rules_are_found() {
     let wanted = "Service shop/sticky: connections to 10.96.0.3 port 80/TCP are not served, but should be forwarded";
     assert!(found.iter().any(|sentence| sentence.starts_with(wanted)), "{found:?}");
     // One missing jump is one difference.
-    let jump = "-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n";
     assert_eq!(verify(&state, &node(), Family::V4, &settings, &dump.replacen(jump, "", 1)).total, 1);
     // A rule that nobody here writes is not taken for equal.
-    let foreign = ":KUBE-SERVICES - [0:0]\n-A KUBE-SERVICES -p tcp -m owner --uid-owner 7 -j ACCEPT\n";
-    let comparison = verify(&state, &node(), Family::V4, &settings, &dump.replace(":KUBE-SERVICES - [0:0]\n", foreign));
+    let foreign = format!("{chain}-A KUBE-SERVICES -p tcp -m owner --uid-owner 7 -j ACCEPT\n");
+    let comparison = verify(&state, &node(), Family::V4, &settings, &dump.replace(chain, &foreign));
     assert!(comparison.not_understood.iter().any(|one| one.contains("chain KUBE-SERVICES")), "{comparison:?}");
 }
 

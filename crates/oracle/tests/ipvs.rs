@@ -109,8 +109,7 @@ fn sentences(comparison: &Comparison) -> Vec<String> {
     comparison.differences.iter().map(ToString::to_string).chain(comparison.not_understood.iter().cloned()).collect()
 }
 
-/// The Services with verified frontends at these addresses and ports. A frontend is one of the
-/// address, or a NodePort.
+/// The Services with verified frontends at these addresses and ports. NodePorts included.
 fn owners(
     state: &State,
     unverified: &BTreeSet<Frontend>,
@@ -221,8 +220,7 @@ fn a_node_without_an_address_for_node_ports_is_verified() {
     }
 }
 
-/// A Service with policy Local, source ranges, and endpoints on both nodes; and a Service without
-/// endpoints.
+/// A Service with policy Local, source ranges, endpoints on both nodes; one without endpoints.
 fn two_services() -> State {
     let mut state = State::default();
     let mut apply = |change: Change| state.apply(change, &mut Dirty::default());

@@ -12,10 +12,8 @@ use super::{
     value::{Kind, shown},
 };
 
-/// Flags that belong to the program and are no settings. The agent has these flags too.
-///
-/// Each entry holds the name, the kind of values (`None` if the agent takes none), and what the
-/// agent does with the flag.
+/// Flags of the program that are no settings, which the agent has too: name, kind of values (`None`
+/// if it takes none), and what it does.
 const PROGRAM_FLAGS: &[(&str, Option<Kind>, &str)] = &[
     (
         "config",
@@ -31,8 +29,7 @@ const PROGRAM_FLAGS: &[(&str, Option<Kind>, &str)] = &[
 ];
 const HOSTNAME_OVERRIDE: &str = "hostname-override";
 
-/// A flag of [`PROGRAM_FLAGS`] among the arguments: its name with dashes, its value, and what the
-/// agent does with it.
+/// A flag of [`PROGRAM_FLAGS`] among the arguments: name with dashes, value, effect.
 pub(super) type ProgramFlag = (String, String, &'static str);
 
 /// Reads arguments without the program's name. Each argument that the agent rejects is a problem.
@@ -73,8 +70,7 @@ pub(super) fn read(arguments: &[String]) -> (Raw, Vec<ProgramFlag>, Findings) {
     (raw, program_flags, findings)
 }
 
-/// The name and the value of a flag; `None` if the argument is no flag. The value may follow in the
-/// next argument.
+/// The name and the value of a flag; `None` if the argument is no flag. Or the next argument.
 fn split(argument: &str) -> Option<(String, Option<String>)> {
     if let Some(long) = argument.strip_prefix("--") {
         let (name, value) = long.split_once('=').map_or((long, None), |(name, value)| (name, Some(value.to_owned())));
@@ -91,7 +87,6 @@ fn split(argument: &str) -> Option<(String, Option<String>)> {
     }
 }
 
-/// Parses the value of a flag, which may be the next one of the arguments.
 fn parse(kind: Kind, value: Option<String>, arguments: &mut Peekable<Iter<'_, String>>) -> Result<Json, String> {
     // As for the agent, an argument with a dash is another flag, except a negative number.
     let is_value = |next: &str| match next.strip_prefix('-') {

@@ -44,8 +44,7 @@ pub struct IpvsSettings {
     pub scheduler: Scheduler,
     /// Virtual servers with addresses in these ranges belong to other software.
     pub exclude_cidrs: Vec<IpNet>,
-    /// True if the agent sets kernel parameters that make other interfaces ignore ARP requests for
-    /// the services' addresses.
+    /// True if the agent sets kernel parameters make others ignore ARP for services' addresses.
     pub strict_arp: bool,
     /// Idle time-out of established TCP connections.
     pub tcp_timeout: Duration,
@@ -74,8 +73,7 @@ impl Default for DetectLocal {
     }
 }
 
-/// The addresses of the node on which NodePorts answer. In a family without a selected address, all
-/// addresses answer.
+/// The addresses of the node on which NodePorts answer. A family with none has all.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct NodePortSelector {
     /// Selects the node's own addresses of both families, from `bindAddress` or from the Node.
@@ -87,7 +85,6 @@ pub struct NodePortSelector {
 impl NodePortSelector {
     /// True if a range names `::1`. No NodePort answers there, because no kernel parameter lets
     /// packets from `::1` leave the loopback interface.
-    #[must_use]
     pub fn names_ipv6_loopback(&self) -> bool {
         let is_named = |cidr: &IpNet| cidr.prefix_len() > 0 && cidr.contains(&IpAddr::from(Ipv6Addr::LOCALHOST));
         self.cidrs.iter().any(is_named)
@@ -161,7 +158,6 @@ pub struct Settings {
     pub document: Json,
 }
 
-/// Checks one setting after the other, and collects the problems.
 struct Checker<'a> {
     raw: &'a Raw,
     problems: Vec<Remark>,
@@ -169,10 +165,8 @@ struct Checker<'a> {
 }
 
 impl Settings {
-    /// Checks the given values.
-    ///
-    /// # Errors
-    /// Values are invalid. Returns every problem, with the name of the setting and the remedy.
+    /// Checks the given values. Errors: values are invalid. Returns every problem, with the name of
+    /// the setting and the remedy.
     pub fn check(raw: &Raw) -> Result<Self, Vec<Remark>> {
         let (settings, problems) = Self::of(raw);
         if problems.is_empty() { Ok(settings) } else { Err(problems) }
@@ -362,10 +356,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Parses `text`, a part of the setting `id`, as a CIDR. As in kube-proxy, the bits after the
-    /// prefix are cleared: `10.244.1.5/16` becomes `10.244.0.0/16`. The kernel clears these bits in
-    /// rules too. If the agent kept the bits, the rules in the kernel would never match the wanted
-    /// rules.
+    /// Parses `text`, a part of the setting `id`, as a CIDR. As in kube-proxy and the kernel's
+    /// rules, the bits after the prefix are cleared: `10.244.1.5/16` becomes `10.244.0.0/16`.
     fn cidr(&mut self, id: &str, text: &str) -> Option<IpNet> {
         let cidr = text.trim().parse::<IpNet>();
         if cidr.is_err() {
@@ -468,8 +460,7 @@ impl Checker<'_> {
         }
     }
 
-    /// The feature gates that the agent uses. As in kube-proxy 1.36, each gate is on unless the
-    /// operator turns it off.
+    /// The feature gates that the agent uses. As in kube-proxy 1.36, each is on by default.
     fn gates(&mut self) -> [bool; 3] {
         const GATES: [&str; 3] = ["AllowServiceExternalIPs", "ComponentFlagz", "ComponentStatusz"];
         let gates = self.raw.gates("featureGates");

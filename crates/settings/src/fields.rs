@@ -33,7 +33,6 @@ pub struct Field {
 
 impl Field {
     /// The key of the setting in [`super::Raw`]: the path, or the flag if the path is empty.
-    #[must_use]
     pub fn id(&self) -> &'static str {
         if self.path.is_empty() { self.flag } else { self.path }
     }
@@ -240,13 +239,11 @@ settings! {
 }
 
 /// The setting with this [`Field::id`].
-#[must_use]
 pub fn by_id(id: &str) -> Option<&'static Field> {
     FIELDS.iter().find(|field| field.id() == id)
 }
 
 /// True if `path` is a mapping that contains fields, such as `iptables`.
-#[must_use]
 pub fn is_section(path: &str) -> bool {
     FIELDS.iter().any(|field| field.path.strip_prefix(path).is_some_and(|rest| rest.starts_with('.')))
 }

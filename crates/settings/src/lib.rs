@@ -44,8 +44,7 @@ pub enum ConfigError {
     /// The file has more than one YAML document.
     #[error("{0} holds several YAML documents; keep only the document of kind {KIND}", KIND = raw::KIND)]
     Several(String),
-    /// The file holds another object, without a configuration of kube-proxy, or with arguments that
-    /// only a shell can evaluate.
+    /// Another object, without a configuration of kube-proxy, or with arguments only for a shell.
     #[error("{path} has no configuration of kube-proxy that can be read: {what}")]
     NoConfiguration {
         /// The file.
@@ -82,11 +81,8 @@ pub struct ConfigFile {
 }
 
 /// Reads a `KubeProxyConfiguration` (`kubeproxy.config.k8s.io/v1alpha1`). As in kube-proxy, unknown
-/// and repeated fields are not an error.
-///
-/// # Errors
-/// The file cannot be read, or is not a `KubeProxyConfiguration`, or has invalid values. The error
-/// lists all invalid values.
+/// and repeated fields are not an error. Errors: the file cannot be read, or is not a
+/// `KubeProxyConfiguration`, or has invalid values. The error lists all invalid values.
 pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
     let shown = path.display().to_string();
     let read = || {
@@ -101,9 +97,7 @@ pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
 }
 
 /// Parses the text of a configuration file. Errors name the file as `path`.
-///
-/// # Errors
-/// The same errors as [`read_file`], except errors of reading the file.
+/// Errors: the same errors as [`read_file`], except errors of reading the file.
 pub fn parse(path: &str, text: String) -> Result<ConfigFile, ConfigError> {
     let (raw, Findings { mut problems, notes }) = Raw::from_tree(&Tree::parse(path, &text)?);
     // Report invalid combinations of settings together with invalid single values.
@@ -115,9 +109,7 @@ pub fn parse(path: &str, text: String) -> Result<ConfigFile, ConfigError> {
 }
 
 /// Writes the defaults as a configuration file that [`read_file`] reads back.
-///
-/// # Errors
-/// The file cannot be written.
+/// Errors: the file cannot be written.
 pub fn write_defaults(path: &Path) -> Result<(), ConfigError> {
     let at = |error| ConfigError::File { option: "--write-config-to", path: path.display().to_string(), error };
     let yaml = serde_saphyr::to_string(&Raw::default().to_json()).map_err(|error| at(io::Error::other(error)))?;

@@ -37,16 +37,14 @@ pub struct Raw {
 /// Problems and notes about a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Findings {
-    /// Errors, each with the field, the problem and the remedy. A file with an error cannot be
-    /// used.
+    /// Errors, each with field, problem and remedy. A file with one cannot be used.
     pub problems: Vec<Remark>,
     /// Fields that have no effect, each with the reason.
     pub notes: Vec<Remark>,
 }
 
 impl Raw {
-    /// Sets a value. Elements of a list, and feature gates, are added to the elements that are
-    /// already set.
+    /// Sets a value. Elements of a list, and feature gates, are added to those already set.
     pub fn set(&mut self, id: &'static str, value: Json) {
         match (self.values.get_mut(id), value) {
             (Some(Json::Array(held)), Json::Array(more)) => held.extend(more),
@@ -58,19 +56,16 @@ impl Raw {
     }
 
     /// The value, if the setting was given.
-    #[must_use]
     pub fn given(&self, id: &str) -> Option<&Json> {
         self.values.get(id)
     }
 
     /// True when the setting was given and differs from the default.
-    #[must_use]
     pub fn is_changed(&self, id: &str) -> bool {
         self.given(id).zip(fields::by_id(id)).is_some_and(|(value, field)| !is_default(field, value))
     }
 
     /// The name of a setting in messages: its flag or its field.
-    #[must_use]
     pub fn name(&self, id: &str) -> String {
         match (self.origin, fields::by_id(id)) {
             (Origin::Flags, Some(Field { flag, .. })) if !flag.is_empty() => format!("--{flag}"),
@@ -79,44 +74,37 @@ impl Raw {
     }
 
     /// The value, or the default if the setting was not given.
-    #[must_use]
     pub fn value(&self, id: &str) -> Json {
         let default = || fields::by_id(id).map_or(Json::Null, default);
         self.given(id).cloned().unwrap_or_else(default)
     }
 
     /// A boolean; false when unset.
-    #[must_use]
     pub fn bool(&self, id: &str) -> bool {
         self.value(id) == true
     }
 
     /// A number; 0 when unset.
-    #[must_use]
     pub fn int(&self, id: &str) -> i64 {
         self.value(id).as_i64().unwrap_or_default()
     }
 
     /// A text, trimmed; empty when unset.
-    #[must_use]
     pub fn text(&self, id: &str) -> String {
         self.value(id).as_str().unwrap_or_default().trim().to_owned()
     }
 
     /// A list; empty when unset.
-    #[must_use]
     pub fn list(&self, id: &str) -> Vec<String> {
         self.value(id).as_array().into_iter().flatten().filter_map(Json::as_str).map(str::to_owned).collect()
     }
 
     /// A duration; zero when unset.
-    #[must_use]
     pub fn duration(&self, id: &str) -> Duration {
         self.value(id).as_str().and_then(parse_duration).unwrap_or_default()
     }
 
     /// Feature gates by name; empty when unset.
-    #[must_use]
     pub fn gates(&self, id: &str) -> BTreeMap<String, bool> {
         let value = self.value(id);
         let gates = value.as_object().into_iter().flatten();
@@ -124,7 +112,6 @@ impl Raw {
     }
 
     /// The given settings that have no effect, each with the reason.
-    #[must_use]
     pub fn without_effect(&self) -> Vec<Remark> {
         let given = FIELDS.iter().filter(|field| self.given(field.id()).is_some());
         let why = |field: &Field| match field.meaning {
@@ -135,7 +122,6 @@ impl Raw {
     }
 
     /// All settings, including defaults, as a `KubeProxyConfiguration`.
-    #[must_use]
     pub fn to_json(&self) -> Json {
         let mut root = serde_json::json!({ "apiVersion": API_VERSION, "kind": KIND });
         for field in FIELDS.iter().filter(|field| !field.path.is_empty()) {
@@ -223,8 +209,7 @@ fn means_unset(field: &Field, json: &Json) -> bool {
         Json::Null => true,
         Json::String(text) if text.is_empty() => true,
         Json::String(text) if field.kind == Kind::Duration => {
-            // The durations of conntrack are pointers in the API, and zero keeps the kernel's
-            // value.
+            // Conntrack's durations are pointers in the API; zero keeps the kernel's value.
             !field.path.starts_with("conntrack.") && parse_duration(text) == Some(Duration::ZERO)
         }
         Json::Array(list) => list.is_empty(),

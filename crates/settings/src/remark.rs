@@ -16,13 +16,11 @@ impl Remark {
     }
 
     /// The text of a remark about a setting that has no effect.
-    #[must_use]
     pub fn note(&self) -> String {
         format!("{} ({})", self.setting, self.what)
     }
 
     /// The text of a remark about a setting that cannot be used.
-    #[must_use]
     pub fn problem(&self) -> String {
         format!("{}: {}", self.setting, self.what)
     }

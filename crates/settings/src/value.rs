@@ -28,7 +28,6 @@ pub enum Kind {
 
 impl Kind {
     /// The remedy for a wrong value, as the end of a message.
-    #[must_use]
     pub fn expected(self) -> String {
         match self {
             Self::Bool => "write true or false".into(),
@@ -48,9 +47,7 @@ impl Kind {
     }
 
     /// Parses the value of a flag.
-    ///
-    /// # Errors
-    /// The value is not of this kind. The error contains the value and the remedy.
+    /// Errors: the value is not of this kind. The error contains the value and the remedy.
     pub fn parse(self, text: &str) -> Result<Json, String> {
         let value = match self {
             Self::Bool => parse_bool(text).map(Json::from),
@@ -67,10 +64,7 @@ impl Kind {
         value.ok_or_else(|| format!("{text:?} cannot be used; {}", self.expected()))
     }
 
-    /// Checks the value of a field in a file.
-    ///
-    /// # Errors
-    /// The same errors as [`Self::parse`].
+    /// Checks the value of a field in a file. Errors: the same errors as [`Self::parse`].
     pub fn from_json(self, json: &Json) -> Result<Json, String> {
         let is_valid = match (self, json) {
             (Self::Text | Self::Choice(_) | Self::Duration, Json::String(text)) => return self.parse(text),
@@ -94,7 +88,6 @@ pub(super) fn shown(value: &Json) -> String {
 }
 
 /// Parses a boolean like Go's `strconv.ParseBool`; `None` for any other text.
-#[must_use]
 pub fn parse_bool(text: &str) -> Option<bool> {
     match text {
         "true" | "True" | "TRUE" | "t" | "T" | "1" => Some(true),
@@ -113,10 +106,8 @@ fn parse_gates(text: &str) -> Option<Json> {
 }
 
 /// Parses a duration like Go's `time.ParseDuration`: `0`, or numbers with units, such as `1h30m`,
-/// `1.5h` or `250ms`. Returns `None` for any other text. Also returns `None` for a text with a
-/// minus sign, because no setting accepts a negative duration. If a number has digits below a
-/// nanosecond, the result may be a few nanoseconds less than Go's result.
-#[must_use]
+/// `1.5h` or `250ms`. `None` for other texts and negative durations. Digits below a nanosecond may
+/// lose a few nanoseconds.
 pub fn parse_duration(text: &str) -> Option<Duration> {
     if text == "0" {
         return Some(Duration::ZERO);
@@ -147,9 +138,8 @@ pub fn parse_duration(text: &str) -> Option<Duration> {
     (sum.as_nanos() <= i64::MAX.unsigned_abs().into()).then_some(sum)
 }
 
-/// Multiplies a decimal number by a unit. The place value of each digit after the point is rounded
-/// down to whole nanoseconds before it is multiplied by the digit. Go rounds down only the result
-/// for all digits. The result is therefore at most 9 ns less than Go's result.
+/// Multiplies a decimal number by a unit, rounding down for each digit: at most 9 ns less than Go,
+/// which rounds the sum.
 fn times(number: &str, unit_nanoseconds: u64) -> Option<Duration> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     if (whole.is_empty() && fraction.is_empty()) || fraction.contains('.') {
@@ -166,7 +156,6 @@ fn times(number: &str, unit_nanoseconds: u64) -> Option<Duration> {
 }
 
 /// Formats a duration like Go: `1m0s`, `24h0m0s`, `250ms`, `0s`.
-#[must_use]
 pub fn show_duration(duration: Duration) -> String {
     let in_units = |nanoseconds: u128, unit: u128, name: &str| {
         let (whole, rest) = (nanoseconds / unit, nanoseconds % unit);
@@ -215,26 +204,11 @@ mod tests {
         }
     }
 
-    #[test]
-    fn durations_are_formatted_like_in_go() {
-        for text in ["0s", "250ms", "1.5ms", "30s", "1.25s", "1m0s", "1h0m0s", "24h0m0s", "2h3m4.5s", "12µs", "7ns"] {
-            assert_eq!(show_duration(parse_duration(text).unwrap()), text);
-        }
-    }
-
     proptest! {
         #[test]
         fn a_formatted_duration_is_parsed_to_the_same_duration(nanoseconds in 0..=i64::MAX.unsigned_abs()) {
             let duration = Duration::from_nanos(nanoseconds);
             prop_assert_eq!(parse_duration(&show_duration(duration)), Some(duration));
-        }
-
-        #[test]
-        fn no_text_makes_a_parser_panic(text in ".{0,40}") {
-            let _ = parse_duration(&text);
-            for kind in [Kind::Bool, Kind::Int(0, 9), Kind::List, Kind::Gates, Kind::Choice(&["a"])] {
-                let _ = kind.parse(&text);
-            }
         }
     }
 }

@@ -24,8 +24,7 @@ pub(super) enum Tree {
 }
 
 impl Tree {
-    /// Parses a text with one document. An empty text is an empty mapping. Errors name the file as
-    /// `path`.
+    /// Parses a text with one document. An empty text is an empty mapping. Errors name `path`.
     pub(super) fn parse(path: &str, text: &str) -> Result<Self, ConfigError> {
         let options = serde_saphyr::options! { duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins };
         let tree: Option<Self> =

@@ -13,10 +13,7 @@ pub struct Denied(BTreeSet<String>);
 impl Denied {
     /// Reads the entries, one a line: the URI of a holder (`headgate://node/NAME`), or a serial
     /// number or SHA-256 fingerprint as `openssl x509` prints them. `#` begins a comment.
-    ///
-    /// # Errors
-    ///
-    /// The problem of the first line that is none of these.
+    /// Errors: the problem of the first line that is none of these.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim()).enumerate();
         let entries = lines.filter(|(_, line)| !line.is_empty()).map(|(index, line)| {
@@ -30,7 +27,6 @@ impl Denied {
     }
 
     /// Returns the entries that would deny a certificate (DER) of `holder`, the URI of a role.
-    #[must_use]
     pub fn entries_of(certificate: &[u8], holder: Option<String>) -> Vec<String> {
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02X}")).collect::<String>();
         let parsed = X509Certificate::from_der(certificate).ok();
@@ -40,7 +36,6 @@ impl Denied {
     }
 
     /// Returns true if the file contains one of these entries.
-    #[must_use]
     pub fn contains(&self, entries: &[String]) -> bool {
         entries.iter().any(|entry| self.0.contains(entry))
     }

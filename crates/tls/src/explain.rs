@@ -23,15 +23,12 @@ pub struct Refusal {
 
 impl Refusal {
     /// Whether the other side rejects the certificate of this side.
-    #[must_use]
     pub fn is_by_peer(&self) -> bool {
         [REFUSED_BY_CLIENT, REFUSED_BY_CONTROL_PLANE].contains(&self.reason)
     }
 }
 
-/// Explains an error of a TLS connection to the side that uses `files`. `None` if the error does
-/// not come from TLS.
-#[must_use]
+/// Explains an error of a TLS connection to the side that uses `files`. `None` for other errors.
 pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
     let error = error.get_ref()?.downcast_ref::<Error>()?;
     let (reason, sentence) = match error {
@@ -57,7 +54,6 @@ pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
     Some(Refusal { reason, sentence })
 }
 
-/// Explains why this side rejects the other side's certificate.
 fn certificate(error: &CertificateError, files: &Files) -> (&'static str, String) {
     let (whose, usage) = match files.side {
         Side::Server => ("the client's certificate", "clientAuth"),
@@ -107,7 +103,6 @@ fn moment(time: UnixTime) -> String {
     date(UNIX_EPOCH + Duration::from_secs(time.as_secs()))
 }
 
-/// Explains why the other side rejects this side's certificate or ends the handshake.
 fn alerted(alert: AlertDescription, files: &Files) -> (&'static str, String) {
     let cert = files.cert.display();
     if files.side == Side::Server {

@@ -37,7 +37,6 @@ pub enum Side {
 
 impl Side {
     /// The option that names the file with the other side's authorities.
-    #[must_use]
     pub fn ca_option(self) -> &'static str {
         match self {
             Self::Server => "--tls-client-ca",
@@ -106,7 +105,6 @@ pub struct Material {
     pub authorities_not_after: SystemTime,
 }
 
-/// One of the files.
 struct PemFile<'a> {
     option: &'static str,
     path: &'a Path,
@@ -156,8 +154,7 @@ impl PemFile<'_> {
         parsed.map_err(|error| self.malformed(&format!("a certificate in the file is malformed: {error}")))
     }
 
-    /// Reads the authorities of a file. Leaves out expired authorities, because rustls would trust
-    /// an expired authority.
+    /// Reads the authorities of a file. Leaves out expired ones, which rustls would trust.
     fn authorities(&self, pem: &[u8], now: SystemTime) -> Result<(RootCertStore, SystemTime), FileError> {
         let mut roots = RootCertStore::empty();
         let (mut valid, mut expired) = (Vec::new(), Vec::new());
@@ -206,11 +203,7 @@ impl Files {
         self.denied.as_ref().map(|path| PemFile { option: "--tls-denied", path, expected })
     }
 
-    /// Reads the files. Blocks.
-    ///
-    /// # Errors
-    ///
-    /// Returns the error of the first file that cannot be read.
+    /// Reads the files. Blocks. Errors: returns the error of the first file that cannot be read.
     pub(crate) fn read(&self) -> Result<Contents, FileError> {
         let [cert, key, ca] = [self.cert_file(), self.key_file(), self.ca_file()].map(|file| file.read());
         let denied = self.denied_file().map_or_else(|| Ok(Vec::new()), |file| file.read())?;
@@ -218,19 +211,12 @@ impl Files {
     }
 
     /// Reads only the authorities. Leaves out expired authorities. Blocks.
-    ///
-    /// # Errors
-    ///
-    /// The file cannot be read, or contains no valid authority. Retry after the file has changed.
+    /// Errors: the file cannot be read, or contains no valid authority. Retry after the file has changed.
     pub fn read_authorities(&self, now: SystemTime) -> Result<RootCertStore, FileError> {
         self.ca_file().authorities(&self.ca_file().read()?, now).map(|(roots, _)| roots)
     }
 
-    /// Checks the contents of the files.
-    ///
-    /// # Errors
-    ///
-    /// Returns the first fault of the files.
+    /// Checks the contents of the files. Errors: returns the first fault of the files.
     pub(crate) fn check(&self, contents: &Contents, now: SystemTime) -> Result<Material, FileError> {
         let (authorities, not_after) = self.ca_file().authorities(&contents.ca, now)?;
         let (node_authorities, nodes_not_after) = self.node_ca_file().authorities(&contents.node_ca, now)?;

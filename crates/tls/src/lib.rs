@@ -1,11 +1,7 @@
-//! TLS for both sides of a Headgate connection. Certificates, keys and authorities come from PEM
-//! files that may change while a program runs. Errors name the fault and the remedy.
-//!
-//! [`Files`] names the files. [`Reloader`] builds a rustls configuration from the files, and builds
-//! a new configuration after the files change. [`Denied`] holds what a server refuses although an
-//! authority has signed it. [`replica_verifier`] is how agents verify replicas. [`explain`] returns
-//! the reason for a failed handshake and the remedy. [`speaks_tls`] detects that a server at an
-//! http:// URL uses TLS.
+//! TLS for both sides of a Headgate connection, with PEM files ([`Files`]) that may change while a
+//! program runs: [`Reloader`] then builds a new rustls configuration. [`Denied`] holds what a
+//! server refuses although an authority has signed it. [`replica_verifier`] is how agents verify
+//! replicas. Errors, and [`explain`] after a failed handshake, name the fault and the remedy.
 
 mod denied;
 mod explain;

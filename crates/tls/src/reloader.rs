@@ -9,8 +9,7 @@ use crate::{
 
 type Build<C> = fn(&Material) -> Result<C, rustls::Error>;
 
-/// Builds a configuration from files, and a new configuration after the contents of the files
-/// change.
+/// Builds a configuration from files, and a new one after their contents change.
 pub struct Reloader<C> {
     files: Files,
     build: Build<C>,
@@ -38,26 +37,19 @@ impl<C> fmt::Debug for Reloader<C> {
 impl<C> Reloader<C> {
     /// Creates a reloader without reading the files. `build` may fail only if the cryptographic
     /// provider lacks an algorithm.
-    #[must_use]
     pub fn new(files: Files, build: Build<C>) -> Self {
         Self { files, build, known: Vec::new() }
     }
 
     /// The files.
-    #[must_use]
     pub fn files(&self) -> &Files {
         &self.files
     }
 
-    /// Reads the files. If the contents are those of the latest configuration, or of one that the
-    /// caller still has, and this side's certificate has not expired, returns this configuration
-    /// (`Arc::ptr_eq`) with its session cache and ticket keys. Otherwise checks the files and
-    /// returns a new configuration with a new session cache and new ticket keys. Blocks while
-    /// reading.
-    ///
-    /// # Errors
-    ///
-    /// Returns the first fault of the files. Retry after the files have changed.
+    /// Reads the files, which blocks. If their contents are known, and this side's certificate has
+    /// not expired, returns the same configuration (`Arc::ptr_eq`) with its session cache and
+    /// ticket keys; else checks the files and returns a new one. Errors: the first fault of the
+    /// files. Retry after the files have changed.
     pub fn load(&mut self, now: SystemTime) -> Result<Arc<Loaded<C>>, FileError> {
         let contents = self.files.read()?;
         let is_same =

@@ -32,7 +32,6 @@ pub(crate) fn is_replica(certificate: &X509Certificate<'_>) -> bool {
 
 /// Returns a verifier that accepts each replica that an authority of `roots` has signed, at
 /// whatever address or name it answers.
-#[must_use]
 pub fn replica_verifier(roots: RootCertStore) -> Arc<dyn ServerCertVerifier> {
     Arc::new(ReplicaVerifier { roots, algorithms: ring::default_provider().signature_verification_algorithms })
 }

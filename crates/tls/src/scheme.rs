@@ -14,17 +14,13 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 const ALERT: u8 = 21;
 
 /// Returns whether a handshake failed because the other side does not use TLS.
-#[must_use]
 pub fn is_not_tls(error: &io::Error) -> bool {
     let error = error.get_ref().and_then(|error| error.downcast_ref::<Error>());
     matches!(error, Some(Error::InvalidMessage(_)))
 }
 
-/// Returns whether the server uses TLS: a TLS server answers a plaintext request with a TLS alert.
-/// Returns false if no server answers. Callers use this function to explain an error of an http://
-/// URL that should be https://, because HTTP/2 clients do not report the alert reliably. Blocks the
-/// thread for up to a few seconds.
-#[must_use]
+/// Returns whether a server uses TLS: it answers plaintext with an alert, which HTTP/2 clients do
+/// not report reliably. False without an answer. Blocks for up to a few seconds.
 pub fn speaks_tls(address: impl ToSocketAddrs) -> bool {
     let ask = |address| -> io::Result<u8> {
         let mut stream = TcpStream::connect_timeout(&address, TIMEOUT)?;

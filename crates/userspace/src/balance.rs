@@ -1,10 +1,8 @@
-//! The endpoints of a Service, and the choice of an endpoint for a connection. This module does no
-//! I/O and reads no clock: the caller passes the time and a random number.
-//!
-//! A change of one endpoint, and a choice, take O(log n) of the number of endpoints. The exception
-//! is [`Algorithm::ConsistentHash`], whose choice computes one hash for each endpoint (weighted
-//! rendezvous hashing): about 5 ns for each endpoint. In return this algorithm needs no table, its
-//! shares are exact, and the removal of an endpoint moves no client of other endpoints.
+//! The endpoints of a Service, and the choice of one for a connection. No I/O and no clock: the
+//! caller passes the time and a random number. Changes and choices take O(log n), except that
+//! [`Algorithm::ConsistentHash`] computes a hash of about 5 ns for each endpoint (weighted
+//! rendezvous hashing): it needs no table, its shares are exact, and a removal moves no other
+//! client.
 
 mod affinity;
 mod fenwick;
@@ -40,13 +38,11 @@ pub enum Algorithm {
 const FAILURES_BEFORE_REST: u32 = 2;
 /// The first rest of an endpoint. Each further failure doubles the rest.
 const FIRST_REST_MS: u64 = 500;
-/// The longest rest of an endpoint.
 const LONGEST_REST_MS: u64 = 30_000;
 /// An endpoint gets at least this weight while it has any.
 const MIN_WEIGHT: u32 = 1;
 
-/// An endpoint within its pool. It stays valid after the removal of the endpoint, and then stands
-/// for no endpoint.
+/// An endpoint within its pool. After its removal, it stands for none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EndpointKey {
     slot: u32,
@@ -149,30 +145,23 @@ impl Pool {
     }
 
     /// Whether the endpoint of a connection is still in the pool.
-    #[must_use]
     pub fn contains(&self, key: EndpointKey) -> bool {
         self.endpoints.get(key.slot as usize).is_some_and(|endpoint| endpoint.serial == key.serial)
     }
 
     /// The number of endpoints that rest after failures.
-    #[must_use]
     pub fn resting(&self) -> usize {
         self.resting.len()
     }
 
-    /// The number of clients with affinity, and the number of clients that were forgotten because
-    /// the table was full.
-    #[must_use]
+    /// The number of clients with affinity, and of those forgotten because the table was full.
     pub fn affinity_clients(&self) -> (usize, u64) {
         (self.affinity.len(), self.affinity.evicted)
     }
 
-    /// Chooses an endpoint that is not in `tried`, and counts a connection for it. The caller ends
-    /// the connection with [`Self::release`]. Returns `None` if no endpoint is left.
-    ///
-    /// `affinity_ms` is the timeout of ClientIP affinity, if the Service has affinity. If all
-    /// endpoints rest, the endpoint whose rest ends first is chosen: a poor endpoint is better than
-    /// none.
+    /// Chooses an endpoint that is not in `tried`, and counts a connection for it until
+    /// [`Self::release`]. `None` if none is left. `affinity_ms` is the timeout of ClientIP
+    /// affinity, if any. If all endpoints rest, chooses the one whose rest ends first.
     pub fn pick(
         &mut self,
         client: IpAddr,
@@ -233,7 +222,6 @@ impl Pool {
         }
     }
 
-    /// Ends the rests that are over.
     fn wake(&mut self, now_ms: u64) {
         while let Some(&(until_ms, slot)) = self.resting.first() {
             if now_ms < until_ms {
@@ -276,7 +264,6 @@ impl Pool {
         }
     }
 
-    /// Changes the load of a slot.
     fn reload(&mut self, slot: usize, change: impl FnOnce(&mut Endpoint)) {
         let (load, chosen) = self.endpoints[slot].load();
         let is_ordered = self.by_load.remove(&(load, chosen, slot));
@@ -352,9 +339,8 @@ impl Pool {
     }
 }
 
-/// The point of a turn in a row of `total` points. Each round of `total` turns visits each point
-/// once. Neighbouring turns are far apart, so that an endpoint with a large weight does not get its
-/// connections in one burst.
+/// The point of a turn in a row of `total` points. A round visits each once. Neighbouring turns are
+/// far apart, so that a large weight makes no burst.
 fn spread(turn: u64, total: u64) -> u64 {
     let mut step = (total * 618 / 1000).max(1);
     while greatest_common_divisor(step, total) != 1 {

@@ -13,8 +13,7 @@ use crate::{
     threads::EventLoop,
 };
 
-/// A connection or session of a client. It counts as open for the account and for the endpoint
-/// until it is dropped.
+/// A connection or session of a client. Until it is dropped, account and endpoint count it.
 #[derive(Debug)]
 pub(crate) struct Carried {
     pub(crate) service: Arc<Service>,
@@ -33,8 +32,7 @@ pub(crate) struct Carried {
 }
 
 impl Carried {
-    /// Chooses an endpoint. The account has counted the connection as open. Returns `None` if the
-    /// Service has no endpoint.
+    /// Chooses an endpoint for a connection that the account counts. `None` if there is none.
     pub(crate) fn begin(
         service: Arc<Service>,
         client: SocketAddr,
@@ -64,8 +62,7 @@ impl Carried {
         &self.service.account.stats
     }
 
-    /// Chooses an endpoint that was not tried. The caller passes it to [`Self::move_to`] or
-    /// releases it.
+    /// Chooses an endpoint that was not tried. Pass it to [`Self::move_to`] or release it.
     pub(crate) fn pick(&self, tried: &[EndpointKey], event_loop: &mut EventLoop) -> Option<Picked> {
         self.service.pick(self.client.ip(), tried, event_loop.now_ms, event_loop.random())
     }
@@ -77,7 +74,6 @@ impl Carried {
         self.stats().retries.add(1);
     }
 
-    /// Marks the endpoint as failed.
     pub(crate) fn endpoint_failed(&self, now_ms: u64) {
         self.service.state().pool.failed(self.picked.key, now_ms);
     }

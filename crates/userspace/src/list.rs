@@ -43,7 +43,6 @@ pub enum ConnectionState {
 
 impl ConnectionState {
     /// The state for lists.
-    #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Connecting => "connecting",
@@ -74,7 +73,6 @@ pub enum HowEnded {
 
 impl HowEnded {
     /// The end for logs.
-    #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Closed => "closed",
@@ -117,7 +115,6 @@ pub struct ConnectionInfo {
 
 impl ConnectionList {
     /// Joins lists of several threads or proxies.
-    #[must_use]
     pub fn join(lists: impl IntoIterator<Item = Self>, limit: usize) -> Self {
         let mut joined = lists.into_iter().fold(Self::default(), |mut joined, list| {
             joined.connections.extend(list.connections);

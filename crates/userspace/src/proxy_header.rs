@@ -1,8 +1,5 @@
-//! The header of the PROXY protocol, which tells an endpoint the addresses that the client used.
-//!
-//! The format is in HAProxy's `doc/proxy-protocol.txt`. The header has one fixed form for each
-//! version and IP family, so these lines replace a dependency. The tests compare their output with
-//! examples of that document.
+//! The header of the PROXY protocol (HAProxy's `doc/proxy-protocol.txt`), which tells an endpoint
+//! the addresses that the client used. The tests have examples of that document.
 
 use std::{
     fmt::Write as _,
@@ -24,7 +21,6 @@ const SIGNATURE: [u8; 12] = *b"\r\n\r\n\0\r\nQUIT\n";
 const VERSION_2_PROXY: u8 = 0x21;
 
 /// The header of a TCP connection from `client` to `destination`, the address of the Service.
-#[must_use]
 pub(crate) fn header(version: ProxyVersion, client: SocketAddr, destination: SocketAddr) -> Vec<u8> {
     let (from, to) = (client.ip().to_canonical(), destination.ip().to_canonical());
     // If one address is IPv4 and one is IPv6, both are written as IPv6.

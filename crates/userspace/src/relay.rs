@@ -1,19 +1,13 @@
-//! The state machine of one relayed connection. It does no I/O.
-//!
-//! The caller reports what the kernel announces ([`Relay::readable`], [`Relay::writable`],
-//! [`Relay::expire`]). It then repeats two steps: it asks for an action ([`Relay::next`]), and
-//! reports the outcome of that action ([`Relay::done`]). It stops at [`Action::Wait`] and at
+//! The state machine of one relayed connection, without I/O. The caller reports what the kernel
+//! announces ([`Relay::readable`], [`Relay::writable`], [`Relay::expire`]), and then repeats: ask
+//! for an action ([`Relay::next`]), report its outcome ([`Relay::done`]), until [`Action::Wait`] or
 //! [`Action::Finish`].
-//!
-//! The rules of the machine:
-//!
-//! - A direction takes bytes from its source only while the sink may accept bytes, and while all
-//!   earlier bytes have reached the sink. The kernel's socket buffers give back-pressure.
-//! - A FIN passes on after the last byte of its direction. HAProxy had the bug that a FIN overtook
-//!   bytes in a pipe (haproxy/haproxy#2505).
-//! - A side that fails is read until its error or its end. A server that closes a socket with
-//!   unread input sends its answer and then a RST, and the client must get the answer.
-//! - If bytes were lost, or if a side failed, the connection ends with a RST to both sides.
+//! - A direction takes bytes only while the sink may accept bytes and all earlier ones have reached
+//! it: the kernel's buffers give back-pressure.
+//! - A FIN passes on after the last byte of its direction (unlike haproxy/haproxy#2505).
+//! - A side that fails is read until its error or end: a server that closes a socket with unread
+//! input sends its answer and then a RST, and the client must get the answer.
+//! - If bytes were lost, or a side failed, the connection ends with a RST to both sides.
 
 #[cfg(test)]
 mod tests;
@@ -32,7 +26,6 @@ impl Side {
     pub const BOTH: [Self; 2] = [Self::Client, Self::Endpoint];
 
     /// The opposite side.
-    #[must_use]
     pub fn other(self) -> Self {
         match self {
             Self::Client => Self::Endpoint,
@@ -191,26 +184,22 @@ impl Relay {
     }
 
     /// The number of bytes of this source that wait for the opposite side.
-    #[must_use]
     pub fn held_bytes(&self, from: Side) -> u32 {
         self.directions[from as usize].held_bytes
     }
 
     /// Whether this side has sent its last byte (FIN).
-    #[must_use]
     pub fn has_ended(&self, side: Side) -> bool {
         self.directions[side as usize].source == SourceState::Ended
     }
 
     /// Whether the opposite side of this source failed, so that bytes of this source were dropped.
-    #[must_use]
     pub fn is_sink_failed(&self, from: Side) -> bool {
         self.directions[from as usize].sink == SinkState::Failed
     }
 
     /// The next action. The caller carries it out and calls [`Self::done`], except after
     /// [`Action::Wait`] and [`Action::Finish`].
-    #[must_use]
     pub fn next(&self) -> Action {
         if let Some(end) = self.end {
             return Action::Finish(end);
@@ -254,8 +243,7 @@ impl Relay {
         self.turn = from.other();
     }
 
-    /// Writing to this side failed. Bytes for this side are lost. Its last bytes are still read, up
-    /// to its error or its end.
+    /// Writing to this side failed. Bytes for this side are lost. Its last bytes are still read.
     fn fail_sink(&mut self, side: Side) {
         let into = &mut self.directions[side.other() as usize];
         if into.has_sink() {

@@ -1,11 +1,7 @@
-//! The table of Services, which all threads read and the caller changes.
-//!
-//! A Service of this table is what has one set of endpoints: one port of a Kubernetes Service, or
-//! that port with the endpoints of this node only. A Kubernetes Service with
-//! `externalTrafficPolicy: Local` therefore has two entries, with different addresses.
-//!
-//! Each change costs O(log n) of the endpoints of its Service, and takes effect for the next
-//! connection.
+//! The table of Services, which all threads read and the caller changes. An entry has one set of
+//! endpoints: a port of a Kubernetes Service, or that port with the endpoints of this node only, as
+//! for `externalTrafficPolicy: Local`. A change costs O(log n) of the endpoints, and takes effect
+//! for the next connection.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet, hash_map::Entry},
@@ -80,7 +76,6 @@ pub struct ServiceSettings {
     pub proxy_header: Option<ProxyVersion>,
 }
 
-/// A Service with its endpoints and counters.
 #[derive(Debug)]
 pub(crate) struct Service {
     pub(crate) id: ServiceId,
@@ -135,7 +130,6 @@ pub struct Services {
     table: RwLock<Table>,
 }
 
-/// The Services of an address, one in each scope.
 type Owners = BTreeMap<Scope, Arc<Service>>;
 
 #[derive(Debug, Default)]
@@ -143,7 +137,6 @@ struct Table {
     services: HashMap<ServiceId, Arc<Service>>,
     accounts: Accounts,
     addresses: HashMap<(Protocol, SocketAddr), Owners>,
-    /// The addresses of the node.
     node_addresses: HashSet<IpAddr>,
 }
 
@@ -210,8 +203,7 @@ impl Services {
         self.write().node_addresses = addresses.into_iter().collect();
     }
 
-    /// Adds an endpoint to a Service, or changes its weight, which is 1 or more. Returns whether
-    /// the Service exists.
+    /// Adds an endpoint, or changes its weight (1 or more). Returns whether the Service exists.
     pub fn set_endpoint(&self, id: ServiceId, endpoint: SocketAddr, weight: u32) -> bool {
         let Some(service) = self.service(id) else { return false };
         service.state().pool.set(endpoint, weight);
@@ -234,7 +226,6 @@ impl Services {
 
     /// The counters of each account, and the sums over all accounts that ever existed. This walks
     /// over all Services, for metrics pages.
-    #[must_use]
     pub fn stats(&self) -> (HashMap<Arc<str>, ServiceStats>, ServiceStats) {
         let (services, (mut accounts, mut totals)) = {
             let table = &mut *self.write();
@@ -261,8 +252,7 @@ impl Services {
         of(address).or_else(|| of(any_address(address)))
     }
 
-    /// Whether an address is an address of the node, or rules lead connections there back to this
-    /// proxy.
+    /// Whether an address is the node's, or rules lead its connections back to this proxy.
     pub(crate) fn has_address(&self, protocol: Protocol, address: SocketAddr) -> bool {
         let table = self.read();
         table.addresses.contains_key(&(protocol, address)) || table.node_addresses.contains(&address.ip())

@@ -68,8 +68,7 @@ counters! {
         failed,
         /// Attempts to connect to another endpoint, after an endpoint failed.
         retries,
-        /// Endpoints that were not tried, because their address is that of a Service or of the
-        /// node.
+        /// Endpoints that were not tried: their address is a Service's or the node's.
         loops,
         /// Connections to endpoints.
         connected,
@@ -97,8 +96,7 @@ counters! {
         dropped_by_limit,
         /// Datagrams that were dropped because the Service had no endpoint.
         dropped_without_endpoint,
-        /// Datagrams that were dropped because the endpoint has the address of a Service or of the
-        /// node.
+        /// Datagrams that were dropped: the endpoint's address is a Service's or the node's.
         dropped_by_loop,
         /// Datagrams that were dropped because a session lacked a descriptor or kernel memory.
         dropped_by_exhaustion,
@@ -153,7 +151,6 @@ counters! {
 
 impl ServiceStats {
     /// The datagrams that the proxy dropped, for every reason.
-    #[must_use]
     pub fn dropped_datagrams(&self) -> u64 {
         self.dropped_by_limit
             + self.dropped_without_endpoint

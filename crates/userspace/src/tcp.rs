@@ -1,10 +1,8 @@
-//! The TCP proxy: threads that accept connections, choose endpoints, and carry bytes.
-//!
-//! Each thread has one epoll instance with edge-triggered events, one buffer, and a few pipes. A
-//! connection is one entry of less than 512 bytes. Small transfers are a read and a write with the
-//! buffer of the thread. When a read fills the buffer, the direction uses `splice(2)` through a
-//! pipe that it borrows while bytes are in it. If no pipe is left, bytes wait in the socket of
-//! their source, so that slow clients cannot use up memory or descriptors.
+//! The TCP proxy: threads that accept connections, choose endpoints, and carry bytes. Each has an
+//! epoll instance with edge-triggered events, a buffer, and a few pipes. A connection takes less
+//! than 512 bytes. Small transfers use the buffer; when a read fills it, the direction uses
+//! `splice(2)` through a borrowed pipe. If none is left, bytes wait in their source's socket, so
+//! that slow clients cannot use up memory or descriptors.
 
 mod connection;
 mod lingering;
@@ -84,11 +82,7 @@ pub struct TcpProxy {
 }
 
 impl TcpProxy {
-    /// Starts the threads.
-    ///
-    /// # Errors
-    ///
-    /// The kernel refused a descriptor or a thread.
+    /// Starts the threads. Errors: the kernel refused a descriptor or a thread.
     pub fn start(settings: &TcpSettings, services: &Arc<Services>) -> io::Result<Self> {
         let counters = Arc::<TcpCounters>::default();
         let threads = Threads::start("tcp-proxy", settings.threads, |event_loop| {
@@ -98,11 +92,7 @@ impl TcpProxy {
     }
 
     /// Accepts the connections of a listening socket, on all threads. The destinations of the
-    /// connections are addresses of `scope`.
-    ///
-    /// # Errors
-    ///
-    /// The kernel refused an option of the socket.
+    /// connections are addresses of `scope`. Errors: the kernel refused an option of the socket.
     pub fn listen(&self, socket: impl Into<OwnedFd>, scope: Scope, destination: Destination) -> io::Result<ListenerId> {
         let socket = Arc::new(socket.into());
         rustix::io::ioctl_fionbio(&socket, true)?;
@@ -123,7 +113,6 @@ impl TcpProxy {
 
     /// The time since any thread last began a turn of its loop, because a connection does not wait
     /// for a thread that hangs. While the proxy listens, this is little more than 100 ms.
-    #[must_use]
     pub fn since_last_turn(&self) -> Duration {
         self.threads.since_last_turns().min().unwrap_or_default()
     }
@@ -142,13 +131,11 @@ impl TcpProxy {
 
     /// Open connections, the most bytes first. Each thread walks over its connections, so this is
     /// for people and not for a loop.
-    #[must_use]
     pub fn connections(&self, filter: ListFilter) -> ConnectionList {
         self.threads.list(filter)
     }
 
     /// The counters that belong to no Service.
-    #[must_use]
     pub fn stats(&self) -> TcpStats {
         self.counters.read()
     }

@@ -64,7 +64,6 @@ pub(crate) trait Worker: Send + 'static {
     /// Called after the events of a turn.
     fn after_events(&mut self) {}
 
-    /// A token of the timers fired.
     fn timer(&mut self, token: u64);
 }
 
@@ -87,7 +86,6 @@ impl Shared {
     }
 }
 
-/// The event loop of a thread.
 #[derive(Debug)]
 pub(crate) struct EventLoop {
     pub(crate) epoll: OwnedFd,
@@ -99,7 +97,6 @@ pub(crate) struct EventLoop {
 }
 
 impl EventLoop {
-    /// Adds a socket to epoll.
     pub(crate) fn watch(&self, socket: impl AsFd, token: u64, flags: EventFlags) -> rustix::io::Result<()> {
         epoll::add(&self.epoll, socket, EventData::new_u64(token), flags)
     }
@@ -190,11 +187,7 @@ pub(crate) struct Threads<W> {
 }
 
 impl<W: Worker> Threads<W> {
-    /// Starts at least one thread.
-    ///
-    /// # Errors
-    ///
-    /// The kernel refused a descriptor or a thread.
+    /// Starts at least one thread. Errors: the kernel refused a descriptor or a thread.
     pub(crate) fn start(
         name: &str,
         count: usize,
@@ -218,7 +211,6 @@ impl<W: Worker> Threads<W> {
         Ok(threads)
     }
 
-    /// A number for a new listener.
     pub(crate) fn next_listener(&self) -> ListenerId {
         ListenerId(self.next_listener.fetch_add(1, Relaxed))
     }
@@ -249,8 +241,7 @@ impl<W: Worker> Threads<W> {
         ConnectionList::join(self.ask(move |worker| worker.list(&filter)), limit)
     }
 
-    /// The time since each thread last began a turn of its loop. It is zero for a thread that has
-    /// no listener.
+    /// The time since each thread last began a turn of its loop. Zero without a listener.
     pub(crate) fn since_last_turns(&self) -> impl Iterator<Item = Duration> {
         let now_ms = milliseconds(self.began.elapsed());
         let last_ms = self.threads.iter().map(|thread| thread.shared.last_turn_ms.load(Relaxed));
@@ -272,7 +263,6 @@ impl<W> Drop for Threads<W> {
     }
 }
 
-/// A duration in milliseconds.
 pub(crate) fn milliseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

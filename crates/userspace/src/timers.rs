@@ -1,7 +1,5 @@
-//! Timers of tokens with a resolution of 100 ms. They do no I/O and read no clock.
-//!
-//! A token fires once. The caller checks whether the deadline of the token's object has come, and
-//! otherwise adds the token again. Activity of an object therefore costs no work here.
+//! Timers of tokens with a resolution of 100 ms, without I/O or clock. A token fires once. The
+//! caller adds it again if its deadline has moved, so activity costs no work here.
 
 use std::collections::BTreeMap;
 
@@ -31,7 +29,6 @@ impl Timers {
         self.tokens.entry(tick).or_default().push(token);
     }
 
-    /// Moves the tokens that fire by now to `fired`.
     pub(crate) fn advance(&mut self, now_ms: u64, fired: &mut Vec<u64>) {
         self.next_tick = self.next_tick.max(now_ms / TICK_MS + 1);
         while let Some(first) = self.tokens.first_entry().filter(|first| *first.key() < self.next_tick) {

@@ -1,8 +1,6 @@
-//! The UDP proxy: sessions of clients, each with a socket that is connected to an endpoint.
-//!
-//! A listening socket receives the datagrams for one address of a Service. Replies leave from the
-//! same socket. If the socket does not have the address that the client used, rules translate both
-//! directions. This needs no connection tracking.
+//! The UDP proxy: sessions of clients, each with a socket that is connected to an endpoint. A
+//! listening socket gets the datagrams for one address of a Service, and sends the replies. If it
+//! does not have that address, rules translate, without connection tracking.
 
 mod socket;
 #[cfg(test)]
@@ -62,11 +60,7 @@ pub struct UdpProxy {
 
 impl UdpProxy {
     /// Starts the threads. A process without the capability NET_RAW runs a proxy that passes no
-    /// ICMP errors to clients.
-    ///
-    /// # Errors
-    ///
-    /// The kernel refused a descriptor or a thread.
+    /// ICMP errors to clients. Errors: the kernel refused a descriptor or a thread.
     pub fn start(settings: &UdpSettings, services: &Arc<Services>) -> io::Result<Self> {
         let counters = Arc::<UdpCounters>::default();
         let threads = Threads::start("udp-proxy", settings.threads, |event_loop| {
@@ -76,11 +70,7 @@ impl UdpProxy {
     }
 
     /// Serves a bound UDP socket on one thread. Its datagrams are for `destination`, an address of
-    /// `scope`.
-    ///
-    /// # Errors
-    ///
-    /// The kernel refused an option.
+    /// `scope`. Errors: the kernel refused an option.
     pub fn listen(&self, socket: impl Into<OwnedFd>, scope: Scope, destination: SocketAddr) -> io::Result<ListenerId> {
         let socket = socket.into();
         rustix::io::ioctl_fionbio(&socket, true)?;
@@ -96,7 +86,6 @@ impl UdpProxy {
 
     /// The longest time since a thread with listeners last began a turn of its loop. While no such
     /// thread hangs, this is little more than 100 ms.
-    #[must_use]
     pub fn since_last_turn(&self) -> Duration {
         self.threads.since_last_turns().max().unwrap_or_default()
     }
@@ -118,13 +107,11 @@ impl UdpProxy {
 
     /// Open sessions, the most bytes first. Each thread walks over its sessions, so this is for
     /// people and not for a loop.
-    #[must_use]
     pub fn sessions(&self, filter: ListFilter) -> ConnectionList {
         self.threads.list(filter)
     }
 
     /// The counters that belong to no Service.
-    #[must_use]
     pub fn stats(&self) -> UdpStats {
         self.counters.read()
     }

@@ -7,8 +7,7 @@ use std::{
     os::fd::{AsRawFd as _, OwnedFd},
 };
 
-/// Whether the send buffer has bytes (SIOCOUTQ, tcp(7)). False for a socket that has failed, which
-/// has no bytes left.
+/// Whether the send buffer has bytes (SIOCOUTQ, tcp(7)). A failed socket has none left.
 pub(crate) fn has_unacknowledged_bytes(socket: &OwnedFd) -> bool {
     let mut bytes: c_int = 0;
     // SAFETY: the descriptor is open, and TIOCOUTQ, which equals SIOCOUTQ, writes one int.

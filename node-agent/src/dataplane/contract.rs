@@ -1,8 +1,5 @@
-//! The traits that a dataplane implements, its errors, and the pauses between its retries. One
-//! instance programs one IP family.
-//!
-//! `docs/adding-a-dataplane.md` is the guide. [`super::DualStack`] calls the traits for both
-//! families.
+//! The traits that a dataplane implements for one IP family (`docs/adding-a-dataplane.md`), its
+//! errors, and the pauses between its retries. [`super::DualStack`] calls them for both families.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -22,36 +19,30 @@ use crate::{
     node_inputs::NodeInputs,
 };
 
-/// One IP family of a dataplane.
-///
-/// All calls come from one thread. [`Self::plan`] runs while the caller holds the lock of the
-/// state: it computes and does not touch the kernel. The caller calls [`Self::apply`] next. After
-/// an error of [`Self::apply`] or [`Self::sync`], [`super::ErrorKind`] says whether a full sync
-/// must follow.
+/// One IP family of a dataplane. All calls come from one thread. [`Self::plan`] runs under the lock
+/// of the state, and does not touch the kernel. The caller calls [`Self::apply`] next. After an
+/// error, [`super::ErrorKind`] says whether a full sync must follow.
 pub trait Dataplane: Send {
     /// The handle to the kernel that both families share, such as netlink sockets.
     type Kernel: KernelHandle;
     /// The changes to write to the kernel.
     type Plan: Send;
 
-    /// True when the dataplane uses [`NodeInputs::interfaces`], so that the caller must read these
-    /// addresses.
+    /// True when the dataplane needs [`NodeInputs::interfaces`], which the caller then reads.
     const NEEDS_INTERFACES: bool = false;
 
     /// True when a proxy carries TCP connections, so that it can limit them and send headers to
     /// endpoints. Otherwise [`super::DualStack`] reports the Services that ask for this.
     const HAS_PROXY: bool = false;
 
-    /// About how many objects the caller plans at once. While the kernel writes them, the changes
-    /// of other services wait.
+    /// About how many objects the caller plans at once. While the kernel writes them, others wait.
     const OBJECTS_AT_ONCE: usize = 8192;
 
     /// The family that this instance programs.
     fn family(&self) -> Family;
 
-    /// The load-balancing algorithms that the dataplane supports on this node. If a Service asks
-    /// for another algorithm, the dataplane uses its default, and [`super::DualStack`] reports the
-    /// missing algorithm.
+    /// The load-balancing algorithms of this node. For others, the dataplane uses its default, and
+    /// [`super::DualStack`] reports them.
     fn load_balancing(&self) -> &'static [LoadBalancing] {
         &[LoadBalancing::Random]
     }
@@ -64,29 +55,21 @@ pub trait Dataplane: Send {
 
     /// True if the kernel has no object of this family, and the first sync should program the most
     /// important Services before all others. The cost does not grow with the number of Services.
-    ///
-    /// # Errors
-    /// The kernel cannot be read.
+    /// Errors: the kernel cannot be read.
     fn starts_with_first_services(&self, _kernel: &mut Self::Kernel) -> Result<bool, DataplaneError> {
         Ok(false)
     }
 
-    /// A full sync: sets kernel parameters, reads all objects of this family from the kernel, and
-    /// writes what differs from the state. Reads a few Services at a time from `source`, so that
-    /// the state is not locked for long and memory does not hold all rules. What changes meanwhile
-    /// is written now, or planned again afterwards. The cost grows with the number of Services.
-    ///
-    /// # Errors
-    /// The kernel has its old objects, or a part of the new ones.
+    /// A full sync: sets kernel parameters, reads all objects of this family, and writes what
+    /// differs from the state, of which it reads a few Services at a time. What changes meanwhile
+    /// is written now, or planned again. The cost grows with the number of Services. Errors: the
+    /// kernel has its old objects, or a part of the new ones.
     fn sync(&mut self, kernel: &mut Self::Kernel, source: &dyn StateSource) -> Result<Report, DataplaneError>;
 
-    /// Reads all objects of this family from the kernel, and returns a verification, which plans
-    /// everything anew. The verification does not touch the kernel and needs nothing of this
-    /// dataplane, so that the caller can program changes while it runs. The cost is that of a full
-    /// sync that writes nothing.
-    ///
-    /// # Errors
-    /// The kernel cannot be read. It may lack objects that a full sync creates.
+    /// Reads all objects of this family, and returns a verification, which plans everything anew.
+    /// It does not touch the kernel or this dataplane, so changes can be programmed meanwhile. The
+    /// cost is that of a full sync. Errors: the kernel cannot be read. It may lack objects that a
+    /// full sync creates.
     fn verification(&mut self, kernel: &mut Self::Kernel) -> Result<RulesVerification, DataplaneError>;
 
     /// Plans the changes for the changed services. The cost depends only on these services.
@@ -94,25 +77,17 @@ pub trait Dataplane: Send {
 
     /// Writes a plan to the kernel. If the plan is large, writes a part of it and keeps the rest:
     /// see [`Report::has_rest`]. Each plan without services then writes another part.
-    ///
-    /// # Errors
-    /// [`super::ErrorKind`] says what the caller must do. The plan cannot be applied again.
+    /// Errors: [`super::ErrorKind`] says what the caller must do. The plan cannot be applied again.
     fn apply(&mut self, kernel: &mut Self::Kernel, plan: Self::Plan) -> Result<Report, DataplaneError>;
 
     /// Looks for signs that somebody removed rules, at a cost that does not grow with the number of
-    /// Services. Before the first full sync, the caller uses this check to find out whether the
-    /// rules of an earlier run are in place.
-    ///
-    /// # Errors
-    /// The check failed. It is unknown whether the rules are complete.
+    /// Services. Before the first full sync: whether the rules of an earlier run are in place.
+    /// Errors: the check failed. It is unknown whether the rules are complete.
     fn check(&mut self, kernel: &mut Self::Kernel) -> Result<Finding, DataplaneError>;
 
-    /// Reads the kernel, and returns what it forwards. The decoder shares no code with what writes
-    /// to the kernel, and does not use this dataplane's records. The cost grows with the number of
-    /// Services and endpoints: one call takes as long as a full sync that finds no difference.
-    ///
-    /// # Errors
-    /// The kernel cannot be read. Try again.
+    /// Reads the kernel, and returns what it forwards. The decoder shares no code with the writer
+    /// and uses none of its records. The cost is that of a full sync. Errors: the kernel cannot be
+    /// read. Try again.
     fn decode(&mut self, kernel: &mut Self::Kernel) -> Result<forwarding::Table, DataplaneError>;
 
     /// Counts of the programmed rules after the last step. Does not read the kernel.
@@ -126,39 +101,28 @@ pub trait Dataplane: Send {
         Vec::new()
     }
 
-    /// The time at which to call [`Self::maintain`]: some dataplanes have work that becomes due by
-    /// time, such as draining, or another attempt to write rejected objects. `None` while no work
-    /// is pending.
+    /// The time at which to call [`Self::maintain`], for work that becomes due by time, such as
+    /// draining. `None` while no work is pending.
     fn due_at(&self) -> Option<Instant> {
         None
     }
 
-    /// Does the work that is due at `now`.
-    ///
-    /// # Errors
-    /// The same errors as [`Self::apply`].
+    /// Does the work that is due at `now`. Errors: the same errors as [`Self::apply`].
     fn maintain(&mut self, _kernel: &mut Self::Kernel, _now: Instant) -> Result<(), DataplaneError> {
         Ok(())
     }
 
-    /// Returns the deferred parts of services, or `None` if they are unchanged since the last call.
-    /// A part is deferred when the kernel rejects it and accepts the rest of the service; the
-    /// dataplane tries the part again by itself.
+    /// Returns the deferred parts of services, which the kernel rejects and the dataplane tries
+    /// again by itself; `None` if they are unchanged since the last call.
     fn deferred(&mut self) -> Option<Vec<Fault>> {
         None
     }
 
-    /// The caller calls this function after [`super::ErrorKind::Rejected`]. Finds the faulty
-    /// services among `suspects`. If `suspects` is `None`, searches all services that are not
-    /// quarantined. Returns an empty list if the kernel accepts each service by itself.
-    ///
-    /// If the dataplane knows the faulty services from the kernel's answer, it returns these
-    /// services. Otherwise the dataplane bisects: it tries the rules of some services in chains
-    /// that receive no packets. A full sync repairs everything that the search leaves behind.
-    ///
-    /// # Errors
-    /// The search did not finish, for example because another process holds a lock. Try the search
-    /// again.
+    /// After [`super::ErrorKind::Rejected`]: finds the faulty services among `suspects`, or among
+    /// all that are not quarantined. The list is empty if the kernel accepts each by itself. The
+    /// dataplane takes them from the kernel's answer, or bisects with chains that receive no
+    /// packets; a full sync repairs what the search leaves. Errors: the search did not finish. Try
+    /// it again.
     fn find_faults(
         &mut self,
         _kernel: &mut Self::Kernel,
@@ -168,10 +132,9 @@ pub trait Dataplane: Send {
         Ok(Vec::new())
     }
 
-    /// Quarantines these services and no others. Plans leave out the quarantined services. Their
-    /// last good rules stay, if the dataplane knows these rules. The caller must make a full sync
-    /// after it quarantines another service. After it releases a service from quarantine, it must
-    /// plan this service as changed.
+    /// Quarantines these services and no others. Plans leave them out; their last good rules stay,
+    /// if they are known. The caller makes a full sync after it adds a service, and plans a
+    /// released service as changed.
     fn set_quarantined(&mut self, _services: &BTreeSet<Arc<ServiceKey>>) {}
 }
 
@@ -188,7 +151,6 @@ pub enum Finding {
 
 impl Finding {
     /// `Changed` with a sentence, or `Intact` without one.
-    #[must_use]
     pub fn of(sentence: Option<String>) -> Self {
         sentence.map_or(Self::Intact, Self::Changed)
     }
@@ -196,17 +158,13 @@ impl Finding {
 
 /// A handle to the kernel.
 pub trait KernelHandle: Send {
-    /// The caller calls `reset` after a failed call. The handle opens a new netlink socket, because
-    /// answers to old requests may still arrive on the old socket. A handle whose sockets serve
-    /// traffic keeps these sockets.
+    /// The caller calls `reset` after a failed call: old answers may still arrive on the old
+    /// netlink socket, so the handle opens a new one. Sockets that serve traffic stay.
     fn reset(&mut self) {}
 
-    /// Starts to follow the changes that other programs make, if the kernel reports them. Calls
-    /// `wake` from another thread after such a change, not more often than the pauses of the
-    /// implementation allow. The next [`Dataplane::check`] then reports the change.
-    ///
-    /// # Errors
-    /// The kernel does not report changes now. The dataplane works without the reports.
+    /// Calls `wake` from another thread after changes of other programs, with pauses. The next
+    /// [`Dataplane::check`] then reports the change. Errors: the kernel does not report changes
+    /// now. The dataplane works without the reports.
     fn follow(&mut self, _wake: WakeLoop, _metrics: &DataplaneMetrics) -> Result<(), DataplaneError> {
         Ok(())
     }
@@ -229,9 +187,8 @@ pub trait ConnectionProxy: fmt::Debug + Send + Sync {
     /// `limit`. The cost grows with the number of open connections.
     fn connections(&self, service: Option<&ServiceKey>, limit: usize) -> ConnectionList;
 
-    /// Calls `wake` from another thread after a problem of the proxy began or ended.
-    /// [`Dataplane::degraded`] then returns the problem, or no longer returns it. Only the first
-    /// call has an effect.
+    /// Calls `wake` from another thread after a problem of the proxy began or ended
+    /// ([`Dataplane::degraded`]). Only the first call has an effect.
     fn follow_problems(&self, wake: TryWake);
 }
 
@@ -271,8 +228,7 @@ pub struct Fault {
 pub struct Report {
     /// Number of services that the step planned.
     pub services_planned: u32,
-    /// Number of chains, or of the corresponding objects of the dataplane, that were written or
-    /// removed.
+    /// Number of chains, or the dataplane's corresponding objects, written or removed.
     pub objects_written: u32,
     /// One sentence for each part of the step that did not succeed completely.
     pub warnings: Vec<String>,
@@ -284,8 +240,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Joins the reports of both families. Both plan the same services, so `services_planned`
-    /// counts each service once.
+    /// Joins the reports of both families. Both plan the same services, which count once.
     pub(super) fn merged(reports: Vec<Self>) -> Self {
         reports.into_iter().fold(Self::default(), |one, other| Self {
             services_planned: one.services_planned.max(other.services_planned),
@@ -297,9 +252,8 @@ impl Report {
     }
 }
 
-/// Plans everything anew from a source, a few Services at a time, and returns in which objects the
-/// kernel differed from that plan when it was read. Objects differ also if the state or the kernel
-/// has changed since then: the caller leaves these out.
+/// Plans everything anew, a few Services at a time, and returns in which objects the kernel
+/// differed. The caller leaves out what has changed since the kernel was read.
 pub type RulesVerification = Box<dyn FnOnce(&dyn StateSource) -> RulesDifferences + Send>;
 
 /// What differs between the kernel and the state.
@@ -372,17 +326,14 @@ pub enum ErrorKind {
     /// The kernel differs from the dataplane's records. Only a full sync helps.
     NeedsFullSync,
     /// The dataplane has written everything that the kernel accepts. Plan
-    /// [`DataplaneError::services`] as changed, because their new plan differs from the rejected
-    /// plan.
+    /// [`DataplaneError::services`] as changed: their new plan differs.
     PlanAgain,
     /// The kernel, or the program that writes the rules, rejects the rules of some service. The
     /// same plan would fail again.
     Rejected,
-    /// Another attempt helps only after somebody changes the machine. For example, a program is
-    /// missing.
+    /// Another attempt helps only after somebody changes the machine: a program is missing.
     Fatal,
-    /// This machine cannot run the dataplane at all, so the kernel cannot hold any objects of the
-    /// dataplane either.
+    /// This machine cannot run the dataplane at all, so the kernel holds none of its objects.
     Unavailable,
 }
 
@@ -412,25 +363,19 @@ impl DataplaneError {
     }
 
     /// Limits the error to one family.
-    #[must_use]
     pub fn of(self, family: Family) -> Self {
         Self { families: vec![family], ..self }
     }
 
     /// Joins the errors of all results with [`Self::join`].
-    ///
-    /// # Errors
-    /// At least one result is an error.
+    /// Errors: at least one result is an error.
     pub(super) fn join_all(results: impl IntoIterator<Item = Result<(), Self>>) -> Result<(), Self> {
         results.into_iter().reduce(Self::join).unwrap_or(Ok(()))
     }
 
-    /// Joins the errors of two results. The joined error has the more serious kind: the least
-    /// serious is [`ErrorKind::PlanAgain`], and the next is [`ErrorKind::Retry`]. If both errors
-    /// are more serious than these two kinds, the joined error has the kind of `one`.
-    ///
-    /// # Errors
-    /// At least one of the two results is an error.
+    /// Joins the errors of two results. [`ErrorKind::PlanAgain`] is the least serious kind, then
+    /// [`ErrorKind::Retry`]; of two others, the kind of `one` counts. Errors: at least one result
+    /// is an error.
     pub fn join(one: Result<(), Self>, other: Result<(), Self>) -> Result<(), Self> {
         let (mut one, other) = match (one, other) {
             (Err(one), Err(other)) => (one, other),
@@ -455,9 +400,8 @@ impl DataplaneError {
 
 // Schedules further attempts at objects that the kernel rejected.
 
-/// The first and the longest pause before another attempt. The first pause is short, because at
-/// boot the kernel rejects each IPVS destination for a moment: until an interface is up, the kernel
-/// considers every address a broadcast address.
+/// The first pause is short: at boot, the kernel rejects each IPVS destination until an interface
+/// is up, because it considers every address a broadcast address.
 pub(in crate::dataplane) const PAUSES: Backoff =
     Backoff::new(Duration::from_secs(5), Duration::from_secs(3600), Jitter::None);
 
@@ -466,9 +410,8 @@ pub(in crate::dataplane) const PAUSES: Backoff =
 pub(in crate::dataplane) const PAUSES_OF_MODULES: Backoff =
     Backoff::new(Duration::from_secs(5), Duration::from_secs(30), Jitter::None);
 
-/// The rejected objects. Each has a reason and the time of the next attempt. Pauses double from the
-/// first to the longest. Objects that the kernel first rejected at the same time are due at the
-/// same time.
+/// The rejected objects, each with a reason and the time of the next attempt. Pauses double.
+/// Objects that were first rejected together are due together.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Retries<K> {
     pauses: Backoff,
@@ -484,7 +427,6 @@ struct RejectedObject {
 }
 
 impl<K: Ord + Copy> Retries<K> {
-    /// Creates an empty collection whose pauses follow `pauses`.
     pub(in crate::dataplane) fn new(pauses: Backoff) -> Self {
         Self { pauses, entries: BTreeMap::new(), due: BTreeSet::new() }
     }
@@ -503,8 +445,7 @@ impl<K: Ord + Copy> Retries<K> {
         Some(entry)
     }
 
-    /// Removes the objects for which `is_kept` returns false. The cost grows with the number of all
-    /// objects.
+    /// Removes the objects for which `is_kept` returns false. Cost: all objects.
     pub(in crate::dataplane) fn retain(&mut self, is_kept: impl Fn(&K) -> bool) {
         self.entries.retain(|what, _| is_kept(what));
         self.due.retain(|(_, what)| is_kept(what));
@@ -515,7 +456,6 @@ impl<K: Ord + Copy> Retries<K> {
         self.entries.get(what).map(|entry| entry.reason.as_str())
     }
 
-    /// All rejected objects.
     pub(in crate::dataplane) fn all(&self) -> impl Iterator<Item = K> {
         self.entries.keys().copied()
     }

@@ -25,9 +25,8 @@ use crate::node_inputs::NodeInputs;
 /// The maximum number of services that a degradation names.
 const MAX_NAMES: usize = 3;
 
-/// The dataplane of a node, as the reconcile loop calls it. [`DualStack`] is the only
-/// implementation; the trait hides its type parameter. After an error in one family, the other
-/// family is still programmed.
+/// The dataplane of a node, as the reconcile loop calls it; only [`DualStack`] implements it. After
+/// an error in one family, the other one is still programmed.
 pub trait NodeDataplane: Send {
     /// The name, such as "iptables-legacy". The part before the first `-` is the proxy mode.
     fn name(&self) -> &str;
@@ -54,20 +53,13 @@ pub trait NodeDataplane: Send {
     /// dataplane counts into `metrics`. Logs a warning if the kernel does not report changes.
     fn follow(&mut self, wake: WakeLoop, metrics: DataplaneMetrics);
 
-    /// Programs the whole state, whatever the kernel holds; see [`Dataplane::sync`]. The caller
-    /// calls this function for the first sync and for every repair.
-    /// The programmed state is at least as new as the state at the start of the call. Changes that
-    /// arrive during the call are planned again afterwards.
-    ///
-    /// # Errors
-    /// The kernel has its old rules, or a part of the new rules. The caller tries again.
+    /// Programs the whole state, whatever the kernel holds; see [`Dataplane::sync`]. Changes that
+    /// arrive during the call are planned again afterwards. Errors: the kernel has its old rules,
+    /// or a part of the new rules. The caller tries again.
     fn sync_full(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError>;
 
     /// Reads the kernel's objects of a family for a verification; see [`Dataplane::verification`].
-    /// `None` if the family is not programmed.
-    ///
-    /// # Errors
-    /// The kernel cannot be read.
+    /// `None` if the family is not programmed. Errors: the kernel cannot be read.
     fn verification(&mut self, family: Family) -> Result<Option<RulesVerification>, DataplaneError>;
 
     /// Plans the changed services for both families. Does not touch the kernel, because the caller
@@ -75,16 +67,12 @@ pub trait NodeDataplane: Send {
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty);
 
     /// Writes the plan to the kernel.
-    ///
-    /// # Errors
-    /// The plan is lost: the caller plans these services again, or makes a full sync.
+    /// Errors: the plan is lost: the caller plans these services again, or makes a full sync.
     fn apply(&mut self) -> Result<Report, DataplaneError>;
 
     /// Finds the services whose rules the kernel rejects in `families`; an empty list means both
     /// families. See [`Dataplane::find_faults`].
-    ///
-    /// # Errors
-    /// The search did not finish in a family. Try the search again.
+    /// Errors: the search did not finish in a family. Try the search again.
     fn find_faults(
         &mut self,
         source: &dyn StateSource,
@@ -102,32 +90,23 @@ pub trait NodeDataplane: Send {
     fn maintain_at(&self) -> Option<Instant>;
 
     /// Does the work that is due at `now`, such as the removal of drained destinations.
-    ///
-    /// # Errors
-    /// The same errors as [`Self::apply`].
+    /// Errors: the same errors as [`Self::apply`].
     fn maintain(&mut self, now: Instant) -> Result<(), DataplaneError>;
 
     /// Looks for signs that somebody else removed rules, and returns the clearest finding of both
-    /// families; see [`Dataplane::check`].
-    ///
-    /// # Errors
-    /// The check of a family failed, and the other one found no sign. It is unknown whether the
-    /// rules are complete.
+    /// families; see [`Dataplane::check`]. Errors: the check of a family failed, and the other one
+    /// found no sign. It is unknown whether the rules are complete.
     fn check(&mut self) -> Result<Finding, DataplaneError>;
 
     /// Reads the kernel, and returns what it forwards in each family; see [`Dataplane::decode`].
-    ///
-    /// # Errors
-    /// The kernel cannot be read. Try again.
+    /// Errors: the kernel cannot be read. Try again.
     fn decode(&mut self) -> Result<Vec<forwarding::Table>, DataplaneError>;
 
     /// Counts of the programmed rules, for each family. Does not read the kernel.
     fn statistics(&self) -> Vec<FamilyStatistics>;
 
     /// Removes everything of this dataplane from the kernel.
-    ///
-    /// # Errors
-    /// Something could not be removed; the message names it.
+    /// Errors: something could not be removed; the message names it.
     fn cleanup(&mut self) -> Result<(), DataplaneError>;
 }
 
@@ -236,38 +215,31 @@ impl<D: Dataplane> DualStack<D> {
 
     /// Makes the first full sync remove the leftovers in `all`, except those that this dataplane
     /// itself leaves. What open connections need stays at most for `limit`.
-    #[must_use]
     pub fn with_leftovers(self, mut all: Vec<Leftover>, limit: Duration) -> Self {
         all.retain(|leftover| self.own.iter().all(|own| own.name != leftover.name));
         Self { leftovers: Leftovers::new(all, limit), ..self }
     }
 
-    /// Sets [`NodeDataplane::proxy`].
-    #[must_use]
     pub(crate) fn with_proxy(self, proxy: Arc<dyn ConnectionProxy>) -> Self {
         Self { proxy: Some(proxy), ..self }
     }
 
     /// Makes [`NodeDataplane::degraded`] report `sentence`, which says why this dataplane runs in
     /// place of the configured dataplane.
-    #[must_use]
     pub fn in_place_of(self, sentence: String) -> Self {
         Self { in_place_of: Some(sentence), ..self }
     }
 
     /// Sets [`NodeDataplane::reason`].
-    #[must_use]
     pub fn because(self, reason: String) -> Self {
         Self { reason: Some(reason), ..self }
     }
 
-    /// The families that are programmed.
     pub(super) fn families(&self) -> Vec<Family> {
         self.families.iter().map(|family| family.dataplane.family()).collect()
     }
 
-    /// Calls `work` for each family, even after an error of an earlier family, and joins the
-    /// errors.
+    /// Calls `work` for each family, even after an earlier error, and joins the errors.
     fn each<T>(
         &mut self,
         mut work: impl FnMut(&mut OneFamily<D>, &mut D::Kernel) -> Result<T, DataplaneError>,
@@ -474,7 +446,6 @@ impl<D: Dataplane> OneFamily<D> {
 const MISSING_IPV6: &str = "IPv6 is off on this node, so IPv6 Services do not work on it: switch IPv6 on \
      (net.ipv6.conf.all.disable_ipv6=0, and no ipv6.disable=1 on the kernel's command line), and start the agent again";
 
-/// The sentence with the names of the first services.
 pub(crate) fn with_names(Degradation { sentence, services }: Degradation) -> String {
     if services.is_empty() {
         return sentence;

@@ -1,7 +1,5 @@
-//! Finds firewalls that drop packets unless a rule of iptables accepts them.
-//!
-//! Mode iptables adds rules that accept packets of Services. Mode nftables cannot do this: if a
-//! table accepts a packet, a chain of another table can still drop this packet.
+//! Finds firewalls that drop packets unless a rule of iptables accepts them. Mode nftables cannot
+//! help: what one table accepts, a chain of another table can still drop.
 
 use headgate_core::{Family, iptables::RulesTable};
 use nftables_netlink::{Family as TableFamily, Hook, Nftables, NftablesError, Policy};
@@ -13,9 +11,7 @@ use super::{
 
 /// Returns a description of a chain that drops all forwarded packets that no rule accepts, or all
 /// packets to the node. `None` if no such chain exists.
-///
-/// # Errors
-/// The chains cannot be read. The message names the reason.
+/// Errors: the chains cannot be read. The message names the reason.
 pub(crate) fn dropping_chain() -> Result<Option<String>, String> {
     // Programs of the nft variant make the kernel load nftables.
     let has_nftables = NF_TABLES.is_present();
@@ -37,8 +33,7 @@ pub(crate) fn dropping_chain() -> Result<Option<String>, String> {
     if has_nftables { dropping_base_chain().map_err(|error| error.to_string()) } else { Ok(None) }
 }
 
-/// The built-in chain that drops or rejects all packets by the policy or the rule in this line of
-/// `iptables-save`.
+/// The built-in chain that drops or rejects all packets by this line of `iptables-save`.
 fn chain_of_line(line: &str) -> Option<&'static str> {
     ["FORWARD", "INPUT"].into_iter().find(|chain| {
         let is_start_of = |start: String| line.starts_with(&start);

@@ -2,13 +2,11 @@
 
 use headgate_core::{Change, Dirty, NodeFacts, Protocol, Service, ServiceKey, State, StateSource};
 
-/// The port of DNS.
 const DNS_PORT: u16 = 53;
 
-/// A source whose state contains only the Services that other software needs before it can reach
-/// any other Service: the API server (`default/kubernetes`), and DNS (a UDP port 53).
-///
-/// The state has no ServiceCIDRs, so that no rule drops packets to the other Services.
+/// A source whose state contains only what other software needs first: the API server
+/// (`default/kubernetes`), and DNS (a UDP port 53); no ServiceCIDRs, so that no rule drops packets
+/// to others.
 pub(super) struct FirstServices<'a>(pub(super) &'a dyn StateSource);
 
 impl StateSource for FirstServices<'_> {

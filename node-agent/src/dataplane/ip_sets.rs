@@ -20,7 +20,6 @@ pub(super) fn family_of_sets(family: Family) -> ipset::Family {
     }
 }
 
-/// Destroys a set if it exists.
 pub(super) fn destroy_if_there(sets: &mut IpSets, name: &str) -> Result<(), DataplaneError> {
     match sets.destroy(name) {
         Err(error) if error.refusal_code() == Some(libc::ENOENT) => Ok(()),

@@ -6,7 +6,6 @@ use std::{
     sync::LazyLock,
 };
 
-/// A module of the kernel, and a function of the module.
 pub(super) struct Module {
     name: &'static str,
     function: &'static str,

@@ -1,9 +1,6 @@
-//! Removes rules and objects that an earlier run may have left in the kernel. The earlier run may
-//! have used another dataplane.
-//!
-//! A dataplane removes leftovers of other dataplanes once its own rules are in place. If the
-//! dataplane cannot remove a leftover, it tries again later. For example, a set cannot be removed
-//! while somebody lists it. `--cleanup` removes the leftovers of all dataplanes.
+//! Removes what an earlier run, perhaps with another dataplane, left in the kernel: once the new
+//! rules are in place, again after failures (such as a set that somebody lists), and with
+//! `--cleanup`.
 
 use std::time::{Duration, Instant};
 
@@ -55,16 +52,13 @@ impl Leftover {
     }
 
     /// Removes the leftover. Succeeds if the leftover does not exist.
-    ///
-    /// # Errors
-    /// Something could not be removed; the message names it. [`ErrorKind::Unavailable`] means that
-    /// the leftover cannot exist on this machine.
+    /// Errors: something could not be removed; the message names it. [`ErrorKind::Unavailable`]
+    /// means that the leftover cannot exist on this machine.
     pub fn remove(&self) -> Result<(), DataplaneError> {
         (self.remove)(Busy::Goes).map(drop)
     }
 }
 
-/// The leftovers that are not removed yet.
 pub(super) struct Leftovers {
     remaining: Vec<Leftover>,
     failures: Retries<()>,
@@ -144,8 +138,7 @@ impl Leftovers {
         self.failures.next_due().into_iter().chain(self.draining.as_ref().map(|draining| draining.look_at)).min()
     }
 
-    /// Tries to remove the leftovers again, if the retry is due. Logs the result if the result
-    /// changed.
+    /// Tries to remove the leftovers again, if this is due. Logs a result that changed.
     pub(super) fn retry(&mut self, now: Instant) {
         let is_look_due = self.draining.as_ref().is_some_and(|draining| draining.look_at <= now);
         let has_failed = !self.failures.due(now).is_empty();

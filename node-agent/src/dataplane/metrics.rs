@@ -20,8 +20,7 @@ pub struct DataplaneMetrics {
     pub foreign_changes: Counter,
     /// Times that notifications about changes were lost.
     pub notifications_lost: Counter,
-    /// Differences between the kernel and the state that verifications and full syncs in the
-    /// background found.
+    /// Differences between kernel and state that verifications and background full syncs found.
     pub drift: Counter,
     /// How long the kernel took for a transaction of nftables.
     pub transaction_duration: Histogram,
@@ -44,7 +43,6 @@ impl Default for DataplaneMetrics {
 }
 
 impl DataplaneMetrics {
-    /// Registers the metrics.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         let help =

@@ -1,9 +1,6 @@
-//! Dataplanes: the ways to program one node's kernel.
-//!
-//! Each dataplane implements the trait [`Dataplane`] for one IP family. [`DualStack`] combines both
-//! families for the reconcile loop. Dataplanes run on the thread of [`crate::reconcile`]. Calls of
-//! dataplanes are synchronous: a call returns after the kernel or a program such as
-//! `iptables-restore` has finished.
+//! Dataplanes: the ways to program one node's kernel. Each implements [`Dataplane`] for one IP
+//! family; [`DualStack`] joins both families for [`crate::reconcile`], on whose thread they run. A
+//! call returns after the kernel or a program such as `iptables-restore` has finished.
 
 mod contract;
 mod dual_stack;
@@ -36,14 +33,12 @@ use headgate_core::explain::Mode;
 pub use headgate_core::{FixedState, StateSource};
 
 /// The proxy mode of a dataplane's name, as `/proxyMode` shows it: "iptables" for "iptables-nft".
-#[must_use]
 pub fn proxy_mode(name: &str) -> &str {
     name.split('-').next().unwrap_or(name)
 }
 
 /// The mode of a dataplane's name, as explanations and verifications know it: mode userspace behind
 /// rules of iptables is a mode of its own.
-#[must_use]
 pub fn mode_of(name: &str) -> Option<Mode> {
     match proxy_mode(name) {
         "userspace" if name != "userspace" => Some(Mode::UserspaceIptables),

@@ -1,6 +1,5 @@
-//! Pages that every Kubernetes component serves on its metrics port: `/healthz` with the check
-//! `ping`, and `/metrics/slis` with the results of this check (KEP-3466). These pages show only
-//! that the process answers. [`super::health`] shows whether programming works.
+//! Pages of every Kubernetes component: `/healthz` with the check `ping`, and `/metrics/slis`
+//! (KEP-3466). They show only that the process answers; see [`super::health`].
 
 use std::{
     collections::BTreeSet,
@@ -28,7 +27,6 @@ use prometheus_client::{
 use crate::metric_registry::Labels;
 
 const PING: &str = "ping";
-/// The labels of `ping`, the only check.
 const CHECK: Labels<2> = [("name", PING), ("type", "healthz")];
 const TEXT: [(HeaderName, &str); 2] =
     [(header::CONTENT_TYPE, "text/plain; charset=utf-8"), (header::X_CONTENT_TYPE_OPTIONS, "nosniff")];
@@ -36,7 +34,6 @@ const TEXT: [(HeaderName, &str); 2] =
 /// The number of successes of `ping`, which never fails.
 type Pings = Arc<AtomicU64>;
 
-/// Returns the router of the pages.
 pub(super) fn router() -> Router {
     Router::new()
         .route("/healthz", get(healthz))
@@ -64,8 +61,7 @@ async fn healthz(State(pings): State<Pings>, Query(query): Query<Vec<(String, St
     (StatusCode::OK, TEXT, if is_verbose { body } else { "ok".to_owned() })
 }
 
-/// Serves `/metrics/slis`: the results of `ping`, with the metric names of Kubernetes' service
-/// level indicators.
+/// Serves `/metrics/slis`: the results of `ping`, named as Kubernetes' indicators.
 async fn slis(State(pings): State<Pings>, request: HeaderMap) -> impl IntoResponse {
     let (last, all) = (Family::<Labels<2>, Gauge>::default(), Family::<Labels<3>, Counter>::default());
     let pings = pings.load(Relaxed);

@@ -1,10 +1,6 @@
-//! The page `/v1/drain`: a pod that stops asks when no node sends new connections to it any more.
-//! docs/drain.md describes the use of this page.
-//!
-//! The source address of the request and `?namespace=NAMESPACE` identify the pod, so a pod can ask
-//! only about itself, and EndpointSlices of other namespaces do not matter. Pods in the host
-//! network have the address of the node. They, and administrators on the node, name the pod with
-//! `?pod=NAMESPACE/NAME`.
+//! The page `/v1/drain` (docs/drain.md): a pod that stops asks when no node sends new connections
+//! to it any more. The source address and `?namespace=` identify the pod, so it can ask only about
+//! itself. Pods with the node's address, and administrators, use `?pod=NAMESPACE/NAME`.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -35,7 +31,6 @@ use crate::{
 /// The longest accepted duration.
 const MAX_DURATION: Duration = Duration::from_secs(3_600);
 
-/// The data of the page.
 #[derive(Debug, Clone)]
 struct DrainPage {
     barriers: Arc<Barriers>,
@@ -49,7 +44,6 @@ pub(crate) fn router(barriers: Arc<Barriers>, interfaces: Interfaces, metrics: D
     Router::new().route("/v1/drain", get(drain).post(drain)).with_state(page)
 }
 
-/// The parameters of a request.
 #[derive(Debug)]
 struct Wish {
     timeout: Duration,

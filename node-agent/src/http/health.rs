@@ -21,7 +21,6 @@ use crate::{
     state::progress::{FamilyHealth, Health},
 };
 
-/// Returns the router of the pages.
 pub(super) fn router(pages: Pages) -> Router {
     Router::new().route("/healthz", get(healthz)).route("/livez", get(livez)).with_state(pages)
 }
@@ -34,8 +33,7 @@ struct HealthPage {
     #[serde(skip_serializing_if = "Option::is_none")]
     node_eligible: Option<bool>,
     healthy: bool,
-    /// The families that have been programmed at least once, by name. A family that the node lacks
-    /// is never programmed.
+    /// The families that have been programmed at least once, by name. Those of the node.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     status: BTreeMap<String, FamilyPage>,
 }
@@ -47,9 +45,8 @@ struct FamilyPage {
     healthy: bool,
 }
 
-/// Serves `/healthz`. The answer is 503 when programming is late. The answer is also 503 when load
-/// balancers should send no new connections to this node, because the node is going away or has no
-/// rules yet.
+/// Serves `/healthz`: 503 when programming is late, and when load balancers should send nothing
+/// new, because the node is going away or has no rules yet.
 async fn healthz(State(pages): State<Pages>) -> impl IntoResponse {
     let health = pages.backlog.health(pages.patience);
     let is_healthy = health.is_serving();
@@ -62,16 +59,14 @@ async fn livez(State(pages): State<Pages>) -> impl IntoResponse {
     answer(&pages.metrics.kube_proxy.livez, health.is_alive(), page(health, health.is_alive(), None))
 }
 
-/// Counts an answer, and returns it.
 fn answer(answers: &AnswersByCode, is_healthy: bool, page: HealthPage) -> impl IntoResponse + use<> {
     let code = if is_healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     answers.get_or_create(&[("code", code.as_u16())]).inc();
     (code, [(header::X_CONTENT_TYPE_OPTIONS, "nosniff")], Json(page))
 }
 
-/// Builds the body. `healthy` in the body covers only the families, whereas `is_ok`, the result of
-/// the whole check, may also cover the node's eligibility for traffic. If `is_ok` is true,
-/// `lastUpdated` is the current time, as in kube-proxy.
+/// Builds the body. `healthy` covers only the families; `is_ok` may also cover the node's
+/// eligibility, and then makes `lastUpdated` the current time, as in kube-proxy.
 fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> HealthPage {
     let now = SystemTime::now();
     let programmed = |(family, FamilyHealth { is_healthy, synced_at }): (Family, FamilyHealth)| {
@@ -88,8 +83,7 @@ fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> HealthPage 
     }
 }
 
-/// Formats a time in UTC by RFC 3339 with nanoseconds, as Go does in JSON. `None` gives Go's zero
-/// time.
+/// Formats a time in UTC (RFC 3339, nanoseconds) like Go's JSON. `None` gives Go's zero time.
 pub(super) fn rfc3339(time: Option<SystemTime>) -> String {
     let elapsed = |time: SystemTime| Some((time, time.duration_since(UNIX_EPOCH).ok()?));
     let Some((time, since_epoch)) = time.and_then(elapsed) else { return "0001-01-01T00:00:00Z".to_owned() };
@@ -113,46 +107,5 @@ mod tests {
         assert_eq!(at(4_107_542_400, 1), "2100-03-01T00:00:00.000000001Z");
         assert_eq!(at(1_704_067_199, 0), "2023-12-31T23:59:59Z");
         assert_eq!(rfc3339(None), "0001-01-01T00:00:00Z");
-    }
-
-    // rows: 105
-    #[test]
-    fn row_105_the_body_has_the_fields_and_values_of_kube_proxy() {
-        let synced_at = |second| Some(UNIX_EPOCH + Duration::from_secs(second));
-        let (late, well) = (
-            FamilyHealth { is_healthy: false, synced_at: synced_at(5) },
-            FamilyHealth { is_healthy: true, synced_at: synced_at(6) },
-        );
-        let found = |families, is_live, node_eligible: Option<bool>| {
-            let is_node_eligible = node_eligible.unwrap_or(true);
-            let health = Health { families, is_node_eligible, has_programmed: true };
-            serde_json::to_value(page(health, is_live, node_eligible)).unwrap_or_default()
-        };
-        let body = found([late, well], false, Some(true));
-        let status = serde_json::json!({
-            "IPv4": {"lastUpdated": "1970-01-01T00:00:05Z", "healthy": false},
-            "IPv6": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true},
-        });
-        let expected = serde_json::json!({
-            "lastUpdated": "1970-01-01T00:00:06Z", "currentTime": body["currentTime"], "nodeEligible": true,
-            "healthy": false, "status": status,
-        });
-        assert_eq!(body, expected);
-
-        // The node is going away, but the proxy itself is healthy.
-        let body = found([well, well], false, Some(false));
-        assert_eq!((&body["healthy"], &body["nodeEligible"]), (&true.into(), &false.into()));
-        assert_eq!(body["lastUpdated"], "1970-01-01T00:00:06Z");
-
-        // One family has never been programmed, as on a node without IPv6. /livez does not contain
-        // nodeEligible.
-        let never = FamilyHealth { is_healthy: true, synced_at: None };
-        let body = found([well, never], true, None);
-        assert_eq!(body["lastUpdated"], body["currentTime"]);
-        assert_eq!(body.get("nodeEligible"), None);
-        let status = serde_json::json!({"IPv4": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true}});
-        assert_eq!(body["status"], status);
-        let body = found([never, never], true, None);
-        assert_eq!(body.get("status"), None, "no family is listed before the first sync");
     }
 }

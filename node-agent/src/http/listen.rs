@@ -54,9 +54,7 @@ pub struct Server {
 
 impl Server {
     /// Binds the address without retries, for `--bind-address-hard-fail`.
-    ///
-    /// # Errors
-    /// The address cannot be bound. The sentence names the remedy.
+    /// Errors: the address cannot be bound. The sentence names the remedy.
     pub fn bind_now(&mut self) -> Result<(), String> {
         let Self { what, setting, address, .. } = *self;
         let bound = listen_as_go(address).map_err(|error| {

@@ -66,7 +66,6 @@ impl Pages {
 }
 
 /// Returns the servers that the settings enable.
-#[must_use]
 pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
     let mut servers = Vec::new();
     if let Some(address) = settings.healthz_bind_address {
@@ -98,8 +97,7 @@ fn router(pages: Pages) -> Router {
         .merge(component::router())
 }
 
-/// Serves `/status`: the connection to the control plane, the received and programmed versions, and
-/// the current problems.
+/// Serves `/status`: the connection, the received and programmed versions, and problems.
 async fn status(State(pages): State<Pages>) -> impl IntoResponse {
     let progress = pages.progress.borrow().clone();
     let programmed = progress.programmed.map(|programmed| programmed.target.version);

@@ -1,6 +1,5 @@
-//! `/statusz` and `/flagz` of Kubernetes components (KEP-4827, KEP-4828): pages for people, in a
-//! text format that may change. The structured formats, which Kubernetes negotiates by `Accept`,
-//! are not supported. The answer to a client that accepts only structured formats has status 406.
+//! `/statusz` and `/flagz` of Kubernetes components (KEP-4827, KEP-4828) as text for people. A
+//! client that accepts only structured formats gets status 406.
 
 use std::{
     sync::Arc,

@@ -1,5 +1,4 @@
-//! `kubernetes_build_info`, with the labels that every Kubernetes component has. The values
-//! describe Headgate's build.
+//! `kubernetes_build_info`, with the labels of Kubernetes' components, about Headgate's build.
 
 use std::env::consts::{ARCH, OS};
 
@@ -7,7 +6,6 @@ use prometheus_client::metrics::{family::Family, gauge::Gauge};
 
 use crate::metric_registry::MetricRegistry;
 
-/// Registers the metric.
 pub(super) fn register(registry: &mut MetricRegistry) {
     // Go's names of architectures.
     let architecture = match ARCH {

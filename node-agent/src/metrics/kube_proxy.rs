@@ -29,14 +29,11 @@ pub struct KubeProxyMetrics {
     service_changes_total: Counter,
     invalid_dropped: Counter,
     localhost_accepted: Counter,
-    /// Answers to `/healthz`.
     pub(crate) healthz: AnswersByCode,
-    /// Answers to `/livez`.
     pub(crate) livez: AnswersByCode,
 }
 
 impl KubeProxyMetrics {
-    /// Registers all these metrics.
     pub(super) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(KUBE_PROXY);
         let family = "ip_family";
@@ -60,8 +57,7 @@ impl KubeProxyMetrics {
         add.counter("localhost_nodeports_accepted_packets", "", help, self.localhost_accepted.clone());
     }
 
-    /// Reads the packet counters from the kernel. Call this function before the registry is
-    /// encoded.
+    /// Reads the packet counters from the kernel. Call it before encoding.
     pub(super) fn read_packet_counters(&self) {
         match packet_counters::read() {
             Ok(counts) => {

@@ -1,5 +1,4 @@
-//! Registers and encodes all metrics of the agent for Prometheus. The modules that update metrics
-//! define them.
+//! Registers and encodes all metrics of the agent for Prometheus; other modules define them.
 
 mod build_info;
 pub mod kube_proxy;
@@ -49,16 +48,13 @@ pub struct Metrics {
     pub http_closed: ClosedConnections,
     /// Other metrics of kube-proxy.
     pub kube_proxy: KubeProxyMetrics,
-    /// Counters of Services.
     pub(crate) services: ServiceMetrics,
-    /// The proxy of mode userspace.
     pub(crate) userspace: UserspaceMetrics,
     process: ProcessMetrics,
 }
 
 impl Metrics {
     /// Creates and registers all metrics. The time of this call counts as the start of the process.
-    #[must_use]
     pub fn registered() -> Self {
         let mut metrics = Self::default();
         let registry = &mut metrics.registry;
@@ -87,7 +83,6 @@ impl Metrics {
     }
 
     /// Encodes all metrics as OpenMetrics text, with the counts of the backlog.
-    #[must_use]
     pub fn encode(&self, counts: &ChangeCounts) -> String {
         self.session.refresh();
         self.kube_proxy.take_counts(counts);
@@ -102,12 +97,8 @@ impl Metrics {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::time::{Duration, SystemTime, UNIX_EPOCH};
+    use std::time::Duration;
 
-    use headgate_core::{
-        Family::{V4, V6},
-        view::NoLocalEndpoints,
-    };
     use headgate_proto::v1::welcome::ResumeMode;
 
     use super::*;
@@ -121,31 +112,6 @@ mod tests {
         pub(crate) fn registry(&self) -> &MetricRegistry {
             &self.registry
         }
-    }
-
-    #[test]
-    fn headgates_own_metrics_are_served_with_their_names_and_labels() {
-        let metrics = Metrics::registered();
-        metrics.session.stream_error("version_gap");
-        metrics.session.resumed(ResumeMode::Digests);
-        metrics.session.set_source_age(Duration::from_secs(5));
-        let report = Report { services_planned: 3, objects_written: 4, ..Report::default() };
-        metrics.sync.succeeded(SyncKind::Partial, Duration::from_millis(3), &report, &[], &[]);
-        metrics.sync.failed(SyncKind::Full, &[]);
-        let text = metrics.encode(&ChangeCounts::default());
-        for line in [
-            "headgate_agent_stream_errors_total{reason=\"version_gap\"} 1",
-            "headgate_agent_resumes_total{mode=\"digests\"} 1",
-            "headgate_agent_services_planned_total 3",
-            "headgate_agent_objects_written_total 4",
-            "headgate_agent_version_programmed 0",
-            "headgate_agent_apply_duration_seconds_count{kind=\"partial\"} 1",
-            "headgate_agent_applies_failed_total{kind=\"full\"} 1",
-            "headgate_agent_connected 0",
-        ] {
-            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
-        }
-        assert!(metrics.session.source_age().unwrap() >= Duration::from_secs(5));
     }
 
     #[test]
@@ -168,54 +134,5 @@ mod tests {
         }
         assert!(served > 30, "{served}");
         assert_eq!(text.matches("# EOF").count(), 1);
-    }
-
-    // rows: 109
-    #[test]
-    fn row_109_metrics_have_kube_proxys_names_and_labels() {
-        let metrics = Metrics::registered();
-        let table = TableStatistics { table: "nat", total: 9, last: 2 };
-        let no_local = NoLocalEndpoints { internal: 1, external: 0 };
-        let statistics = Statistics { rules: vec![table], no_local, counts_packets: false };
-        let v4 = FamilyStatistics { family: V4, took: Duration::from_millis(3), statistics };
-        let now_ms = u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis()).unwrap();
-        let triggers = [Trigger { family: V4, unix_ms: now_ms + 1000 }, Trigger { family: V6, unix_ms: 1 }];
-        metrics.sync.succeeded(SyncKind::Partial, Duration::ZERO, &Report::default(), &[v4], &triggers);
-        metrics.sync.failed(SyncKind::Partial, &[V6]);
-        metrics.kube_proxy.healthz.get_or_create(&[("code", 503)]).inc();
-        let counts = ChangeCounts { endpoint_changes_total: 5, service_changes_pending: 2, ..ChangeCounts::default() };
-        let text = metrics.encode(&counts);
-        for line in [
-            "kubeproxy_sync_proxy_rules_duration_seconds_count{ip_family=\"IPv4\"} 1",
-            "kubeproxy_sync_partial_proxy_rules_duration_seconds_bucket{le=\"0.004\",ip_family=\"IPv4\"} 1",
-            "kubeproxy_network_programming_duration_seconds_count{ip_family=\"IPv4\"} 1",
-            "kubeproxy_sync_proxy_rules_iptables_total{ip_family=\"IPv4\",table=\"nat\"} 9",
-            "kubeproxy_sync_proxy_rules_iptables_last{ip_family=\"IPv4\",table=\"nat\"} 2",
-            "kubeproxy_sync_proxy_rules_no_local_endpoints_total{ip_family=\"IPv4\",traffic_policy=\"internal\"} 1",
-            "kubeproxy_sync_proxy_rules_no_local_endpoints_total{ip_family=\"IPv4\",traffic_policy=\"external\"} 0",
-            "kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv6\"} 1",
-            "kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total{ip_family=\"IPv6\"} 1",
-            "kubeproxy_proxy_healthz_total{code=\"503\"} 1",
-            "kubeproxy_sync_proxy_rules_endpoint_changes_total 5",
-            "kubeproxy_sync_proxy_rules_service_changes_pending 2",
-        ] {
-            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
-        }
-        let has = |text: &str, rules: &str| {
-            let mut names = text.lines().filter(|line| line.starts_with("kubeproxy_"));
-            names.any(|name| name.contains(&format!("{rules}_")))
-        };
-        assert!(has(&text, "iptables") && !has(&text, "nftables"), "{text}");
-        metrics.sync.set_mode("nftables", None);
-        let text = metrics.encode(&counts);
-        for line in [
-            "kubeproxy_sync_proxy_rules_nftables_sync_failures_total{ip_family=\"IPv6\"} 1",
-            "kubeproxy_sync_proxy_rules_nftables_cleanup_failures_total{ip_family=\"IPv4\"} 0",
-        ] {
-            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
-        }
-        assert!(!has(&text, "iptables"), "{text}");
-        // A change that was triggered before the start of the process is not counted.
-        assert!(!text.contains("network_programming_duration_seconds_count{ip_family=\"IPv6\"}"));
     }
 }

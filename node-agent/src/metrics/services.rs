@@ -12,13 +12,11 @@ use crate::{
     metric_registry::{AGENT, MetricRegistry},
 };
 
-/// The maximum number of Services with metrics. The first Services by namespace and name have
-/// metrics.
+/// The most Services with metrics. The first Services by namespace and name have metrics.
 pub(super) const MAX_SERVICES: usize = 5_000;
 
 pub(super) type ServiceLabels = [(&'static str, String); 2];
 
-/// Metrics of Services.
 #[derive(Debug, Default)]
 pub(crate) struct ServiceMetrics {
     connections: Family<ServiceLabels, Counter>,

@@ -18,7 +18,6 @@ use crate::{
 /// A counter or gauge: its name, its meaning, and its value among the counts of a Service.
 type Figure = (&'static str, &'static str, fn(&ServiceStats) -> u64);
 
-/// The counters.
 const COUNTERS: [Figure; 18] = [
     ("connections_accepted", "Connections that the proxy accepted, also those that got no endpoint", |s| s.accepted),
     ("connections_over_limit", "Connections that were reset because of headgate.io/max-connections", |s| s.over_limit),
@@ -76,7 +75,6 @@ const DROPS: [Drop; 9] = [
     ("session_ended", |counts| counts.totals.dropped_after_end),
 ];
 
-/// The gauges.
 const GAUGES: [Figure; 4] = [
     ("connections_open", "Open connections and UDP sessions", |s| s.open),
     ("udp_sessions", "Open UDP sessions", |s| s.udp_sessions),
@@ -87,12 +85,10 @@ const GAUGES: [Figure; 4] = [
 const CONNECT_SECONDS: (&str, &str) =
     ("endpoint_connect_seconds", "The sum of the times that endpoints took to accept connections");
 
-/// The label `reason`.
 type Reason = metric_registry::Labels<1>;
 
 type SecondsCounter = Counter<f64, AtomicU64>;
 
-/// The sums over all Services.
 #[derive(Debug, Default)]
 struct Totals {
     counters: [Counter; COUNTERS.len()],
@@ -109,7 +105,6 @@ struct Services {
     omitted: Gauge,
 }
 
-/// Metrics of the proxy.
 #[derive(Debug, Default)]
 pub(crate) struct UserspaceMetrics {
     totals: Totals,
@@ -208,42 +203,4 @@ fn gauge_value(value: u64) -> i64 {
 
 fn connect_seconds(stats: &ServiceStats) -> f64 {
     stats.connect_microseconds as f64 / 1e6
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use headgate_userspace::{TcpStats, UdpStats};
-
-    use super::*;
-
-    #[test]
-    fn services_have_metrics_only_if_they_are_asked_for() {
-        let (metrics, mut registry) = (UserspaceMetrics::default(), MetricRegistry::default());
-        metrics.register(&mut registry);
-        let stats = ServiceStats { accepted: 7, open: 2, connect_microseconds: 1_500_000, ..ServiceStats::default() };
-        let tcp = TcpStats { exhausted: 3, ..TcpStats::default() };
-        let udp = UdpStats { unknown_destination: 4, ..UdpStats::default() };
-        let mut counts = ProxyCounts { services: [("ns/web".into(), stats)].into(), totals: stats, tcp, udp };
-        metrics.refresh(&counts, false);
-        let text = registry.encode(false);
-        for line in [
-            "headgate_userspace_connections_accepted_total 7",
-            "headgate_userspace_connections_open 2",
-            "headgate_userspace_endpoint_connect_seconds_total 1.5",
-            "headgate_userspace_descriptors_exhausted_total 3",
-            "headgate_userspace_datagrams_dropped_by_reason_total{reason=\"unknown_destination\"} 4",
-        ] {
-            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
-        }
-        assert!(!text.contains("{namespace="), "{text}");
-        metrics.refresh(&counts, true);
-        metrics.refresh(&counts, true);
-        let text = registry.encode(false);
-        let line = "headgate_userspace_service_connections_accepted_total{namespace=\"ns\",service=\"web\"} 7\n";
-        assert!(text.contains(line), "{text}");
-        counts.services.clear();
-        metrics.refresh(&counts, true);
-        assert!(!registry.encode(false).contains("{namespace="), "metrics of removed Services disappear");
-    }
 }

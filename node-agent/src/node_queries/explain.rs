@@ -87,7 +87,6 @@ impl Explainer {
     }
 }
 
-/// Reads the packet from a query.
 fn packet(query: &v1::ExplainQuery) -> Result<(Source, Option<To>), String> {
     let address = |bytes: &[u8], field: &str| {
         address_from_bytes(bytes).ok_or_else(|| format!("ExplainQuery.{field}: must have 4 or 16 bytes"))
@@ -114,7 +113,6 @@ fn packet(query: &v1::ExplainQuery) -> Result<(Source, Option<To>), String> {
     Ok((source, Some(To { at, protocol })))
 }
 
-/// Divides explanations into parts.
 fn parts(explanations: Vec<Explanation>, mut remarks: Vec<String>) -> Vec<node_answer::Kind> {
     let mut parts = Vec::new();
     let mut room = MAX_ENDPOINTS;

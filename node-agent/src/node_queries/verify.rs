@@ -37,7 +37,6 @@ const MAX_DESCRIPTION_BYTES: usize = 512 << 10;
 /// Maximum number of differences, and of sentences about what is not verified.
 const MAX_SENTENCES: usize = 100;
 
-/// Answers queries that verify the node.
 #[derive(Debug, Clone)]
 pub(super) struct Verifier {
     explainer: Explainer,
@@ -51,7 +50,6 @@ impl Verifier {
         Self { explainer, progress, next: Arc::new(Mutex::new(Instant::now())) }
     }
 
-    /// Answers a query.
     pub(super) async fn answer(self, query: v1::VerifyQuery) -> NodeAnswer {
         let state = &self.explainer.state;
         if state.is_unconfirmed() || self.progress.borrow().programmed.is_none() {
@@ -85,7 +83,6 @@ impl Verifier {
         Ok(Some(if run == 0 { last } else { run }))
     }
 
-    /// Waits for the end of a verification. Returns `None` if it has not ended in time.
     async fn ended(&self, run: u64, deadline: Instant) -> Result<Option<Arc<Verification>>, String> {
         let mut progress = self.progress.clone();
         let is_answered = |progress: &Progress| progress.verification.as_ref().is_some_and(|last| last.request >= run);
@@ -189,9 +186,8 @@ fn held_parts(held: BTreeMap<u16, Vec<v1::HeldService>>) -> Vec<v1::Verification
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use headgate_core::{NodeFacts, digest::Digests};
+    use headgate_core::NodeFacts;
     use headgate_oracle::Comparison;
-    use headgate_proto::{ServiceDigests, digests_from_wire};
 
     use super::*;
     use crate::{
@@ -201,107 +197,54 @@ mod tests {
         testing::{endpoint, key, service, snapshot, update},
     };
 
-    /// An agent whose kernel has version 1 of two Services, and what its reconcile loop publishes.
-    struct Rig {
-        verifier: Verifier,
-        progress: watch::Sender<Progress>,
-        state: Arc<AgentState>,
-        _inputs: watch::Sender<NodeInputs>,
-    }
-
-    impl Rig {
-        fn new() -> Self {
-            let state = Arc::new(AgentState::new("node-a"));
-            let changes = vec![service("web", 80), endpoint("web", 1, 8080), service("api", 80)];
-            state.apply(snapshot(1, changes));
-            state.backlog().succeeded(&[Family::V4]);
-            let target = Target { epoch: 1, version: 1, stream: 1, node_revision: 0 };
-            let programmed = Programmed { target, generation: 1, took: WAIT, services_planned: 2, objects_written: 2 };
-            let status = v1::AgentStatus { backend: "nftables".into(), ..v1::AgentStatus::default() };
-            let (progress, receiver) =
-                watch::channel(Progress { status, programmed: Some(programmed), ..Progress::default() });
-            let (inputs, inputs_receiver) = watch::channel(NodeInputs::default());
-            let explainer = Explainer {
-                state: Arc::clone(&state),
-                inputs: inputs_receiver,
-                masquerade_all: false,
-                localhost_node_ports: true,
-            };
-            Self { verifier: Verifier::new(explainer, receiver), progress, state, _inputs: inputs }
-        }
-
-        /// Publishes a verification that answers all requests so far.
-        fn verified(&self, total: u64) {
-            let request = self.state.request_verification();
+    #[tokio::test]
+    async fn requests_pause_and_what_hinders_a_verification_is_named() {
+        let state = Arc::new(AgentState::new("node-a"));
+        state.apply(snapshot(1, vec![service("web", 80)]));
+        state.backlog().succeeded(&[Family::V4]);
+        let target = Target { epoch: 1, version: 1, stream: 1, node_revision: 0 };
+        let programmed = Programmed { target, generation: 1, took: WAIT, services_planned: 1, objects_written: 1 };
+        let status = v1::AgentStatus { backend: "nftables".into(), ..v1::AgentStatus::default() };
+        let (progress, receiver) =
+            watch::channel(Progress { status, programmed: Some(programmed), ..Progress::default() });
+        let (_inputs, inputs) = watch::channel(NodeInputs::default());
+        let shared = Arc::clone(&state);
+        let explainer = Explainer { state: shared, inputs, masquerade_all: false, localhost_node_ports: true };
+        let verifier = Verifier::new(explainer, receiver);
+        // Publishes a verification that answers all requests so far.
+        let verified = || {
             let verification = Verification {
                 at: std::time::Instant::now(),
-                request,
-                target: Target { epoch: 1, version: 1, stream: 1, node_revision: 0 },
-                comparison: Arc::new(Comparison { frontends: 2, total, ..Comparison::default() }),
+                request: state.request_verification(),
+                target,
+                comparison: Arc::new(Comparison { total: 3, ..Comparison::default() }),
                 found: Some(Arc::default()),
-                facts: Arc::new(NodeFacts { zone: Some("at-the-dump".into()), ..NodeFacts::named("node-a") }),
+                facts: Arc::new(NodeFacts::named("node-a")),
                 cpu_time: None,
                 error: None,
             };
-            self.progress.send_modify(|progress| progress.verification = Some(Arc::new(verification)));
-        }
-
-        async fn answer(&self, run: u64, buckets: Vec<u32>) -> Result<v1::Verification, String> {
-            let parts = self.verifier.clone().answer(v1::VerifyQuery { run, buckets }).await?;
-            let mut answer = v1::Verification::default();
-            for part in parts {
-                let node_answer::Kind::Verification(part) = part else { panic!("not a verification: {part:?}") };
-                answer.merge(part.encode_to_vec().as_slice()).unwrap();
-            }
-            Ok(answer)
-        }
-    }
-
-    #[tokio::test]
-    async fn an_answer_describes_the_verification_and_what_the_agent_holds() {
-        let rig = Rig::new();
-        // The loop has not answered yet.
-        let waiting = rig.answer(0, Vec::new()).await.unwrap();
-        assert!(waiting.is_running && waiting.run == 1 && waiting.resources.is_none(), "{waiting:?}");
-        rig.verified(0);
-        // The agent holds a newer version than the one that was verified.
-        rig.state.apply(update(2, vec![endpoint("web", 2, 8080)]));
-        let bucket = service_bucket(&key("web"));
-        let answer = rig.answer(waiting.run, vec![bucket.into()]).await.unwrap();
-        assert_eq!((answer.run, answer.epoch, answer.version, answer.resources_version), (1, 1, 1, 2));
-        assert_eq!((answer.services, answer.frontends, answer.drift_count), (2, 2, 0));
-        let digests = rig.state.with_state(|state| state.digests().clone());
-        assert_eq!(digests_from_wire(answer.resources.as_ref().unwrap()), Some(digests));
-        assert_eq!(digests_from_wire(answer.table.as_ref().unwrap()), Some(Digests::default()));
-        let view = NodeView::from_wire("node-a", answer.view.as_ref().unwrap()).unwrap();
-        assert_eq!((view.families, view.facts.zone.as_deref()), ([Family::V4].into(), Some("at-the-dump")));
-        let unknown = rig.answer(9, Vec::new()).await.unwrap_err();
-        assert!(unknown.contains("does not know verification 9"), "{unknown}");
-        assert_eq!(view.settings.mode.as_str(), "nftables");
-        assert_eq!(answer.buckets, [u32::from(bucket)]);
-        let held: Vec<_> = answer.held.iter().filter_map(ServiceDigests::from_wire).collect();
-        let (_, digests) = held.iter().find(|(held, _)| *held == key("web")).unwrap();
-        assert_eq!((digests.resources.count, digests.table.count), (3, 1));
-    }
-
-    #[tokio::test]
-    async fn requests_pause_and_what_hinders_a_verification_is_named() {
-        let rig = Rig::new();
-        rig.verified(3);
-        let run = rig.answer(0, Vec::new()).await.unwrap().run;
-        rig.verified(3);
-        assert_eq!(rig.answer(run, Vec::new()).await.unwrap().drift_count, 3);
+            progress.send_modify(|progress| progress.verification = Some(Arc::new(verification)));
+        };
+        let answer = async |run| {
+            let mut parts = verifier.clone().answer(v1::VerifyQuery { run, buckets: Vec::new() }).await?;
+            let node_answer::Kind::Verification(part) = parts.remove(0) else { panic!("{parts:?}") };
+            Ok::<_, String>(part)
+        };
+        verified();
+        let run = answer(0).await.unwrap().run;
+        verified();
+        assert_eq!(answer(run).await.unwrap().drift_count, 3);
+        assert!(answer(9).await.unwrap_err().contains("does not know verification 9"));
         // A verification that took long makes the next request wait.
-        *rig.verifier.next.lock().unwrap() = Instant::now() + 2 * WAIT;
-        let paused = rig.answer(0, Vec::new()).await.unwrap();
+        *verifier.next.lock().unwrap() = Instant::now() + 2 * WAIT;
+        let paused = answer(0).await.unwrap();
         assert!(paused.is_running && paused.run == 0);
-        *rig.verifier.next.lock().unwrap() = Instant::now();
-        let target = Target { epoch: 1, version: 2, stream: 1, node_revision: 0 };
+        *verifier.next.lock().unwrap() = Instant::now();
         let failure = Some(Failure { target, is_lost: false, error: "no permission".into(), attempts: 1 });
-        rig.progress.send_modify(|progress| progress.failure = failure);
-        assert!(rig.answer(0, Vec::new()).await.unwrap_err().contains("no permission"));
-        rig.progress.send_modify(|progress| progress.programmed = None);
-        assert!(rig.answer(0, Vec::new()).await.unwrap_err().contains("has not programmed"));
+        progress.send_modify(|progress| progress.failure = failure);
+        assert!(answer(0).await.unwrap_err().contains("no permission"));
+        progress.send_modify(|progress| progress.programmed = None);
+        assert!(answer(0).await.unwrap_err().contains("has not programmed"));
     }
 
     #[test]

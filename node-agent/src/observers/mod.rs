@@ -1,9 +1,6 @@
 //! Work that follows each change of the rules: the cleanup of connection tracking, health-check
-//! node ports, and endpoint checks.
-//!
-//! An observer reads the state while a step is planned, and acts once the rules of the step are in
-//! the kernel. An observer never delays programming: slow or fallible work runs in a separate
-//! thread or task, which retries by itself.
+//! node ports, and endpoint checks. An observer reads the state while a step is planned, and acts
+//! once its rules are in the kernel. Slow or fallible work runs in a thread or task of its own.
 
 pub mod conntrack;
 pub mod endpoint_checks;
@@ -43,17 +40,14 @@ pub trait Observer: Send {
     /// or may be older than the rules.
     fn found(&mut self, _tables: &[Table]) {}
 
-    /// Does the work for a state from disk. The caller calls this method repeatedly while the
-    /// kernel has the rules of an earlier run and no control plane has confirmed the state. `state`
-    /// may be older than the rules.
+    /// Does the work for a state from disk, repeatedly, while the rules of an earlier run are in
+    /// place and no control plane has confirmed the state, which may be older than the rules.
     fn restored(&mut self, _state: &State, _node: &NodeFacts) {}
 }
 
-// An observer that computes one value per service and sends changed values to a task, once the
-// rules are in the kernel.
+// An observer that sends changed values of services to a task, once the rules are in the kernel.
 
-/// Services whose value changed, with the new value. `None` means that the service no longer has a
-/// value.
+/// Services whose value changed, with the new value. `None`: there is none any more.
 pub type Changes<T> = BTreeMap<Arc<ServiceKey>, Option<T>>;
 
 /// Changes that the task has not received yet. Each service appears once, with its newest value.
@@ -91,7 +85,6 @@ pub struct Follower<T> {
 
 impl<T> Follower<T> {
     /// Returns a follower, and the mailbox from which the task takes the changes.
-    #[must_use]
     pub fn new(
         find: impl Fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T> + Send + 'static,
     ) -> (Self, Mailbox<T>) {

@@ -57,8 +57,7 @@ fn observers_act_after_the_rules_are_in_place_and_failed_steps_are_included_late
 
     shared.apply(snapshot(1, vec![service("web", 80), service("db", 5432)]));
     assert_eq!(steps.recv_timeout(GUARD).unwrap(), (vec!["all".to_owned()], 1));
-    // The first attempt fails. The second attempt is a full sync, so it includes the services of
-    // the first attempt.
+    // The first attempt fails. The second is a full sync, so it includes these services.
     control.hold(true);
     control.fail_next(DataplaneError::new(ErrorKind::Retry, "another process holds the lock"));
     shared.apply(update(2, vec![endpoint("web", 1, 8080)]));

@@ -60,8 +60,7 @@ pub struct Configured {
     pub settings: Settings,
     /// The path and the text of the configuration file, if `--config` is given.
     pub file: Option<(PathBuf, String)>,
-    /// A warning that names all given settings without effect; `None` if all settings have an
-    /// effect.
+    /// A warning that names all given settings without effect; `None` if there are none.
     pub warning: Option<String>,
 }
 
@@ -287,9 +286,8 @@ pub enum LogFormat {
 impl Options {
     /// Parses the program's arguments. The first argument is the program's name. As in kube-proxy,
     /// flags may be written with `_` in place of `-`.
-    ///
-    /// # Errors
-    /// The arguments are invalid or ask for help. Call [`clap::Error::exit`] to print the message.
+    /// Errors: the arguments are invalid or ask for help. Call [`clap::Error::exit`] to print the
+    /// message.
     pub fn read<T: Into<OsString>>(arguments: impl IntoIterator<Item = T>) -> Result<Self, clap::Error> {
         let mut command = Self::command();
         let arguments = arguments.into_iter().map(|argument| with_dashes(argument.into()));
@@ -301,9 +299,8 @@ impl Options {
 
     /// Returns kube-proxy's settings, from the configuration file if `--config` is given, otherwise
     /// from the flags.
-    ///
-    /// # Errors
-    /// The file cannot be read, or settings are invalid. The message lists all invalid settings.
+    /// Errors: the file cannot be read, or settings are invalid. The message lists all invalid
+    /// settings.
     pub fn configured(&self) -> Result<Configured, OptionsError> {
         let flags = &self.kube_proxy;
         let Some(path) = &self.config else {
@@ -329,9 +326,7 @@ impl Options {
 
     /// The node's name in lower case: from the flag, otherwise from `hostnameOverride`, otherwise
     /// the host name.
-    ///
-    /// # Errors
-    /// The host name cannot be read, or the name is not a DNS name.
+    /// Errors: the host name cannot be read, or the name is not a DNS name.
     pub fn node_name(&self, settings: &Settings) -> Result<Arc<str>, OptionsError> {
         let name = match self.node_name.as_ref().or(settings.hostname_override.as_ref()) {
             Some(name) => name.clone(),
@@ -347,7 +342,6 @@ impl Options {
     }
 
     /// The default interval and timeout of endpoint checks.
-    #[must_use]
     pub fn check_timing(&self) -> CheckTiming {
         let milliseconds = |duration: Duration| u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
         let Self { health_check_interval, health_check_timeout, .. } = self;
@@ -358,15 +352,13 @@ impl Options {
     }
 
     /// The folder for the last good state; `None` if the state is not saved.
-    #[must_use]
     pub fn state_folder(&self) -> Option<&Path> {
         Some(self.state_dir.as_path()).filter(|folder| !folder.as_os_str().is_empty())
     }
 
     /// The control planes, and the TLS files if any control plane has an https URL.
-    ///
-    /// # Errors
-    /// There is no URL, a URL is invalid or not allowed without TLS, or a TLS file is not named.
+    /// Errors: there is no URL, a URL is invalid or not allowed without TLS, or a TLS file is not
+    /// named.
     pub fn control_planes(&self) -> Result<(Vec<ControlPlane>, Option<Files>), OptionsError> {
         let parse = |url: &String| ControlPlane::parse(url, self.insecure_loopback);
         let targets: Result<Vec<ControlPlane>, String> = self.control_plane.iter().map(parse).collect();
@@ -389,7 +381,6 @@ impl Options {
 }
 
 /// Replaces `_` by `-` in the name of a flag. Leaves other arguments and values unchanged.
-#[must_use]
 pub fn with_dashes(argument: OsString) -> OsString {
     if !argument.as_bytes().starts_with(b"--") {
         return argument;
@@ -434,8 +425,7 @@ fn duration_between(text: &str, min: Duration, max: Duration) -> Result<Duration
     duration(text).and_then(|found| Some(found).filter(is_allowed).ok_or_else(wrong))
 }
 
-/// Parses a timeout of mode userspace. Longer timeouts would keep descriptors of clients that are
-/// gone.
+/// Parses a timeout of mode userspace. Longer ones keep descriptors of gone clients.
 fn userspace_timeout(text: &str) -> Result<Duration, String> {
     duration_between(text, Duration::from_millis(100), Duration::from_secs(24 * 3600))
 }

@@ -3,8 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    collections::BTreeSet, fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc, thread,
-    time::Duration,
+    collections::BTreeSet, fs, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc, thread, time::Duration,
 };
 
 use headgate_core::{Change, Dirty, Family, Node, Protocol, digest::Digests, frontends::Frontend};
@@ -94,7 +93,6 @@ impl Agent {
     }
 }
 
-/// The state file of a folder, for node-1.
 fn file_in(folder: &Path) -> StateFile {
     StateFile::new(Box::new(Folder::new(folder)), "node-1".into())
 }
@@ -133,42 +131,11 @@ fn node(zone: &str) -> Node {
 }
 
 #[test]
-fn a_state_is_written_and_read_again() {
-    let mut agent = Agent::with_state();
-    agent.assert_saved();
-    agent.batch(vec![endpoint("web", 201, 8080), no_endpoint("web", 1), service_cidr("second", 4)]);
-    agent.batch(vec![endpoint("db", 7, 5432), Change::RemoveService(key("db"))]);
-    agent.save();
-    agent.assert_saved();
-    agent.batch(vec![service("db", 5433), Change::RemoveServiceCidr("range".into())]);
-    agent.save();
-    agent.assert_saved();
-}
-
-#[test]
 fn what_is_reserved_is_read_again() {
     let mut agent = Agent::with_state();
     agent.shared.set_node(&own_node(None, 20));
     agent.save();
     assert_eq!(agent.reload().held.reserved, reserved());
-}
-
-#[test]
-fn a_large_state_is_written_in_several_parts() {
-    let mut agent = Agent::new();
-    let services = (0..300).map(|number| format!("service-{number}"));
-    let of = |name: String| (1..=40).map(move |last| endpoint(&name, last, 8080));
-    agent.snapshot(services.flat_map(|name| [service(&name, 80)].into_iter().chain(of(name))).collect());
-    agent.save();
-    let bytes = agent.bytes();
-    let (content, _) = bytes.split_last_chunk::<32>().unwrap();
-    let (mut rest, mut parts) = (content.strip_prefix(MAGIC).unwrap(), 0);
-    while !rest.is_empty() {
-        StatePart::decode_length_delimited(&mut rest).unwrap();
-        parts += 1;
-    }
-    assert!(parts > 3, "{parts} parts in {} bytes", bytes.len());
-    agent.assert_saved();
 }
 
 // rows: 107
@@ -195,22 +162,6 @@ fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_aft
     restarted.set_node(&own_node(Some(node("b")), 32));
     assert!(is_eligible());
     assert_eq!(restarted.node(), Some(node("b")));
-}
-
-#[test]
-fn a_state_with_rejections_is_saved_without_its_epoch() {
-    let mut agent = Agent::with_state();
-    let epoch = |agent: &Agent| agent.reload().held.position().unwrap().0;
-    assert_eq!(epoch(&agent), 7);
-    agent.has_rejections = true;
-    agent.batch(vec![endpoint("web", 201, 8080)]);
-    agent.save();
-    assert_eq!(epoch(&agent), 0, "a resume by log would not send the rejected resource again");
-    assert_eq!(agent.shared.position(), Some((7, 2)), "the running agent remembers what it rejected");
-    agent.has_rejections = false;
-    agent.batch(vec![endpoint("web", 202, 8080)]);
-    agent.save();
-    assert_eq!(epoch(&agent), 7);
 }
 
 #[test]
@@ -323,14 +274,6 @@ fn only_the_owner_may_read_the_file_and_the_folder() {
 }
 
 #[test]
-fn a_named_pipe_in_place_of_the_file_does_not_block() {
-    let folder = tempfile::tempdir().unwrap();
-    let mut file = file_in(folder.path());
-    assert!(Command::new("mkfifo").arg(file.path()).status().unwrap().success());
-    assert_eq!(file.load().map(drop).unwrap_err().to_string(), "is not a regular file");
-}
-
-#[test]
 fn unusable_files_have_distinct_errors() {
     let agent = Agent::with_state();
     let bytes = agent.bytes();
@@ -364,18 +307,6 @@ fn a_second_agent_with_the_same_folder_does_not_write() {
     agent.batch(vec![endpoint("web", 202, 8080)]);
     agent.save();
     agent.assert_saved();
-}
-
-#[test]
-fn a_folder_that_cannot_be_created_is_named_in_the_error() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("file");
-    fs::write(&path, "in the way").unwrap();
-    let (restored, _file) = open(Box::new(Folder::new(&path.join("state"))), "node-1".into());
-    assert!(restored.is_none());
-    let mut file = file_in(&path.join("state"));
-    let error = file.write(&AgentState::new("node-1")).unwrap_err().to_string();
-    assert!(error.contains(path.to_str().unwrap()), "{error}");
 }
 
 #[test]
@@ -467,18 +398,6 @@ async fn a_state_is_saved_only_after_the_kernel_has_it() {
     tokio::task::spawn_blocking(move || saver.save_last()).await.unwrap();
     assert_eq!(saving.saved_version(), Some(4));
     assert_eq!(saving.run_record(), None);
-}
-
-#[test]
-fn nothing_is_saved_at_the_end_if_the_last_sync_failed() {
-    let mut saving = Saving::start(Agent::with_state(), Duration::from_secs(300));
-    saving.agent.batch(vec![service("web", 81)]);
-    saving.programmed(1);
-    let target = Target { epoch: 7, version: 2, stream: 1, node_revision: 0 };
-    let failure = Failure { target, is_lost: false, error: "refused".into(), attempts: 1 };
-    saving.kernel.send_modify(|progress| progress.failure = Some(failure));
-    saving.saver.take().unwrap().save_last();
-    assert_eq!((saving.saved_version(), saving.run_record()), (Some(1), None));
 }
 
 proptest! {

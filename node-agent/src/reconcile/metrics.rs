@@ -61,8 +61,7 @@ pub struct SyncMetrics {
     pub dataplane: DataplaneMetrics,
     /// 1 while rules count packets into [`crate::packet_counters`], else 0.
     pub counts_packets: Gauge,
-    /// 1 while the agent writes rules of nftables, else 0. It decides which of kube-proxy's metrics
-    /// are served.
+    /// 1 while the agent writes rules of nftables, else 0. It selects kube-proxy's metrics.
     pub uses_nftables: Gauge,
     verifications: Family<Labels<1>, Counter>,
     verified_at: Gauge,
@@ -128,7 +127,6 @@ impl Default for SyncMetrics {
 }
 
 impl SyncMetrics {
-    /// Registers all metrics of syncs.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         add.gauge("version_programmed", "", "Version that is in the kernel", self.version_programmed.clone());
@@ -222,8 +220,7 @@ impl SyncMetrics {
         add.counter("partial_restore_failures", family, help, self.partial_restore_failures.clone());
     }
 
-    /// Records a sync that succeeded. `triggers` are the triggers of the endpoint changes that the
-    /// sync programmed.
+    /// Records a sync that succeeded. `triggers` are those of programmed endpoint changes.
     pub(crate) fn succeeded(
         &self,
         kind: SyncKind,
@@ -249,8 +246,7 @@ impl SyncMetrics {
         let now = SystemTime::now();
         for trigger in triggers {
             let at = UNIX_EPOCH + Duration::from_millis(trigger.unix_ms);
-            // Ignore triggers from before the start of the process, because their changes did not
-            // wait for this process.
+            // Ignore triggers from before the process's start: their changes did not wait for it.
             if at >= self.started {
                 let waited = now.duration_since(at).unwrap_or_default();
                 let label = family_label(trigger.family);
@@ -293,11 +289,5 @@ impl SyncMetrics {
                 self.partial_restore_failures.get_or_create(&label).inc();
             }
         }
-    }
-
-    /// Number of services planned since the start of the process.
-    #[must_use]
-    pub fn services_planned(&self) -> u64 {
-        self.services_planned.get()
     }
 }

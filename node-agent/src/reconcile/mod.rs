@@ -1,11 +1,8 @@
-//! The loop that programs the state into the kernel. The loop has a separate thread, because calls
-//! to the kernel block.
-//!
-//! The loop writes nothing before it has a complete snapshot from a replica, or a state from disk.
-//! The loop programs a state from disk only if rules are missing, or after a replica has brought
-//! the state up to date. A version is reported as programmed when everything up to this version is
-//! in the kernel. After a failed step, the loop pauses. After the pause, the loop compares the
-//! whole state with the kernel and programs the differences.
+//! The loop that programs the state into the kernel, on a thread of its own, because calls to the
+//! kernel block. It writes nothing before it has a complete snapshot, or a state from disk, which
+//! it programs only if rules are missing or after a replica has brought it up to date. A version is
+//! reported when everything up to it is in the kernel. A failed step is followed by a pause and a
+//! full sync.
 
 pub mod metrics;
 mod steps;
@@ -45,13 +42,10 @@ pub use metrics::{SyncKind, SyncMetrics};
 
 /// Shortest pause between a failed attempt and an attempt that includes newer changes.
 const CHANGE_PAUSE: Duration = Duration::from_millis(200);
-/// [`CHANGE_PAUSE`] is extended to at least this many times the duration of the failed attempt. A
-/// kernel that rejects every attempt is therefore busy for at most a fifth of the time, however
-/// often the state changes.
+/// [`CHANGE_PAUSE`] is at least this many times the duration of the failed attempt, so that a
+/// kernel that rejects everything is busy for at most a fifth of the time.
 const CHANGE_PAUSE_FACTOR: u32 = 4;
-/// Number of consecutive failed checks after which the loop makes a full sync. While checks fail,
-/// the loop cannot notice that another program removed rules. A full sync does not need the check,
-/// because it reads all rules.
+/// Number of consecutive failed checks after which the loop makes a full sync without one.
 const FAILED_CHECKS_BEFORE_FULL_SYNC: u32 = 2;
 /// Number of consecutive verifications of the rules without a result after which the loop makes a
 /// full sync. It needs no result, because it writes whatever differs.
@@ -68,8 +62,7 @@ pub struct Timing {
     pub rules_period: Duration,
     /// Pauses after failures.
     pub backoff: Backoff,
-    /// Pauses before an unchanged service in quarantine is tried again. Jitter spreads these
-    /// attempts over time.
+    /// Pauses before an unchanged service in quarantine is tried again. Jitter spreads them.
     pub quarantine: Backoff,
     /// Returns the present time.
     pub clock: fn() -> Instant,
@@ -117,8 +110,7 @@ pub struct Reconciler {
     failures: Backoff,
     /// Settings whose meaning depends on the Node and on the interfaces of the machine.
     pub(crate) node_settings: NodeSettings,
-    /// The addresses of the node's interfaces. After each change, somebody must signal
-    /// [`Wake::Interfaces`].
+    /// The addresses of the node's interfaces. Signal [`Wake::Interfaces`] after a change.
     pub(crate) interfaces: Interfaces,
     inputs: watch::Sender<NodeInputs>,
     /// True if the Node was known when `inputs` were resolved.
@@ -149,9 +141,7 @@ pub struct Reconciler {
 }
 
 impl Reconciler {
-    /// Returns a loop that programs the state `shared` with `dataplane`, and a receiver of the
-    /// loop's progress.
-    #[must_use]
+    /// Returns a loop that programs `shared` with `dataplane`, and a receiver of its progress.
     pub fn new(
         dataplane: Box<dyn NodeDataplane>,
         shared: Arc<AgentState>,
@@ -200,13 +190,11 @@ impl Reconciler {
     }
 
     /// True if rules depend on the addresses of the node's interfaces.
-    #[must_use]
     pub fn needs_interfaces(&self) -> bool {
         self.node_settings.needs_interfaces() || self.dataplane.needs_interfaces()
     }
 
     /// The inputs that rules need in addition to the state, as the loop last resolved them.
-    #[must_use]
     pub fn inputs(&self) -> watch::Receiver<NodeInputs> {
         self.inputs.subscribe()
     }
@@ -350,9 +338,8 @@ impl Reconciler {
         }
     }
 
-    /// Finds the services at fault and quarantines them. Returns false if the search fails, or if
-    /// it finds no service that was not in quarantine before. In both cases, the caller treats the
-    /// step as failed.
+    /// Finds the services at fault and quarantines them. Returns false if the search fails or finds
+    /// no new service: the step has then failed.
     fn quarantine_rejected(&mut self, kind: SyncKind, error: &DataplaneError) -> bool {
         let suspects = (kind == SyncKind::Partial).then_some(&self.unfinished.steps.part.services);
         let faults = match self.dataplane.find_faults(&*self.shared, suspects, &error.families) {
@@ -374,8 +361,7 @@ impl Reconciler {
         all.len() > before
     }
 
-    /// Tries quarantined services again. The next sync programs the services that the kernel now
-    /// accepts.
+    /// Tries quarantined services again. The next sync programs those that the kernel now accepts.
     fn retry(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         if services.is_empty() {
             return;
@@ -406,9 +392,8 @@ impl Reconciler {
         self.progress.send_if_modified(|progress| self.set_rejections(progress));
     }
 
-    /// Writes the services that are rejected into `progress`. Returns true if the list changed.
-    /// While changes wait to be programmed, no service leaves the list: a service is reported as
-    /// accepted only when its rules are in the kernel.
+    /// Writes the rejected services into `progress`. Returns true if the list changed. While
+    /// changes wait, no service leaves the list: its rules must be in the kernel first.
     fn set_rejections(&self, progress: &mut Progress) -> bool {
         self.metrics.services_rejected.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
         let mut now = self.quarantine.rejections();
@@ -480,9 +465,8 @@ impl Reconciler {
     fn failed(&mut self, at: Reached, kind: SyncKind, took: Duration, error: &DataplaneError) {
         let Reached { target, generation, .. } = at;
         self.done = None;
-        // The dataplane's record of the kernel already includes the plan, although the plan failed.
-        // If the services were planned again, the result would be an empty plan. A full sync reads
-        // the kernel, so it finds and writes the differences.
+        // The dataplane's record already includes the failed plan, so planning again would give
+        // nothing. A full sync reads the kernel.
         self.unfinished.needs_full = true;
         let now = self.now();
         let (pause, retry_changed_at) = match error.kind {
@@ -511,12 +495,9 @@ impl Reconciler {
         });
     }
 
-    /// Decides what to do with a state from disk before a control plane has answered.
-    ///
-    /// Rules that an earlier run left in the kernel are at least as new as the state on disk,
-    /// because the state is saved after the kernel is programmed. The rules stay until a control
-    /// plane has answered. If rules are missing, as after a reboot, the state from disk is
-    /// programmed at once.
+    /// Decides what to do with a state from disk before a control plane has answered. Rules of an
+    /// earlier run are at least as new as this state, and stay. If rules are missing, as after a
+    /// reboot, the state is programmed at once.
     fn check_rules_of_earlier_run(&mut self) {
         self.check_at = self.now() + self.timing.sync_period;
         match self.dataplane.check() {
@@ -590,9 +571,8 @@ impl Reconciler {
         self.inputs.send_replace(inputs);
     }
 
-    /// The time of the dataplane's next maintenance. `None` if no maintenance is pending. Also
-    /// `None` while a full sync is pending, because the full sync does the same work, and while the
-    /// rules of an earlier run stay.
+    /// The time of the dataplane's next maintenance. `None` while none is pending, while a full
+    /// sync is, which does the same work, and while the rules of an earlier run stay.
     fn maintain_at(&self) -> Option<Instant> {
         let is_off = self.unfinished.needs_full || self.shared.is_unconfirmed();
         self.dataplane.maintain_at().filter(|_| !is_off)
@@ -733,8 +713,7 @@ impl Summary {
         self.last_line.filter(|_| self.syncs > 0).map(|at| at + PERIOD)
     }
 
-    /// Writes the line, if it is due. Afterwards, [`Self::due_at`] is later than `now`, so that the
-    /// loop can wait.
+    /// Writes the line, if it is due. Then [`Self::due_at`] is later than `now`.
     fn log(&mut self, now: Instant) {
         let Self { version, syncs, services, objects, took, last_line } = *self;
         if syncs > 0 && last_line.is_none_or(|at| at + PERIOD <= now) {
@@ -746,7 +725,6 @@ impl Summary {
 
 // What the loop does next, as a function of the state's signals and the time.
 
-/// What the loop does next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Due {
     /// End.
@@ -801,37 +779,6 @@ fn due(wake: Wake, is_unconfirmed: bool, times: Times, now: Instant) -> Due {
             let first = times.into_iter().find(|(at, _)| at.is_some_and(|at| at <= now));
             first.map_or(Due::Publish, |(_, due)| due)
         }
-    }
-}
-
-#[cfg(test)]
-mod summary_tests {
-    use super::*;
-
-    #[test]
-    fn the_first_change_is_logged_at_once_and_further_ones_are_summed_up() {
-        let (mut summary, took) = (Summary::default(), Duration::from_millis(3));
-        let report = |objects_written| Report { services_planned: 1, objects_written, ..Report::default() };
-        let now = Instant::now();
-        summary.add(1, &report(0), took);
-        summary.log(now);
-        assert_eq!(summary.last_line, None, "nothing was written");
-        summary.add(2, &report(5), took);
-        // The loop does not wait for the first line.
-        assert_eq!(summary.due_at(), None);
-        summary.log(now);
-        assert_eq!((summary.last_line, summary.syncs, summary.due_at()), (Some(now), 0, None));
-        summary.add(3, &report(5), took);
-        summary.add(4, &report(6), took);
-        summary.log(now + PERIOD / 2);
-        assert_eq!((summary.last_line, summary.due_at()), (Some(now), Some(now + PERIOD)));
-        assert_eq!((summary.version, summary.syncs, summary.services, summary.objects), (4, 2, 2, 11));
-        summary.log(now + PERIOD);
-        assert_eq!((summary.last_line, summary.syncs, summary.due_at()), (Some(now + PERIOD), 0, None));
-        // After a quiet time, the next change is logged at once again.
-        summary.add(5, &report(1), took);
-        summary.log(now + PERIOD * 3);
-        assert_eq!((summary.last_line, summary.syncs), (Some(now + PERIOD * 3), 0));
     }
 }
 

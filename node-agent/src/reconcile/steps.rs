@@ -1,11 +1,8 @@
 //! Cuts the changes that wait into steps, so that no service makes the others wait for long, and
-//! keeps services apart whose rules the kernel rejects ([`Quarantine`]).
-//!
-//! A step has about as many objects as the dataplane writes at once, those of the smallest services
-//! first. Every other step prefers the services of the present *round*, so that large services do
-//! not wait without end while small ones change. When all services of a round are in the kernel,
-//! the state at the beginning of the round is: a change that arrived later may be in the kernel as
-//! well.
+//! keeps services apart whose rules the kernel rejects ([`Quarantine`]). A step has about as many
+//! objects as the dataplane writes at once, of the smallest services first. Every other step
+//! prefers the present *round*, so that large services do not wait without end. When all services
+//! of a round are in the kernel, the state at its beginning is.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -38,7 +35,6 @@ pub(super) struct Reached {
 pub(super) struct Steps {
     /// What the present step programs.
     pub(super) part: Dirty,
-    /// The services of the round that are not in the kernel.
     round: BTreeSet<Arc<ServiceKey>>,
     /// What the kernel has when the round ends. `None` before the first step of a round.
     reached: Option<Reached>,
@@ -54,9 +50,9 @@ impl Steps {
         self.has_rest
     }
 
-    /// Chooses the services of the next step among `dirty`, with about `at_once` objects. Begins a
-    /// round, which ends at `now`, unless one is under way. The step has no services if it is the
-    /// turn of what the dataplane has planned already.
+    /// Chooses the services of the next step among `dirty`, with about `at_once` objects; none if
+    /// it is the turn of what is planned already. Begins a round, which ends at `now`, unless one
+    /// is under way.
     pub(super) fn choose(&mut self, dirty: &Dirty, state: &State, at_once: usize, now: Reached) {
         if self.reached.is_none() {
             self.round.clone_from(&dirty.services);
@@ -163,7 +159,6 @@ impl Quarantine {
         Self { pauses, services: BTreeMap::new(), partial: BTreeMap::new(), too_large: BTreeMap::new() }
     }
 
-    /// Number of services that are rejected as a whole or in part.
     pub(crate) fn len(&self) -> usize {
         self.rejected().len()
     }
@@ -275,8 +270,7 @@ impl Quarantine {
         self.services.iter().flat_map(faults_of).collect()
     }
 
-    /// All services that the kernel rejects, as a whole or in part, for the control plane. Each
-    /// service has one item.
+    /// All services that the kernel rejects, as a whole or in part, each once.
     pub(crate) fn rejections(&self) -> Vec<v1::Rejection> {
         self.rejected().into_iter().map(|service| self.rejection(service)).collect()
     }
@@ -310,7 +304,7 @@ impl Quarantine {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use headgate_core::{Change, Endpoint, EndpointPort, Protocol, Service, ServicePort};
+    use headgate_core::{Change, Protocol, Service, ServicePort};
 
     use super::*;
 
@@ -418,23 +412,6 @@ mod tests {
         rig.change([Service { load_balancer_ips: vec![shared.into()], ..service("d", 1, &[]) }, service("a", 20, &[])]);
         assert_eq!(rig.step(false, false), ("a b d".into(), Some(rig.generation)));
     }
-
-    #[test]
-    fn endpoints_count_as_objects_and_services_that_are_too_large_do_not() {
-        let mut state = State::default();
-        let mut with = |name: &str, ports: u16, endpoints: u32| {
-            let service = service(name, ports, &[]);
-            let key = service.key.clone();
-            state.apply(Change::from(service), &mut Dirty::default());
-            for number in 0..endpoints {
-                let ports = [EndpointPort::new("p", Protocol::Tcp, 8080)].into();
-                let endpoint = Endpoint::new((0x0af4_0000 + number).to_be_bytes().into(), ports);
-                state.apply(Change::Endpoint(key.clone(), endpoint), &mut Dirty::default());
-            }
-            objects(&state, &key)
-        };
-        assert_eq!((with("a", 2, 30), with("b", 1, 0), with("c", 700, 100)), (62, 1, 0));
-    }
 }
 
 #[cfg(test)]
@@ -452,20 +429,6 @@ mod quarantine_tests {
 
     fn quarantine() -> Quarantine {
         Quarantine::new(Backoff::new(MINUTE, 60 * MINUTE, Jitter::Half))
-    }
-
-    #[test]
-    fn a_service_is_named_once_with_its_families() {
-        let mut services = quarantine();
-        let both = vec![fault("web", Family::V4, "no match"), fault("web", Family::V6, "no match")];
-        assert_eq!(services.add(both.clone(), Instant::now()), 1);
-        assert_eq!(services.add(both.clone(), Instant::now()), 0);
-        let rejection = &services.rejections()[0];
-        assert_eq!(rejection.resource, "Service prod/web");
-        assert_eq!((rejection.field.as_str(), rejection.reason.as_str()), ("rules (IPv4, IPv6)", "no match"));
-        assert_eq!(services.all(), both);
-        services.release(&[Arc::new(ServiceKey::new("prod", "web"))].into());
-        assert!(services.len() == 0 && services.rejections().is_empty());
     }
 
     #[test]

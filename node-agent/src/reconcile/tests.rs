@@ -1,5 +1,4 @@
 #![allow(clippy::unwrap_used)]
-mod interfaces;
 mod large;
 mod ledger;
 mod problems;
@@ -14,8 +13,7 @@ use crate::{
         Dataplane, DualStack, KernelHandle,
         in_memory::{self, Call, Control},
     },
-    metric_registry::MetricRegistry,
-    state::{Held, OwnNode, Restored, Snapshot, StateUpdate},
+    state::{Held, OwnNode, Restored},
     testing::{endpoint, no_endpoint, service, snapshot, update},
 };
 
@@ -183,16 +181,6 @@ fn rules_that_are_in_place_stay_until_the_control_plane_confirms_the_state() {
 }
 
 #[test]
-fn a_change_of_an_endpoint_plans_only_its_service() {
-    let run = Loop::programmed(timing(), vec![service("web", 80), service("db", 5432)]);
-    run.batch(2, vec![endpoint("web", 1, 8080)]);
-    let programmed = run.wait_programmed(2);
-    assert_eq!(apply_of(&run.control.calls(), 1), ["prod/web"]);
-    assert_eq!((programmed.services_planned, programmed.objects_written), (1, 1));
-    assert_eq!(run.metrics.services_planned(), 3);
-}
-
-#[test]
 fn a_version_that_changes_nothing_is_programmed_without_a_call_to_the_dataplane() {
     let run = Loop::programmed(timing(), vec![service("web", 80)]);
     run.batch(2, vec![service("web", 80), no_endpoint("web", 1)]);
@@ -221,25 +209,6 @@ fn changes_while_the_kernel_is_busy_become_one_step() {
 }
 
 #[test]
-fn the_session_applies_changes_during_a_long_first_sync() {
-    let run = Loop::start(timing());
-    run.control.hold(true);
-    run.snapshot(1, vec![service("web", 80)]);
-    // Once the loop has taken the snapshot, the kernel is busy.
-    while run.shared.needs_full() {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    std::thread::sleep(Duration::from_millis(20));
-    run.batch(2, vec![endpoint("web", 1, 8080)]);
-    assert_eq!(run.shared.position(), Some((1, 2)));
-    assert!(run.progress.borrow().programmed.is_none(), "a version is not acknowledged before it is in the kernel");
-    run.control.hold(false);
-    run.wait_programmed(2);
-    let calls = run.control.calls();
-    assert!(matches!(calls[..], [Call::Full(..), Call::Apply(..)]), "{calls:?}");
-}
-
-#[test]
 fn a_full_sync_follows_a_failed_step_and_includes_newer_changes() {
     let differs = || DataplaneError::new(ErrorKind::NeedsFullSync, "a parent chain is missing");
     for failures in [vec![retry(), retry()], vec![differs()]] {
@@ -258,23 +227,6 @@ fn a_full_sync_follows_a_failed_step_and_includes_newer_changes() {
         run.wait_programmed(3);
         assert_eq!(apply_of(&run.control.calls(), 2 + count), ["prod/web"]);
     }
-}
-
-#[test]
-fn a_failed_sync_is_reported_with_its_error_and_not_acknowledged() {
-    let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600), Jitter::None);
-    let run = Loop::start(Timing { backoff: slow, ..timing() });
-    run.control.fail_next(DataplaneError::new(ErrorKind::Fatal, "iptables-restore is not installed"));
-    run.snapshot(4, vec![service("web", 80)]);
-    let progress = run.wait_progress(|progress| progress.failure.is_some());
-    let failure = progress.failure.unwrap();
-    assert_eq!((failure.target.version, failure.attempts), (4, 1));
-    assert_eq!(failure.error, "iptables-restore is not installed");
-    assert!(progress.programmed.is_none());
-    let mut registry = MetricRegistry::default();
-    run.metrics.register(&mut registry);
-    let text = registry.encode(false);
-    assert!(text.contains("headgate_agent_applies_failed_total{kind=\"full\"} 1"), "{text}");
 }
 
 // rows: 96
@@ -315,38 +267,6 @@ fn a_failure_says_whether_programmed_rules_may_be_lost_until_a_sync_succeeds() {
     assert!(!failed(3), "nobody removed the rules of version 2");
 }
 
-#[test]
-fn two_failed_verifications_lead_to_a_full_sync_and_a_single_one_does_not() {
-    for failures in [1, 2] {
-        let run =
-            Loop::programmed(Timing { sync_period: Duration::from_millis(5), ..timing() }, vec![service("web", 80)]);
-        (0..failures).for_each(|_| run.control.fail_next(retry()));
-        // An error affects the verification that is running now, or the next verification. Three
-        // more calls ensure that a single error is counted.
-        let before = run.control.calls().len();
-        let synced = |calls: &[Call]| calls[1..].iter().any(|call| matches!(call, Call::Full(..)));
-        let is_over = |calls: &[Call]| if failures == 1 { calls.len() >= before + 3 } else { synced(calls) };
-        assert!(run.control.wait_for(GUARD, is_over), "{:?}", run.control.calls());
-        assert!(synced(&run.control.calls()) == (failures == 2), "{:?}", run.control.calls());
-        assert_eq!(run.metrics.verifications_failed.get(), failures);
-    }
-}
-
-// rows: 29
-#[test]
-fn a_change_of_the_nodes_zone_or_address_causes_a_full_sync() {
-    let run = Loop::programmed(timing(), vec![service("web", 80)]);
-    let mut node = node();
-    run.shared.set_node(&own_node(1, Some(&node)));
-    run.wait_calls(2);
-    assert!(matches!(&run.control.calls()[1], Call::Full(_, facts) if facts.zone.as_deref() == Some("a")));
-    // No rule depends on `going_away`, so the loop does not call the dataplane.
-    node.going_away = true;
-    run.shared.set_node(&own_node(2, Some(&node)));
-    run.wait_progress(|progress| progress.programmed.as_ref().is_some_and(|one| one.target.node_revision == 2));
-    assert_eq!(run.control.calls().len(), 2);
-}
-
 // rows: 29, 107
 #[test]
 fn row_107_a_deleted_node_keeps_its_last_zone_addresses_and_pod_ranges() {
@@ -370,41 +290,6 @@ fn row_107_a_deleted_node_keeps_its_last_zone_addresses_and_pod_ranges() {
     run.wait_calls(3);
     assert!(matches!(&run.control.calls()[2], Call::Full(_, facts) if facts.zone.as_deref() == Some("b")));
     assert_eq!(run.shared.node(), Some(back));
-}
-
-#[test]
-fn a_version_of_another_epoch_is_reported_with_that_epoch() {
-    let run = Loop::start(timing());
-    run.snapshot(9, vec![service("web", 80)]);
-    run.wait_programmed(9);
-    let snapshot = Some(Snapshot { buckets: Default::default(), rejected: Default::default() });
-    run.shared.apply(StateUpdate { epoch: 2, version: 3, snapshot, ..StateUpdate::default() });
-    let programmed = run.wait_programmed(3);
-    assert_eq!(programmed.target.epoch, 2);
-    assert_eq!(run.control.calls().len(), 1, "a snapshot without differences causes no write");
-}
-
-// rows: 95
-#[test]
-fn the_minimum_sync_period_combines_changes_into_few_syncs() {
-    let run =
-        Loop::programmed(Timing { min_sync_period: Duration::from_millis(300), ..timing() }, vec![service("web", 80)]);
-    for version in 2..20 {
-        run.batch(version, vec![endpoint("web", u8::try_from(version).unwrap(), 1)]);
-    }
-    run.wait_programmed(19);
-    // One sync programs all changes. A slow machine may need a few syncs.
-    assert!(run.control.calls().len() < 19, "{}", run.control.calls().len());
-}
-
-// rows: 95
-#[test]
-fn row_95_the_rules_are_verified_periodically() {
-    let often = Duration::from_millis(5);
-    let run = Loop::start(Timing { sync_period: often, rules_period: often, ..timing() });
-    run.snapshot(1, vec![service("web", 80)]);
-    let is_verification = |call: &&Call| **call == Call::Verify;
-    assert!(run.control.wait_for(GUARD, |calls| calls.iter().filter(is_verification).count() >= 3));
 }
 
 fn rejected_services(progress: &Progress) -> Vec<&str> {
@@ -436,8 +321,7 @@ fn a_service_that_the_kernel_rejects_delays_no_other_service() {
     assert!(matches!(&calls[6], Call::FindFaults(Some(found)) if found == &["prod/web"]), "{calls:?}");
     assert_eq!(run.control.quarantined(), ["prod/web"]);
 
-    // After a change that the kernel accepts, the service is programmed. The same step withdraws
-    // the rejection.
+    // After a change that the kernel accepts, a step programs it and withdraws the rejection.
     run.control.reject(&[]);
     run.batch(5, vec![endpoint("web", 3, 8080)]);
     let progress = run.wait_progress(|progress| progress.rejections.is_empty());
@@ -462,43 +346,6 @@ fn an_unchanged_service_in_quarantine_is_tried_again() {
     let applies =
         |calls: &[Call]| calls.iter().any(|call| matches!(call, Call::Apply(services, _) if services == &["prod/web"]));
     assert!(applies(&run.control.calls()), "{:?}", run.control.calls());
-}
-
-#[test]
-fn a_removed_service_is_removed_from_the_quarantine() {
-    let run = Loop::start(timing());
-    run.control.reject(&["prod/web"]);
-    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
-    run.wait_programmed(1);
-    assert_eq!(rejected_services(&run.progress.borrow()), ["Service prod/web"]);
-    run.batch(2, vec![Change::RemoveService(headgate_core::ServiceKey::new("prod", "web"))]);
-    run.wait_progress(|progress| progress.rejections.is_empty());
-    assert!(run.control.quarantined().is_empty());
-}
-
-#[test]
-fn a_service_that_is_rejected_in_part_is_reported_and_fails_no_step() {
-    let run = Loop::programmed(timing(), vec![service("web", 80), service("db", 5432)]);
-    let web = Arc::new(ServiceKey::new("prod", "web"));
-    let part = Fault { service: web, family: Family::V4, reason: "10.0.0.255 is a broadcast address".into() };
-    run.control.defer(vec![part]);
-    run.batch(2, vec![endpoint("web", 1, 8080)]);
-    run.wait_programmed(2);
-    let progress = run.progress.borrow().clone();
-    assert_eq!((rejected_services(&progress), &progress.failure), (vec!["Service prod/web"], &None));
-    let reason = &progress.rejections[0].reason;
-    assert!(reason.starts_with("all of the service is programmed but this: "), "{reason}");
-    assert_eq!((run.metrics.services_rejected.get(), run.metrics.service_rejections.get()), (1, 1));
-    run.batch(3, vec![endpoint("web", 2, 8080)]);
-    run.wait_programmed(3);
-    assert_eq!(rejected_services(&run.progress.borrow()), ["Service prod/web"], "the dataplane withdraws it later");
-    run.control.defer(Vec::new());
-    run.batch(4, vec![endpoint("db", 1, 5432)]);
-    run.wait_programmed(4);
-    assert!(run.progress.borrow().rejections.is_empty());
-    assert_eq!((run.metrics.services_rejected.get(), run.metrics.service_rejections.get()), (0, 1));
-    let calls = run.control.calls();
-    assert!(calls[1..].iter().all(|call| matches!(call, Call::Apply(..))) && calls.len() == 4, "{calls:?}");
 }
 
 #[test]
@@ -530,30 +377,6 @@ fn a_rejection_without_a_faulty_service_is_a_failure() {
     let calls = run.control.calls();
     assert!(matches!(calls[1..], [Call::Apply(..), Call::FindFaults(_), Call::Full(..)]), "{calls:?}");
     assert!(run.progress.borrow().rejections.is_empty());
-}
-
-#[test]
-fn a_newer_change_is_tried_soon_after_a_failure() {
-    let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600), Jitter::None);
-    let run = Loop::programmed(Timing { backoff: slow, ..timing() }, vec![service("web", 80)]);
-    run.control.fail_next(retry());
-    run.batch(2, vec![endpoint("web", 1, 8080)]);
-    run.wait_progress(|progress| progress.failure.is_some());
-    run.batch(3, vec![endpoint("web", 2, 8080)]);
-    run.wait_programmed(3);
-}
-
-#[test]
-fn a_verification_of_the_rules_in_the_background_finds_what_is_missing() {
-    let timing = Timing { sync_period: Duration::from_millis(5), rules_period: Duration::ZERO, ..timing() };
-    let run = Loop::programmed(timing, vec![service("web", 80), service("db", 5432)]);
-    run.batch(2, vec![endpoint("web", 1, 8080)]);
-    run.wait_programmed(2);
-    let verified = |calls: &[Call]| calls.iter().filter(|call| **call == Call::Verify).count();
-    assert!(run.control.wait_for(GUARD, |calls| verified(calls) >= 3), "{:?}", run.control.calls());
-    assert_eq!((run.metrics.repairs.get(), run.metrics.dataplane.drift.get()), (0, 0), "nobody changed anything");
-    run.control.forget("prod/db");
-    run.wait_progress(|_| run.metrics.repairs.get() > 0);
 }
 
 #[test]

@@ -1,9 +1,6 @@
-//! Verifies the kernel in the background, in two ways.
-//!
-//! The verification of the rules plans a full sync without writing it: everything that the plan
-//! would write differs from the state. It does not find a mistake of the code that renders rules.
-//! The other verification does, because it shares no code with it: it compares the table that is
-//! decoded from the kernel with the table that the state asks for.
+//! Verifies the kernel in the background, in two ways. One plans a full sync without writing it; it
+//! does not find a mistake of the code that renders rules. The other one shares no code with it: it
+//! compares the table that is decoded from the kernel with the one that the state asks for.
 
 use std::{
     cell::RefCell,
@@ -29,9 +26,7 @@ use crate::{
     state::progress::Verification,
 };
 
-/// The pause after a verification of the rules, and after a verification of the forwarding table,
-/// as a multiple of the processor time that it took. So each takes at most half a percent of a
-/// core.
+/// The pause after a verification, as a multiple of its processor time: half a percent of a core.
 const PAUSE_FACTOR: u32 = 200;
 
 /// The number of Services that are compared while the lock of the state is held.
@@ -148,8 +143,7 @@ impl Reconciler {
         }
     }
 
-    /// Requests a full sync if something differs that the changes since the kernel was read do not
-    /// explain.
+    /// Requests a full sync if something differs that the changes since then do not explain.
     fn decide(&mut self, found: RulesDifferences, changed: &Dirty) {
         let RulesDifferences { mut count, mut services, is_redivided } = found;
         if count == 0 {
@@ -181,8 +175,7 @@ impl Reconciler {
         self.done.is_some() && self.pauses.next.is_none_or(|next| next <= self.now())
     }
 
-    /// Verifies the kernel, publishes the result, and requests a full sync if there are
-    /// differences.
+    /// Verifies the kernel, publishes the result, requests a full sync if it differs.
     pub(super) fn verify_table(&mut self) {
         let request = self.shared.verifications_requested();
         let Some(target) = self.progress.borrow().programmed.as_ref().map(|programmed| programmed.target) else {
@@ -259,10 +252,9 @@ impl Reconciler {
         self.inputs.borrow().settings(mode_of(self.dataplane.name()).unwrap_or(Mode::Iptables))
     }
 
-    /// Logs and counts differences, and requests a full sync, which repairs the kernel and the
-    /// ledger. It also removes rules that the decoder does not understand, because the decoder
-    /// reads only what belongs to Headgate. If a full sync has not removed a finding, the next one
-    /// for this finding follows after [`REPAIR_AGAIN_AFTER`].
+    /// Logs and counts differences, and requests a full sync, which also removes rules that the
+    /// decoder does not understand. If a finding stays, the next full sync for it follows after
+    /// [`REPAIR_AGAIN_AFTER`].
     fn record_differences(&mut self, comparison: &Comparison) {
         self.metrics.verified(if comparison.total == 0 { "equal" } else { "drift" });
         let sentences: BTreeSet<String> = comparison.differences.iter().map(ToString::to_string).collect();

@@ -1,6 +1,5 @@
 //! Requests of pods that stop: when does no node send new connections to the pod any more
-//! (`discovery.proto`, rule 18). The requests survive streams: the agent repeats unanswered
-//! requests on its next stream.
+//! (`discovery.proto`, rule 18)? Unanswered ones are repeated on the next stream.
 
 use std::{
     collections::BTreeMap,
@@ -31,8 +30,7 @@ const MAX_OF_POD: usize = 4;
 /// Maximum number of waiting requests that name their pod. Any pod whose connections are
 /// masqueraded can send such requests, so the other places are kept for pods with an address.
 const MAX_NAMED: usize = MAX_WAITING / 2;
-/// How many requests that name their pod reach the control plane at once, and the time after which
-/// one more does.
+/// How many requests that name their pod reach the control plane at once, and when one more does.
 const NAMED_AT_ONCE: u32 = 256;
 const NAMED_INTERVAL: Duration = Duration::from_millis(100);
 /// The shortest time between two questions about one pod that reach the control plane. Further ones
@@ -55,7 +53,6 @@ impl DrainMetrics {
         self.requests.get_or_create(&[("result", result)]).inc();
     }
 
-    /// Registers the metrics.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let help = "Requests of pods that stop and wait until no node sends new connections to them";
         let results = "result (drained, incomplete, last, refused)";
@@ -138,9 +135,7 @@ impl Drop for Asked<'_> {
 impl Barriers {
     /// Asks the control plane about the pod that `request` names, and waits for the answer, at most
     /// until `deadline` and a second more. Sets the id and the timeout of the request.
-    ///
-    /// # Errors
-    /// Too many requests wait already: about this pod, that name their pod, or in all.
+    /// Errors: too many requests wait already: about this pod, that name their pod, or in all.
     pub async fn ask(&self, mut request: v1::BarrierRequest, deadline: Instant) -> Result<v1::BarrierAnswer, String> {
         let (answer, receiver) = oneshot::channel();
         let is_named = request.address.is_empty();
@@ -202,7 +197,6 @@ impl Barriers {
         self.state().count(self.hasher.hash_one(address_to_wire(address))) >= MAX_OF_POD
     }
 
-    /// Begins a stream. Returns its requests: first all that are not answered.
     pub(super) fn begin_stream(&self) -> mpsc::Receiver<v1::BarrierRequest> {
         let (sender, requests) = mpsc::channel(MAX_UNSENT);
         let mut state = self.state();

@@ -1,5 +1,4 @@
-//! The session: connects to a replica, follows its stream, and connects again until the agent
-//! stops.
+//! The session: follows the streams of replicas until the agent stops.
 
 use std::{sync::Arc, time::Duration};
 
@@ -87,7 +86,6 @@ impl Session {
         std::future::pending::<()>().await;
     }
 
-    /// Connects, follows one stream, and returns the reason for its end.
     async fn follow(&mut self, replica: &Replica, replicas: &Replicas, failover: Failover) -> StreamEnd {
         self.welcomed_at = None;
         let SessionConfig { tls, carrier, .. } = &self.config;

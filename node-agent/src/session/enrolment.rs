@@ -1,9 +1,6 @@
-//! Gets the agent's certificate from a control plane, in exchange for the service-account token of
-//! the agent's pod, and renews it. A control plane that cannot have the token reviewed accepts the
-//! present certificate instead.
-//!
-//! The agent creates its key and keeps it in the file of `--tls-key`, which only its owner can
-//! read. The key never leaves the node. The stream uses the files like files from elsewhere.
+//! Gets the agent's certificate for the service-account token of its pod, and renews it. A control
+//! plane that cannot have the token reviewed accepts the present certificate instead. The key stays
+//! in the file of `--tls-key`, which only its owner can read; it never leaves the node.
 
 use std::{
     fs,
@@ -92,9 +89,7 @@ struct Prepared {
 }
 
 impl Enrolment {
-    /// Uses the files of `files`, the token file, and the addresses `HOST:PORT` of replicas, which
-    /// `state` reserves.
-    #[must_use]
+    /// Uses `files`, the token file, and addresses `HOST:PORT` of replicas, which `state` reserves.
     pub fn new(
         files: Files,
         token: PathBuf,
@@ -105,8 +100,7 @@ impl Enrolment {
         Self { files, token, addresses, state, metrics }
     }
 
-    /// Keeps the certificate valid. Cancels `has_certificate` once the files can be used. Never
-    /// returns.
+    /// Keeps the certificate valid. Cancels `has_certificate` with the first. Never returns.
     pub async fn run(self, tls: Arc<AgentTls>, has_certificate: CancellationToken) {
         if fs::exists(&self.files.cert).unwrap_or(false) && tls.load().await.is_ok() {
             has_certificate.cancel();

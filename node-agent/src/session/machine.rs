@@ -1,11 +1,8 @@
-//! Decides what a message from a replica means: turns a [`v1::ServerMessage`] into [`Effect`]s, and
-//! remembers which resources the agent or its kernel rejects. The module does no I/O and uses no
-//! clock.
-//!
-//! The contract at the head of `proto/headgate/v1/discovery.proto` states the rules. Snapshots and
-//! split batches are staged, and become one [`StateUpdate`] when they are complete. If a stream
-//! breaks earlier, the machine drops the staged parts. After a [`Violation`], the caller must drop
-//! the stream, and resume on a new stream with the state that the agent holds.
+//! Turns a [`v1::ServerMessage`] into [`Effect`]s, by the contract at the head of
+//! `proto/headgate/v1/discovery.proto`, and remembers which resources the agent or its kernel
+//! rejects. No I/O and no clock. Snapshots and split batches are staged, become one [`StateUpdate`]
+//! when they are complete, and are dropped with their stream. After a [`Violation`], the caller
+//! must drop the stream.
 
 #[cfg(test)]
 mod tests;
@@ -40,8 +37,7 @@ pub enum Violation {
         /// The version that the agent holds.
         held: u64,
     },
-    /// A batch refers to something that the agent does not hold. The next stream has to resume by
-    /// digests.
+    /// A batch refers to something that the agent does not hold. The next resumes by digests.
     #[error("{0}; resuming by digests, which needs no references")]
     Reference(#[from] UnknownReference),
     /// What else breaks the contract, as a sentence.
@@ -82,9 +78,8 @@ pub enum Effect {
     Query(v1::Query),
     /// Pass the replica's answer on to the pod that asked.
     Barrier(v1::BarrierAnswer),
-    /// Connect again within the time that the replica names, preferably to another replica. If the
-    /// replica asks for balance, it continues to serve: move only to a replica that follows its
-    /// source.
+    /// Connect again within the time that the replica names, preferably to another replica; for
+    /// balance, only to one that follows its source.
     Drain(v1::Drain),
 }
 
@@ -138,7 +133,6 @@ pub struct Machine {
 
 impl Machine {
     /// Creates the machine for the agent of a node.
-    #[must_use]
     pub fn new(node_name: Arc<str>) -> Self {
         Self {
             node_name,
@@ -154,7 +148,6 @@ impl Machine {
 
     /// True if more resources were rejected than the machine remembers. In this case, the next
     /// stream has to resume by digests, so that the replica sends all rejected resources again.
-    #[must_use]
     pub fn has_forgotten_rejections(&self) -> bool {
         self.rejections.has_forgotten()
     }
@@ -169,14 +162,12 @@ impl Machine {
     }
 
     /// True once the agent holds a complete state on this stream, and only changes follow.
-    #[must_use]
     pub fn is_following(&self) -> bool {
         matches!(self.phase, Phase::Following { .. })
     }
 
     /// True if the caller must apply all effects so far, and then call [`Machine::refer_to`],
     /// before it processes the next message.
-    #[must_use]
     pub fn needs_referable(&self) -> bool {
         self.needs_referable
     }
@@ -190,9 +181,7 @@ impl Machine {
 
     /// Processes the next message and returns its effects, in order. Ignores messages of an unknown
     /// kind (discovery.proto, section 12).
-    ///
-    /// # Errors
-    /// The message breaks the contract. The caller must drop the stream.
+    /// Errors: the message breaks the contract. The caller must drop the stream.
     pub fn on_message(&mut self, message: v1::ServerMessage) -> Result<Vec<Effect>, Violation> {
         let Some(body) = message.body else { return Ok(Vec::new()) };
         if self.phase == Phase::AwaitingWelcome && !matches!(body, Body::Welcome(_)) {
@@ -240,7 +229,6 @@ impl Machine {
         Ok(iter::once(Effect::Welcomed(welcome)).chain(self.resumed(version)).collect())
     }
 
-    /// Returns [`Effect::Resumed`], once, when `version` completes the resume.
     fn resumed(&mut self, version: u64) -> Option<Effect> {
         self.resumed_at.take_if(|head| version >= *head).map(|_| Effect::Resumed)
     }
@@ -303,9 +291,8 @@ impl Machine {
         {
             return backwards(end.version, held);
         }
-        // An empty list normally means all buckets. After a comparison of digests that found no
-        // difference, an empty list means no bucket (discovery.proto, section 4). In this case, the
-        // agent must not remove all resources.
+        // An empty list means all buckets, but no bucket after a comparison of digests that found
+        // no difference (discovery.proto, section 4).
         let buckets = if end.buckets.is_empty() && !(by_digests && end.resource_count == 0) {
             all_buckets()
         } else {
@@ -428,8 +415,7 @@ const MAX_KEPT: usize = 16_384;
 const MAX_CHANGED: usize = 2 * MAX_KEPT;
 /// Maximum length of a text in a message. Longer texts are cut.
 pub(super) const MAX_TEXT_BYTES: usize = 1024;
-/// Maximum size of the items of one NACK: half of the maximum message size, which leaves room for
-/// the other fields.
+/// Maximum size of the items of one NACK: half of the maximum message size, for the other fields.
 const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 
 /// The rejections in force, by the resource's name as in [`v1::Rejection`].
@@ -473,10 +459,9 @@ impl Rejections {
         self.is_due = false;
     }
 
-    /// Drops all rejections of received resources, except those of the Node. The caller calls this
-    /// function when the first snapshot of a stream is complete: this snapshot contains every
-    /// rejected resource that still differs. The caller must not drop the rejections earlier,
-    /// because the stream may break and the next stream may resume by log.
+    /// Drops all rejections of received resources, except those of the Node: the first snapshot of
+    /// a stream is complete, and contains every rejected resource that still differs. Not earlier,
+    /// because the next stream may resume by log.
     pub(super) fn resumed(&mut self) {
         self.received.retain(|resource, _| is_node(resource));
         self.is_due |= !self.received.is_empty();
@@ -540,8 +525,7 @@ impl Rejections {
         let named = changes.iter().flat_map(names).filter(|resource| self.received.contains_key(resource));
         let mut ended: BTreeSet<String> = named.collect();
         if let Some(Snapshot { buckets, .. }) = snapshot {
-            // A snapshot contains everything in its buckets. A resource that is not in the snapshot
-            // no longer exists.
+            // A snapshot contains everything in its buckets. Other resources are gone.
             let is_replaced = |resource: &&String| match bucket(resource) {
                 Some(bucket) => buckets.contains(&bucket),
                 None => buckets.len() == digest::BUCKETS,
@@ -590,12 +574,10 @@ impl Rejections {
         self.forgotten + self.lost_withdrawals + self.received.len() as u64 + only_by_node.count() as u64
     }
 
-    /// True if [`Self::pop`] returns a message.
     pub(super) fn is_due(&self) -> bool {
         self.is_due
     }
 
-    /// Takes out the next message, with as many resources as fit.
     pub(super) fn pop(&mut self) -> Option<v1::Nack> {
         if !self.is_due {
             return None;
@@ -659,8 +641,7 @@ fn names(change: &Change) -> Vec<String> {
     }
 }
 
-/// The bucket of a rejected resource; `None` if the name of the resource does not determine the
-/// bucket.
+/// The bucket of a rejected resource; `None` if its name does not determine it.
 fn bucket(resource: &str) -> Option<u16> {
     let (kind, rest) = resource.split_once(' ')?;
     if kind == "ServiceCIDR" {

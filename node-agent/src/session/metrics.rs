@@ -47,7 +47,6 @@ struct Source {
 }
 
 impl SessionMetrics {
-    /// Registers all metrics of the session.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         add.gauge("connected", "", "1 while a control plane serves this agent", self.connected.clone());
@@ -67,8 +66,7 @@ impl SessionMetrics {
         self.tls.register(registry);
     }
 
-    /// Counts an attempt to get a certificate. The status shows a problem until new TLS files are
-    /// loaded.
+    /// Counts an attempt to get a certificate. The status shows a problem until new files load.
     pub(crate) fn enrolled(&self, problem: Option<String>) {
         let result = if problem.is_none() { "success" } else { "failure" };
         self.enrolments.get_or_create(&[("result", result)]).inc();
@@ -105,20 +103,17 @@ impl SessionMetrics {
     }
 
     /// The state of the source that was reported last; `None` if no state was reported.
-    #[must_use]
     pub fn source_state(&self) -> Option<SourceState> {
         self.source.borrow().state
     }
 
     /// Time since the replica last heard from its source: the age in the last heartbeat plus the
     /// time since that heartbeat. `None` before the first heartbeat.
-    #[must_use]
     pub fn source_age(&self) -> Option<Duration> {
         self.source.borrow().last_heartbeat.map(|(at, age)| age.saturating_add(at.elapsed()))
     }
 
-    /// Updates the gauges that depend on the time. Call this function before the registry is
-    /// encoded.
+    /// Updates the gauges that depend on the time. Call it before encoding.
     pub(crate) fn refresh(&self) {
         self.source_age_seconds.set(self.source_age().map_or(0.0, |age| age.as_secs_f64()));
     }
@@ -146,8 +141,7 @@ impl TlsMetrics {
         add.gauge_in(Unit::Seconds, "tls_certificate_not_after", "file (cert, ca)", help, self.not_after.clone());
     }
 
-    /// Records TLS files that were loaded. The first load of the process is not counted as a
-    /// reload.
+    /// Records TLS files that were loaded. The first load is not a reload.
     pub(crate) fn loaded<C>(&self, loaded: &Loaded<C>, is_first: bool) {
         if !is_first {
             self.reloads.get_or_create(&[("result", "success")]).inc();
@@ -165,7 +159,6 @@ impl TlsMetrics {
         self.problem.send_replace(Some(problem));
     }
 
-    /// Counts a completed handshake.
     pub(crate) fn handshake(&self, is_resumed: bool) {
         let kind = if is_resumed { "resumed" } else { "full" };
         self.handshakes.get_or_create(&[("kind", kind)]).inc();

@@ -1,8 +1,6 @@
-//! The agent's side of the delta stream.
-//!
-//! [`machine`] decides what a message means, and `outbox` what to send to the replica: both do no
-//! I/O. [`client`] connects and reconnects, [`stream`] reads and writes one stream and decides when
-//! to leave a replica, [`enrolment`] gets certificates, and [`tls`] loads certificates and keys.
+//! The agent's side of the delta stream. [`machine`] and `outbox` decide without I/O what a message
+//! means and what to send. [`client`] connects, [`stream`] reads and writes one stream and decides
+//! when to leave it, [`enrolment`] gets certificates, and [`tls`] loads them.
 
 pub mod barriers;
 pub mod client;

@@ -1,7 +1,6 @@
-//! Decides what the agent sends on one stream, and in which order: reports, then requests of pods,
-//! then answers to queries. Reports are status, rejections, failures and ACKs. The size of the
-//! waiting reports is bounded, even if the replica reads nothing. Only [`Outbox::ready`] waits.
-//! [`Answers`] holds the answers to queries.
+//! Decides what the agent sends on one stream: reports (status, rejections, failures and ACKs),
+//! then requests of pods, then answers to queries. Waiting reports are bounded. Only
+//! [`Outbox::ready`] waits.
 
 use std::{
     collections::VecDeque,
@@ -31,25 +30,19 @@ const MAX_SENTENCES: usize = 64;
 /// Maximum length of the error of a failure. Longer texts are cut.
 const MAX_ERROR_BYTES: usize = 16 << 10;
 
-/// Shortest time between two ACKs in milliseconds. Each agent draws a new random time from this
-/// range after each ACK (`discovery.proto`, rule 7).
-///
-/// Most of the messages that a replica reads are ACKs: up to one per agent and change. After a
-/// quiet time, all agents acknowledge the next change at the same time. With a fixed interval, the
-/// agents' later ACKs would also arrive together, and would delay each change that the replica
-/// sends at that moment.
+/// The range of the time between two ACKs in milliseconds, drawn anew after each ACK
+/// (`discovery.proto`, rule 7): after a quiet time, all agents acknowledge the same change, and
+/// with a fixed interval their later ACKs would arrive together, too.
 const ACK_INTERVAL_MS: RangeInclusive<u64> = 150..=350;
 
-/// Shortest time between two ACKs if somebody may wait for the second ACK (`discovery.proto`, rule
-/// 18).
+/// Shortest time between two ACKs if somebody may wait for the second (rule 18).
 const URGENT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum number of earlier versions in one ACK (`Ack.earlier`). Versions that are too old for the
 /// list count as programmed at the time of the oldest listed version.
 const MAX_EARLIER: usize = 64;
 
-/// The messages of one stream. A newer status, ACK or failure replaces a waiting message of the
-/// same kind.
+/// The messages of one stream. A newer status, ACK or failure replaces a waiting one.
 pub(super) struct Outbox {
     /// The number of the stream, from [`crate::state::AgentState::begin_stream`].
     stream: u64,
@@ -67,7 +60,6 @@ pub(super) struct Outbox {
     acked: Option<(u64, u64)>,
     /// When the next ACK may be sent. Until this time, newer ACKs are merged into the waiting ACK.
     next_ack: Option<Instant>,
-    /// When the last ACK was sent.
     last_ack: Option<Instant>,
     /// The first and the last version for whose ACK somebody may wait.
     urgent: Option<(u64, u64)>,
@@ -78,7 +70,6 @@ pub(super) struct Outbox {
     pub(super) answers: Answers,
 }
 
-/// An ACK that may have to wait.
 #[derive(Debug)]
 struct WaitingAck {
     ack: v1::Ack,
@@ -200,8 +191,7 @@ impl Outbox {
             ack.services_planned = ack.services_planned.saturating_add(waiting.ack.services_planned);
             ack.objects_written = ack.objects_written.saturating_add(waiting.ack.objects_written);
             programmed = waiting.programmed;
-            // If only the node's revision changed, the new ACK has the same version as the waiting
-            // ACK.
+            // If only the node's revision changed, both ACKs have the same version.
             programmed.retain(|(version, _)| *version < ack.version);
             if programmed.len() > MAX_EARLIER {
                 programmed.pop_front();
@@ -293,7 +283,6 @@ pub(super) struct Answers {
     running: Option<(u64, BoxFuture<'static, NodeAnswer>)>,
     /// The messages that are left of the current answer.
     parts: VecDeque<v1::Answer>,
-    /// When the next part may be sent.
     next_part: Instant,
 }
 
@@ -304,7 +293,6 @@ impl Answers {
         Self { knowledge, waiting, running: None, parts, next_part: Instant::now() }
     }
 
-    /// Queues a query.
     pub(super) fn ask(&mut self, query: v1::Query) {
         if self.waiting.len() >= MAX_WAITING {
             let error = format!("{MAX_WAITING} queries already wait; ask again later");
@@ -345,7 +333,6 @@ impl Answers {
     }
 }
 
-/// The messages of an answer. At least one message: the last.
 fn messages(id: u64, answer: NodeAnswer) -> VecDeque<v1::Answer> {
     let part = |kind| v1::Answer { id, part: Some(v1::NodeAnswer { kind: Some(kind) }), ..v1::Answer::default() };
     let checked = answer.and_then(|parts| {
@@ -401,15 +388,13 @@ pub(super) struct Reported {
 }
 
 impl Reported {
-    /// What the status in `Hello` has reported.
     pub(super) fn in_hello(status: &v1::AgentStatus) -> Self {
         let Some(verified) = &status.verified else { return Self::default() };
         let at = time::Instant::now().checked_sub(Duration::from_millis(verified.ago_ms));
         Self { at, drift: (verified.drift_count, verified.drift.clone()) }
     }
 
-    /// True if this verification, which began at `at`, must be reported. The next call assumes that
-    /// it was reported.
+    /// True if this verification, which began at `at`, must be reported. Counts as reported then.
     pub(super) fn is_news(&mut self, at: time::Instant, verified: &v1::Verified) -> bool {
         let is_due = self.at.is_none_or(|before| at.saturating_duration_since(before) >= INTERVAL);
         let has_changed = (verified.drift_count, &verified.drift) != (self.drift.0, &self.drift.1);
@@ -585,8 +570,7 @@ mod tests {
 
     #[test]
     fn while_the_kernel_may_lack_the_acknowledged_version_there_is_no_ack() {
-        // The epoch and the version of the failed attempt, whether the kernel lost rules, and what
-        // a new stream hears.
+        // The failed attempt's epoch and version, whether rules were lost, what a new stream hears.
         let cases = [
             ((7, 6), false, [Some(6), None], [None, Some(5)]),
             ((7, 6), true, [Some(5), None], [None, None]),

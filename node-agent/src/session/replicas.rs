@@ -1,8 +1,5 @@
-//! Chooses the replica to connect to.
-//!
-//! Each address of the host in a URL counts as one replica. The order is random, so that agents
-//! spread evenly. Only the replica of the previous attempt comes at the end of the order. Names are
-//! resolved again after all replicas have been tried, because replicas start and stop. No Service
+//! Chooses the replica to connect to. Each address of a URL's host is one. The order is random,
+//! with the previous replica at the end. Names are resolved again after all were tried. No Service
 //! of this node gets the addresses that are found.
 
 use std::{
@@ -37,8 +34,7 @@ impl fmt::Display for Replica {
     }
 }
 
-/// The order in which the agent tries replicas. Names are not resolved before the first call of
-/// [`Replicas::next`].
+/// The order in which the agent tries replicas. [`Replicas::next`] resolves names.
 #[derive(Debug)]
 pub(super) struct Replicas {
     control_planes: Vec<ControlPlane>,
@@ -93,9 +89,7 @@ fn ordered(mut targets: Vec<Replica>, last: Option<&Replica>) -> VecDeque<Replic
 }
 
 /// Resolves a name. No Service of this node gets the addresses from now on, nor the name servers.
-///
-/// # Errors
-/// The name cannot be resolved. Its last addresses stay reserved.
+/// Errors: the name cannot be resolved. Its last addresses stay reserved.
 pub(super) async fn lookup(host: &str, port: u16, state: &Arc<AgentState>) -> io::Result<Vec<SocketAddr>> {
     if host.parse::<IpAddr>().is_err() {
         state.blocking(|state| state.depends_on("name servers", name_servers())).await;
@@ -172,15 +166,6 @@ mod tests {
             assert_ne!(next, last);
             last = next;
         }
-    }
-
-    #[tokio::test]
-    async fn a_single_replica_is_tried_repeatedly() {
-        let mut replicas = replicas(&["http://127.0.0.1:1"]);
-        let first = replicas.next().await;
-        assert!(first.is_some());
-        assert_eq!(replicas.next().await, first);
-        assert_eq!(Replicas::new(Vec::new(), state()).next().await, None);
     }
 
     #[tokio::test]

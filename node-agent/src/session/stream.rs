@@ -1,9 +1,6 @@
-//! The data that all streams share, and one open stream: reads messages, applies their effects to
-//! the state, sends what the agent reports, and decides when to leave the replica.
-//!
-//! [`Stream::run`] reads and writes; [`Stream::on_message`] and the [`Outbox`] decide.
-//! They get the time from the caller, and draw random numbers from `fastrand`'s generator of the
-//! thread, which a simulation can seed.
+//! The data that all streams share, and one open stream: [`Stream::run`] reads and writes;
+//! [`Stream::on_message`] and the [`Outbox`] decide. Time comes from the caller, and random numbers
+//! from `fastrand`'s generator of the thread, which a simulation can seed.
 
 #[cfg(test)]
 mod failover_tests;
@@ -62,8 +59,7 @@ pub(super) struct Stream<I> {
     /// When to connect to another replica, and the reason that the replica gave.
     pub(super) drain: Option<(Instant, String)>,
     pub(super) renewal: Option<Renewal>,
-    /// The problem with the TLS files, if any. The agent reports this problem in
-    /// `AgentStatus.degraded`.
+    /// The problem with the TLS files. The agent reports this problem in `AgentStatus.degraded`.
     pub(super) tls_problem: watch::Receiver<Option<String>>,
 }
 
@@ -85,9 +81,8 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
             let renew_at = self.renewal.as_ref().map(|renewal| renewal.check_at);
             let ask_at = self.failover.due_at().filter(|_| asking.is_none());
             tokio::select! {
-                // The order of the branches matters. What the agent sends comes before messages of
-                // the replica, so that a replica that sends without a pause does not delay the
-                // reports. Messages come before the timer for silence.
+                // The order matters: reports before messages, so that a replica that sends without
+                // a pause does not delay them, and messages before the timer for silence.
                 biased;
                 () = passed(drain_at) => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
@@ -221,10 +216,8 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
         self.report(&seen, session);
     }
 
-    /// Notes the positions that the agent holds, and then asks the other replicas for their
-    /// standing. The order is important, because the agent receives changes while it waits for
-    /// answers. If the agent noted its positions after the answers, every other replica would seem
-    /// to be behind.
+    /// Notes the positions that the agent holds, and only then asks the other replicas for their
+    /// standing: changes arrive meanwhile, and every other replica would seem to be behind.
     fn ask_others(&self, session: &Session, replicas: &Replicas) -> BoxFuture<'static, Answered> {
         let (config, epoch) = (session.config.clone(), self.outbox.epoch);
         let others = replicas.others();
@@ -236,8 +229,6 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
         ask.boxed()
     }
 
-    /// Returns the replica to move to, if a replica that answered is better than the current
-    /// replica.
     fn better(&self, trouble: Trouble, held: Option<&HeldState>, answers: Standings) -> Option<Replica> {
         // The trouble may have ended while the agent waited for answers.
         if !self.failover.still_applies(trouble) {
@@ -258,8 +249,7 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
     }
 }
 
-/// True for messages that carry a part of the replica's state, and for `Welcome`, which may start a
-/// resume by log.
+/// True for messages with a part of the replica's state, and `Welcome`, which may resume by log.
 fn brings_state(body: &ServerBody) -> bool {
     matches!(
         body,
@@ -314,24 +304,20 @@ async fn change_state(state: &Arc<AgentState>, metrics: &SessionMetrics, effect:
 /// Contains only kinds whose positions are comparable between replicas.
 pub type Positions = BTreeMap<i32, u64>;
 
-/// Shortest and longest time that an agent waits for a replica that has not listed its source. Each
-/// agent draws a random time between these two times, so that the agents of a replica do not move
-/// together.
+/// Shortest and longest wait for a replica that has not listed its source. The time is random, so
+/// that its agents do not move together.
 const UNLISTED_PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(4)];
 /// Shortest and longest time that an agent waits for a replica that is cut off from its source.
 const CUT_OFF_PATIENCE: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(6)];
-/// Time without progress after which a stream without a complete state counts as stalled. By
-/// default, a replica that is behind the agent sends its older state after 30 seconds. This
-/// constant is shorter, so that the agent can first move to a replica that is not behind.
+/// Time without progress after which a stream without a complete state counts as stalled: less than
+/// the 30 seconds after which a replica that is behind sends its older state.
 const STALLED_PATIENCE: Duration = Duration::from_secs(20);
-/// Time without a replica that follows its source after which an agent also moves to a replica that
-/// is behind. Shorter losses of a source are usual. After a longer one, all replicas that follow
-/// their source may be behind for ever, because the source was restored from a backup.
+/// Time without a replica that follows its source after which an agent also moves to one that is
+/// behind: the source may have been restored from a backup.
 const RESTORE_PATIENCE: Duration = Duration::from_secs(45);
 /// Pauses between two requests to the other replicas.
 const ASK_PAUSES: Backoff = Backoff::new(Duration::from_secs(5), Duration::from_secs(60), Jitter::Half);
-/// Shortest times that the agent stays with a replica after a move. These times grow with each
-/// move.
+/// Shortest times that the agent stays with a replica after a move. They grow with each.
 const STAYS: Backoff = Backoff::new(Duration::from_secs(10), Duration::from_secs(300), Jitter::None);
 /// After a stay of this length, earlier moves are forgotten.
 const SETTLED_AFTER: Duration = Duration::from_secs(600);
@@ -392,13 +378,8 @@ pub struct Standing {
 }
 
 /// Returns the positions that decide whether a replica is behind: Services, EndpointSlices and
-/// ServiceCIDRs.
-///
-/// The position of a folder is left out, because this position is a time of the clock of the
-/// replica that reads the folder. The position of Nodes is left out, because it concerns only the
-/// agent's own Node. A replica whose Nodes are behind sends all resources except this Node (rule 6
-/// of the contract).
-#[must_use]
+/// ServiceCIDRs. A folder's position is a time of its replica's clock. That of Nodes concerns only
+/// the agent's own Node (rule 6 of the contract).
 pub fn comparable(positions: &[v1::SourcePosition]) -> Positions {
     let is_comparable = |kind| matches!(kind, Kind::Services | Kind::EndpointSlices | Kind::ServiceCidrs);
     let known = positions.iter().filter(|source| is_comparable(source.kind()));
@@ -418,7 +399,6 @@ pub struct HeldState {
 
 impl HeldState {
     /// Extracts the facts from the result of [`crate::state::AgentState::point`].
-    #[must_use]
     pub fn of(point: &v1::Resume) -> Self {
         Self { positions: comparable(&point.positions), may_lack: point.epoch == 0 }
     }
@@ -426,7 +406,6 @@ impl HeldState {
 
 impl Standing {
     /// The standing in a replica's answer.
-    #[must_use]
     pub fn of(answer: &v1::StandingResponse) -> Self {
         Self {
             source: answer.source_state().into(),
@@ -481,9 +460,8 @@ fn worth_of_other(standing: &Standing, held: Option<&HeldState>, accepts_older: 
     }
 }
 
-/// Returns the index of the replica to move to, if any of `others` is better than the agent's own
-/// replica. If several replicas are equally good, chooses one of them at random. `accepts_older` is
-/// [`Failover::accepts_older`].
+/// Returns the index of the replica to move to, if one of `others` is better than the agent's own;
+/// among equal ones, a random one. `accepts_older`: [`Failover::accepts_older`].
 pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing], accepts_older: bool) -> Option<usize> {
     let worth: Vec<Worth> = others.iter().map(|standing| worth_of_other(standing, held, accepts_older)).collect();
     let best = worth.iter().copied().max().filter(|best| *best > worth_of_own(trouble, held.is_some()))?;
@@ -578,14 +556,12 @@ impl Failover {
         self.update_trouble(now);
     }
 
-    /// Records that the replica asks the agent to move, for balance. The agent asks the other
-    /// replicas at `at`.
+    /// Records that the replica asks the agent to move, for balance. It asks the others at `at`.
     pub fn on_balance_request(&mut self, at: Instant) {
         self.balance_at = Some(self.balance_at.map_or(at, |earlier| earlier.min(at)));
     }
 
-    /// Determines the trouble at `now`. If the trouble is new, starts the wait before the first
-    /// request.
+    /// Determines the trouble at `now`. A new one starts the wait before the first request.
     fn update_trouble(&mut self, now: Instant) {
         let is_stalled = !self.is_complete && now >= self.progressed + STALLED_PATIENCE;
         let trouble = match self.source {
@@ -651,7 +627,6 @@ impl Failover {
 /// `Welcome` before it waits until it has caught up.
 pub(super) const WELCOME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The reason why a stream ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum StreamEnd {
     #[error(transparent)]
@@ -730,9 +705,8 @@ pub struct Session {
     /// Requests of pods that stop, which the session passes on.
     pub(crate) barriers: Arc<Barriers>,
     pub(super) machine: Machine,
-    /// True if the last stream contained a reference to something that the agent does not hold. The
-    /// held state therefore differs from the replica's state at the same version, and the next
-    /// stream must resume by digests.
+    /// True if the last stream referred to something that the agent does not hold: its state
+    /// differs from the replica's at the same version, and the next stream must resume by digests.
     pub(super) distrusts_version: bool,
     /// When `Welcome` arrived on the current stream.
     pub(super) welcomed_at: Option<Instant>,
@@ -740,7 +714,6 @@ pub struct Session {
 
 impl Session {
     /// Creates a session that applies received updates to `state` and reports `progress`.
-    #[must_use]
     pub fn new(
         config: SessionConfig,
         state: Arc<AgentState>,
@@ -771,9 +744,7 @@ pub(super) struct Renewal {
 }
 
 impl Renewal {
-    /// Schedules the first check for a time when 5 to 10 % of the certificate's remaining lifetime
-    /// are left. The moment is random, so that agents whose certificates expire together do not
-    /// connect together.
+    /// Schedules the first check when a random 5 to 10 % of the certificate's lifetime are left.
     pub(super) fn new(tls: Arc<AgentTls>, not_after: SystemTime) -> Self {
         let left = not_after.duration_since(SystemTime::now()).unwrap_or_default();
         let wait = left.mul_f64(0.9) + jitter(left / 20);
@@ -781,8 +752,7 @@ impl Renewal {
         Self { tls, not_after, check_at: now.checked_add(wait).unwrap_or(now + ONE_YEAR) }
     }
 
-    /// Returns true if the files hold a certificate that expires later. Otherwise schedules the
-    /// next check.
+    /// True if the files hold a certificate that expires later. Otherwise schedules the next check.
     pub(super) async fn is_renewed(&mut self) -> bool {
         // `load` logs errors of the files.
         if self.tls.load().await.is_ok_and(|loaded| loaded.validity.not_after > self.not_after) {
@@ -804,7 +774,6 @@ impl Renewal {
 /// Maximum time for an answer, including the time to connect.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The replicas that answered, with their standings.
 pub(super) type Standings = Vec<(Replica, Standing)>;
 
 /// Asks all replicas at the same time, for the agent of `config`, and returns the answers. Replicas
@@ -830,7 +799,6 @@ pub(super) async fn ask(config: SessionConfig, replicas: Vec<Replica>, epoch: Op
     answers
 }
 
-/// Asks one replica for its epoch and standing.
 async fn ask_one(target: &Replica, config: &SessionConfig) -> Result<(u64, Standing), String> {
     let connecting = target.control_plane.connect(target.address, config.tls.as_ref(), config.carrier.as_ref());
     let connection = connecting.await.map_err(|error| error.to_string())?;

@@ -57,7 +57,6 @@ struct TlsState {
 impl AgentTls {
     /// Creates the TLS state of an agent. Does not read the files yet. If the files are unusable
     /// later, forwarding continues and the agent tries again.
-    #[must_use]
     pub fn new(files: Files, metrics: TlsMetrics) -> Arc<Self> {
         debug_assert_eq!(files.side, Side::Client);
         let reloader = Reloader::new(files.clone(), client_config);
@@ -71,10 +70,8 @@ impl AgentTls {
 
     /// Reads the files. Returns the same `Arc` while the contents of the files do not change, so
     /// that TLS sessions can be resumed.
-    ///
-    /// # Errors
-    /// The current files cannot be used. The earlier contents are not used either, because an
-    /// operator may have removed a certificate on purpose. Retry after the files have changed.
+    /// Errors: the current files cannot be used. The earlier contents are not used either, because
+    /// an operator may have removed a certificate on purpose. Retry after the files have changed.
     pub async fn load(self: &Arc<Self>) -> Result<Arc<Loaded<ClientConfig>>, FileError> {
         let tls = Arc::clone(self);
         blocking(move || tls.load_blocking()).await
@@ -145,10 +142,8 @@ impl AgentTls {
 
     /// Makes the TLS handshake on a connection to `host`, a DNS name or an IP address. The server
     /// must be a replica; its certificate need not contain `host`.
-    ///
-    /// # Errors
-    /// One side does not accept the other side's certificate, or the connection breaks. After such
-    /// an error, `refused` holds the reason, if TLS reports a reason.
+    /// Errors: one side does not accept the other side's certificate, or the connection breaks.
+    /// After such an error, `refused` holds the reason, if TLS reports a reason.
     pub(crate) async fn handshake(
         self: &Arc<Self>,
         config: Arc<ClientConfig>,
@@ -182,9 +177,8 @@ fn client_config(material: &Material) -> Result<ClientConfig, rustls::Error> {
     Ok(config)
 }
 
-/// Remembers why TLS ended a connection, because the HTTP/2 client reports only a text of the
-/// error. The error may occur after the handshake: in TLS 1.3, the client completes its handshake
-/// before the server checks the client's certificate.
+/// Remembers why TLS ended a connection, because the HTTP/2 client reports only a text. The error
+/// may follow the handshake: in TLS 1.3, the server checks the client's certificate afterwards.
 #[derive(Debug)]
 struct Explain {
     tls: Arc<AgentTls>,

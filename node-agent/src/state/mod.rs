@@ -1,10 +1,7 @@
 //! The state that the session changes and the reconcile loop programs: [`AgentState`] shares one
-//! [`Held`], which a step of the stream changes.
-//!
-//! The agent has one copy of the state, which a lock protects. The session holds the lock while it
-//! applies a step. The loop holds the lock while it plans, but not while it writes to the kernel.
-//! Services that change while the kernel is busy collect in one set of dirty keys, so the next plan
-//! handles each service once, with its newest value.
+//! [`Held`]. One lock protects the only copy: the session holds it while it applies a step, the
+//! loop while it plans, and nobody while the kernel is written. Meanwhile changed services collect
+//! in one set of keys.
 
 pub mod progress;
 
@@ -74,7 +71,6 @@ enum Lack {
 struct Shared {
     held: Held,
     lack: Lack,
-    /// The agent's own Node.
     node: Option<Node>,
     /// The facts about this node that rules depend on, computed from `node` and `policy`.
     facts: NodeFacts,
@@ -83,16 +79,13 @@ struct Shared {
     targets: BTreeMap<String, BTreeSet<(Protocol, SocketAddr)>>,
     /// The number of the current stream, from 1.
     stream: u64,
-    /// `OwnNode.revision` of the Node that the current stream sent last. 0 if the stream has not
-    /// sent a Node.
+    /// `OwnNode.revision` of the Node that the current stream sent last, else 0.
     node_revision: u64,
-    /// Services to plan again.
     dirty: Dirty,
     /// True if the next sync must be a full sync.
     needs_full: bool,
     /// What [`AgentState::wait`] has to report besides changes of the state.
     signals: BTreeSet<Wake>,
-    /// Number of requested verifications.
     verifications_requested: u64,
     /// Counts the updates that a sync must program.
     generation: u64,
@@ -227,8 +220,7 @@ impl Pace {
     }
 }
 
-/// The work to plan. This value borrows the state, so the lock of the state is held while this
-/// value exists.
+/// The work to plan. The state is locked while this value exists.
 #[derive(Debug)]
 pub(crate) struct Work<'a> {
     /// The shared state.
@@ -281,13 +273,11 @@ impl AgentState {
     }
 
     /// An empty state for the agent of a node.
-    #[must_use]
     pub fn new(node_name: &str) -> Self {
         Self::restored(node_name, Restored::default())
     }
 
     /// A state that begins with a state from disk.
-    #[must_use]
     pub fn restored(node_name: &str, restored: Restored) -> Self {
         let Restored { held, node, may_be_behind } = restored;
         let backlog = Arc::<Backlog>::default();
@@ -345,9 +335,9 @@ impl AgentState {
         conflicts.take(MAX_LEFT_OUT).map(rejection).collect()
     }
 
-    /// Call this function if no control plane answers. If a Service lacks something because it is
-    /// reserved, the rules of an earlier run may give it to the Service, and nobody can hear the
-    /// agent. So syncs may program a state from disk.
+    /// If no control plane answers, and a Service lacks something reserved, rules of an earlier run
+    /// may give it to the Service, so that nobody can hear the agent. Then a state from disk may be
+    /// programmed.
     pub(crate) fn free_reserved(&self) {
         let mut inner = self.lock();
         let has_conflict = inner.held.state.frontends().reserved_conflicts(&BTreeSet::new()).next().is_some();
@@ -361,14 +351,11 @@ impl AgentState {
     }
 
     /// The changes that are not in the kernel yet.
-    #[must_use]
     pub fn backlog(&self) -> &Arc<Backlog> {
         &self.backlog
     }
 
-    /// The last known value of the agent's own Node. `going_away` is true if the Node has been
-    /// deleted.
-    #[must_use]
+    /// The last known value of the agent's own Node. If deleted, with `going_away`.
     pub fn node(&self) -> Option<Node> {
         self.lock().node.clone()
     }
@@ -380,7 +367,6 @@ impl AgentState {
 
     /// Begins a new stream. Returns the resume point for `Hello`, the epoch and version of the held
     /// state, and the number of the stream.
-    #[must_use]
     pub fn begin_stream(&self) -> (Option<v1::Resume>, Option<(u64, u64)>, u64) {
         let mut inner = self.lock();
         inner.stream += 1;
@@ -395,7 +381,6 @@ impl AgentState {
     }
 
     /// Like [`Self::apply`], but returns the step instead of waiting when the lock is held.
-    #[must_use]
     pub fn try_apply(&self, step: StateUpdate) -> Option<StateUpdate> {
         match self.try_lock() {
             Some(mut inner) => self.apply_locked(&mut inner, step),
@@ -454,13 +439,9 @@ impl AgentState {
         }
     }
 
-    /// Stores the agent's own Node, as the stream sent it. If rules depend on a value that changed,
-    /// the next sync is a full sync.
-    ///
-    /// If `own.node` is `None`, the source has no Node of this name. In this case, the rules keep
-    /// the values of the last Node, as in kube-proxy, because the machine still runs. The last Node
-    /// is marked as going away, also on disk, so that load balancers send no new connections. The
-    /// next Node that arrives replaces the last Node.
+    /// Stores the agent's own Node. If rules depend on what changed, the next sync is a full sync.
+    /// Without a Node, the rules keep the values of the last one, as in kube-proxy, because the
+    /// machine still runs; it is marked as going away, also on disk.
     pub fn set_node(&self, own: &OwnNode) {
         let OwnNode { revision, node, position, reserved } = own;
         let mut inner = self.lock();
@@ -491,7 +472,6 @@ impl AgentState {
     }
 
     /// Like [`Self::signal`], but returns false instead of waiting when the lock is held.
-    #[must_use]
     pub(crate) fn try_signal(&self, wake: Wake) -> bool {
         let signalled = self.try_lock().map(|mut inner| inner.signals.insert(wake));
         self.changed.notify_one();
@@ -511,7 +491,6 @@ impl AgentState {
         inner.verifications_requested
     }
 
-    /// Number of requested verifications.
     pub(crate) fn verifications_requested(&self) -> u64 {
         self.lock().verifications_requested
     }
@@ -532,20 +511,17 @@ impl AgentState {
     }
 
     /// True while the state is from disk and may not be programmed.
-    #[must_use]
     pub fn is_unconfirmed(&self) -> bool {
         self.lock().lack == Lack::ChangesOfRules
     }
 
     /// Epoch and version of the state; `None` before the first complete snapshot.
-    #[must_use]
     pub fn position(&self) -> Option<(u64, u64)> {
         self.lock().held.position()
     }
 
     /// See [`Held::point`]. The epoch is 0 also until a state from disk is confirmed, because it
     /// may lack what its positions include.
-    #[must_use]
     pub fn point(&self) -> Option<v1::Resume> {
         self.lock().point()
     }
@@ -568,10 +544,9 @@ impl AgentState {
         (!inner.needs_full).then(|| read(inner.held.state(), &inner.facts, &inner.dirty))
     }
 
-    /// Computes the digests of the resources anew, and returns them with the epoch and version that
-    /// the state had at the start. Releases the lock between groups of Services, so a bucket that
-    /// changed after this version may have any digest. Logs an error if the digests of the state
-    /// were wrong, and corrects them. The cost grows with the number of resources.
+    /// Computes the digests of the resources anew, with the epoch and version of the start.
+    /// Releases the lock between groups of Services, so buckets that change later may have any
+    /// digest. Logs and corrects wrong digests. The cost grows with the number of resources.
     pub(crate) fn renewed_digests(&self) -> ((u64, u64), Digests) {
         let moment = |inner: &Shared| (inner.held.position(), inner.generation);
         let before = moment(&self.lock());
@@ -590,7 +565,6 @@ impl AgentState {
         (before.0.unwrap_or_default(), digests)
     }
 
-    /// The Services of the state.
     pub(crate) fn keys(&self) -> Vec<Arc<ServiceKey>> {
         self.with_state(|state| state.entries().map(|(key, _)| Arc::clone(key)).collect())
     }
@@ -651,8 +625,7 @@ impl AgentState {
         self.lock().held.positions()
     }
 
-    /// What a file with the state says besides resources; `None` before the first complete
-    /// snapshot.
+    /// What a file says besides resources; `None` before the first complete snapshot.
     pub(crate) fn save_point(&self) -> Option<SavePoint> {
         let inner = self.lock();
         let point = inner.point()?;
@@ -732,16 +705,12 @@ pub struct Snapshot {
     pub rejected: HashSet<String>,
 }
 
-/// The numbers of all buckets.
 pub(crate) fn all_buckets() -> HashSet<u16> {
     (0..=u16::MAX).take(BUCKETS).collect()
 }
 
-/// The shared state, with its version and positions.
-///
-/// A rejected resource keeps its last good value in this state. That value has another hash than
-/// the replica's value, so the digests of the bucket differ, and the next resume by digests sends
-/// the resource again. Therefore this state does not mark rejected resources.
+/// The shared state, with its version and positions. A rejected resource keeps its last good value
+/// here, so the digests of its bucket differ, and the next resume by digests sends it again.
 #[derive(Debug, Default)]
 pub struct Held {
     pub(crate) state: State,
@@ -762,11 +731,9 @@ const AGENT_VERSION: &str = env!("CARGO_PKG_VERSION");
 
 impl Held {
     /// A state that was read from disk, with the version and positions of `point`.
-    #[must_use]
     pub fn restored(state: State, point: &v1::Resume) -> Self {
-        // Another version of the program may have ignored fields that this version uses. A resume
-        // from the log would not send these fields again, so epoch 0 makes the replica compare
-        // digests.
+        // Another version of the program may have ignored fields that this one uses, which the log
+        // would not send again. Epoch 0 makes the replica compare digests.
         let epoch = if point.agent_version == AGENT_VERSION { point.epoch } else { 0 };
         let sources = point.positions.iter().map(|source| (source.kind, source.position)).collect();
         Self { state, position: Some((epoch, point.version)), sources, ..Self::default() }
@@ -786,19 +753,16 @@ impl Held {
     }
 
     /// The held resources.
-    #[must_use]
     pub fn state(&self) -> &State {
         &self.state
     }
 
     /// Epoch and version; `None` before the first complete snapshot.
-    #[must_use]
     pub fn position(&self) -> Option<(u64, u64)> {
         self.position
     }
 
     /// The positions of the source, with the position of the agent's own Node.
-    #[must_use]
     pub fn positions(&self) -> Vec<v1::SourcePosition> {
         let mut sources = self.sources.clone();
         if let Some(v1::SourcePosition { kind, position }) = self.node_position {
@@ -810,7 +774,6 @@ impl Held {
 
     /// Returns the description of the held state for `Hello`. Returns `None` when the agent holds
     /// neither a state nor the position of its Node.
-    #[must_use]
     pub fn resume(&self) -> Option<v1::Resume> {
         let positions = self.positions();
         match self.position {
@@ -824,12 +787,8 @@ impl Held {
     }
 
     /// Returns the version and positions to write to disk, for [`Self::restored`]; `None` before
-    /// the first complete snapshot.
-    ///
-    /// If a resource is rejected, the epoch is 0, so that the agent resumes by digests after its
-    /// restart. The log would not send the rejected resource again, and the agent would no longer
-    /// know that the resource was rejected.
-    #[must_use]
+    /// the first complete snapshot. If a resource is rejected, the epoch is 0: the log would not
+    /// send it again.
     pub fn point(&self) -> Option<v1::Resume> {
         let (epoch, version) = self.position?;
         Some(v1::Resume {
@@ -1035,21 +994,6 @@ mod tests {
         assert_eq!(next(Some(0)), Some((Wake::Requested, now)), "changes do not delay a request");
         assert_eq!(next(Some(0)), Some((Wake::Work, now)));
         assert_eq!(next(Some(1)), Some((Wake::Verify, now + Duration::from_secs(30))));
-    }
-}
-
-#[cfg(test)]
-mod held_tests {
-    use super::*;
-
-    #[test]
-    fn splitting_into_parts_keeps_all_changes_in_order() {
-        for count in [0, 1, CHANGES_IN_A_PART, CHANGES_IN_A_PART + 1, 3 * CHANGES_IN_A_PART, 3 * CHANGES_IN_A_PART + 7]
-        {
-            let change = |number: usize| Change::RemoveServiceCidr(number.to_string().into());
-            let changes: Vec<Change> = (0..count).map(change).collect();
-            assert_eq!(in_parts(changes.clone()).collect::<Vec<_>>(), changes, "{count} changes");
-        }
     }
 }
 

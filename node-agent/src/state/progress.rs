@@ -42,11 +42,9 @@ struct Queue {
     waiting_since: Option<Instant>,
     /// Changes that a sync has taken and that are not in the kernel yet.
     taken: Batch,
-    /// When the oldest change in `taken` arrived, by family, IPv4 first. `None` when the family is
-    /// in sync.
+    /// When the oldest change in `taken` arrived, by family, IPv4 first. `None` when in sync.
     taken_since: [Option<Instant>; 2],
-    /// What is counted since the start, and the last successful syncs. The changes that wait are
-    /// not included.
+    /// What is counted since the start, and the last successful syncs. Not what waits.
     counts: ChangeCounts,
     /// Families that the last attempt did not program, because the node does not have them.
     is_absent: [bool; 2],
@@ -78,25 +76,20 @@ pub struct FamilyHealth {
 pub struct Health {
     /// Both families, IPv4 first.
     pub families: [FamilyHealth; 2],
-    /// True if load balancers may send new connections to the node, because the node is not going
-    /// away.
+    /// True if load balancers may send new connections: the node is not going away.
     pub is_node_eligible: bool,
-    /// True if the kernel has a complete state. Either this run has programmed the state, or this
-    /// run found the rules of an earlier run, and read the state on disk that belongs to these
-    /// rules.
+    /// True if the kernel has a complete state, of this run or of one whose file was read.
     pub has_programmed: bool,
 }
 
 impl Health {
     /// True when load balancers may send connections to the node: a complete state is programmed,
     /// no change has waited longer than the limit, and the node is not going away.
-    #[must_use]
     pub fn is_serving(&self) -> bool {
         self.is_alive() && self.is_node_eligible && self.has_programmed
     }
 
     /// True when both families are healthy.
-    #[must_use]
     pub fn is_alive(&self) -> bool {
         self.families.iter().all(|family| family.is_healthy)
     }
@@ -215,7 +208,6 @@ impl Backlog {
     /// Returns the health of the agent. A family is unhealthy when a change has waited for longer
     /// than `patience`, even before the first sync. A family that the node does not have is always
     /// healthy.
-    #[must_use]
     pub fn health(&self, patience: Duration) -> Health {
         let inner = self.lock();
         let family = |i: usize| {
@@ -233,7 +225,6 @@ impl Backlog {
     }
 
     /// Numbers for metrics.
-    #[must_use]
     pub fn counts(&self) -> ChangeCounts {
         let inner = self.lock();
         ChangeCounts {
@@ -352,87 +343,6 @@ pub struct Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const LONG: Duration = Duration::from_secs(3600);
-
-    fn node(going_away: bool) -> Node {
-        Node { name: "n".into(), zone: None, pod_cidrs: vec![], addresses: vec![], going_away }
-    }
-
-    // rows: 106
-    #[test]
-    fn row_106_a_family_is_unhealthy_only_while_one_of_its_changes_waits_too_long() {
-        let backlog = Backlog::default();
-        assert!(backlog.health(Duration::ZERO).is_alive(), "no change has arrived");
-        backlog.queue([], &[]);
-        assert!(backlog.health(LONG).is_alive(), "the first change has not waited long");
-        assert!(!backlog.health(Duration::ZERO).is_alive(), "the first change has waited for too long");
-        backlog.take();
-        backlog.failed(&[Family::V6], &[]);
-        assert!(backlog.health(LONG).is_alive());
-        let health = backlog.health(Duration::ZERO);
-        assert!(health.families[0].is_healthy && health.families[0].synced_at.is_some(), "IPv4 is programmed");
-        assert!(!health.families[1].is_healthy && health.families[1].synced_at.is_none(), "IPv6 never worked");
-        assert!(!health.has_programmed);
-        backlog.take();
-        backlog.succeeded(&[]);
-        backlog.queue([], &[]);
-        assert!(backlog.health(LONG).is_alive(), "the change has not waited long");
-        assert!(!backlog.health(Duration::ZERO).is_alive());
-        backlog.take();
-        backlog.failed(&[Family::V6], &[]);
-        let health = backlog.health(Duration::ZERO);
-        assert!(health.families[0].is_healthy && !health.families[1].is_healthy);
-        backlog.take();
-        backlog.succeeded(&[]);
-        assert!(backlog.health(Duration::ZERO).is_alive());
-    }
-
-    #[test]
-    fn a_family_that_the_node_does_not_have_has_no_sync_time_and_is_always_healthy() {
-        let backlog = Backlog::default();
-        for _ in 0..2 {
-            backlog.queue([], &[]);
-            backlog.take();
-            backlog.failed(&[Family::V4], &[Family::V4]);
-            backlog.take();
-            backlog.succeeded(&[Family::V4]);
-        }
-        backlog.queue([], &[]);
-        let health = backlog.health(Duration::ZERO);
-        assert!(health.families[0].synced_at.is_some() && !health.families[0].is_healthy);
-        assert!(health.families[1].synced_at.is_none() && health.families[1].is_healthy);
-    }
-
-    #[test]
-    fn a_node_is_serving_after_a_complete_state_is_programmed_or_found_in_place() {
-        let backlog = Backlog::default();
-        let health = |backlog: &Backlog| backlog.health(LONG);
-        assert!(health(&backlog).is_alive() && !health(&backlog).is_serving());
-        backlog.queue([], &[]);
-        backlog.take();
-        backlog.failed(&[], &[]);
-        assert!(!health(&backlog).is_serving());
-        backlog.take();
-        backlog.succeeded(&[]);
-        assert!(health(&backlog).is_serving());
-        let restarted = Backlog::default();
-        restarted.found_in_place();
-        assert!(health(&restarted).is_serving());
-    }
-
-    // rows: 107
-    #[test]
-    fn row_107_a_node_that_is_going_away_is_not_eligible() {
-        let backlog = Backlog::default();
-        let is_eligible = || backlog.health(LONG).is_node_eligible;
-        assert!(is_eligible(), "the source has no Nodes");
-        backlog.set_node(&node(true));
-        assert!(!is_eligible());
-        backlog.set_node(&node(false));
-        assert!(is_eligible());
-        assert!(backlog.health(LONG).is_alive());
-    }
 
     #[test]
     fn changes_of_a_failed_sync_stay_pending_and_triggers_are_returned_once() {

@@ -1,10 +1,6 @@
 //! Sets kernel parameters: at the start the sizes and timeouts of connection tracking that
-//! kube-proxy sets, later those that a dataplane needs.
-//!
-//! At the start, a read-only parameter keeps its value, and the agent logs a warning. A parameter
-//! is read-only in a container with a read-only `/sys` or `/proc/sys`. A parameter of the whole
-//! machine is also read-only in a network namespace other than the machine's. Any other failure is
-//! an error.
+//! kube-proxy sets, later those of a dataplane. At the start, one that is read-only, as in a
+//! container, keeps its value with a warning; any other failure is an error.
 
 use std::{
     fs, io,
@@ -43,9 +39,7 @@ pub struct SysctlError {
 
 /// Sets the parameters of the configuration below `root`, which is `/` except in tests. A parameter
 /// whose setting is 0 keeps its value. Returns a warning for each read-only parameter.
-///
-/// # Errors
-/// A parameter could not be set and is not read-only.
+/// Errors: a parameter could not be set and is not read-only.
 pub fn set_conntrack(root: &Path, config: &Conntrack) -> Result<Vec<String>, SysctlError> {
     let (parameters, mut warnings) = (root.join(PARAMETERS), Vec::new());
     let cores = thread::available_parallelism().map_or(1, NonZero::get);
@@ -83,9 +77,8 @@ pub(crate) fn is_tcp_liberal() -> bool {
     is_on("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal")
 }
 
-/// Raises a parameter, and returns a warning if it is read-only. As in kube-proxy 1.37, a larger
-/// value stays: the operator or other software chose it, and the kernel would refuse connections
-/// that it now tracks. 0 is no limit.
+/// Raises a parameter, and returns a warning if it is read-only. A larger value stays, as in
+/// kube-proxy 1.37, and 0, which is no limit.
 fn raise(path: &Path, wanted: u64, remedy: &'static str) -> Result<Option<String>, SysctlError> {
     let found = fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
     let Some(found) = found.filter(|found| *found == 0 || *found >= wanted) else {
@@ -120,10 +113,8 @@ const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
 
 /// Makes the kernel route packets to 127.0.0.0/8, which NodePorts on localhost need. Rules of the
 /// agent drop packets that other hosts send to these addresses.
-///
-/// # Errors
-/// The parameter cannot be written. The error is a sentence for the operator. Everything except
-/// NodePorts on localhost works without the parameter.
+/// Errors: the parameter cannot be written. The error is a sentence for the operator. Everything
+/// except NodePorts on localhost works without the parameter.
 pub(crate) fn route_localnet() -> Result<(), String> {
     let path = ROUTE_LOCALNET;
     set(Path::new(path), "1")
@@ -169,9 +160,8 @@ fn conntrack_max(config: &Conntrack, cores: u64) -> Option<u64> {
     (config.max_per_core > 0).then(|| by_cores.max(config.min))
 }
 
-/// The timeout in seconds, rounded down like kube-proxy; `None` for zero, which keeps the present
-/// value. A timeout shorter than a second becomes one second: with 0, the kernel would forget each
-/// connection immediately.
+/// The timeout in whole seconds, at least 1, because with 0 the kernel forgets each connection at
+/// once; `None` for zero, which keeps the present value.
 fn whole_seconds(timeout: Duration) -> Option<u64> {
     (!timeout.is_zero()).then_some(timeout.as_secs().max(1))
 }
@@ -196,7 +186,6 @@ mod tests {
         assert_eq!(conntrack_max(&Conntrack { max_per_core: 0, ..defaults() }, 64), None);
     }
 
-    /// A machine in a folder, with these parameters.
     fn machine(parameters: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         let folders = [root.path().join(PARAMETERS), root.path().join(HASH_SIZE).parent().unwrap().to_owned()];
@@ -216,24 +205,6 @@ mod tests {
         ("nf_conntrack_udp_timeout", "30"),
         ("nf_conntrack_udp_timeout_stream", "120"),
     ];
-
-    // rows: 88
-    #[test]
-    fn row_88_configured_parameters_are_set_and_other_parameters_keep_their_values() {
-        let root = machine(&ALL);
-        let close_wait = Duration::from_millis(1);
-        let config = Conntrack { max_per_core: 1, min: 8192, udp_timeout: Duration::from_secs(7), ..defaults() };
-        let config = Conntrack { tcp_close_wait_timeout: close_wait, ..config };
-        let warnings = set_conntrack(root.path(), &config).unwrap();
-        assert_eq!(warnings, Vec::<String>::new());
-        let read = |name: &str| fs::read_to_string(root.path().join(PARAMETERS).join(name)).unwrap().trim().to_owned();
-        let found: Vec<String> = ALL.iter().map(|(name, _)| read(name)).collect();
-        assert_eq!(found, ["8192", "86400", "1", "0", "7", "120"]);
-        assert_eq!(fs::read_to_string(root.path().join(HASH_SIZE)).unwrap(), "2048");
-        let liberal = Conntrack { tcp_be_liberal: true, max_per_core: 0, ..defaults() };
-        set_conntrack(root.path(), &liberal).unwrap();
-        assert_eq!([read("nf_conntrack_tcp_be_liberal"), read("nf_conntrack_max")], ["1", "8192"]);
-    }
 
     // rows: 88
     #[test]

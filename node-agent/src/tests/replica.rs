@@ -19,10 +19,7 @@ use tokio::{
 };
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tonic::{
-    Request, Response, Status, Streaming,
-    transport::{Server, ServerTlsConfig},
-};
+use tonic::{Request, Response, Status, Streaming, transport::Server};
 
 use super::GUARD;
 
@@ -88,23 +85,13 @@ impl Service {
 
 impl ScriptedReplica {
     pub(super) async fn start() -> Self {
-        Self::serve(TcpListener::bind("127.0.0.1:0").await.unwrap(), None)
+        Self::serve(TcpListener::bind("127.0.0.1:0").await.unwrap())
     }
 
-    pub(super) async fn at(address: SocketAddr) -> Self {
-        Self::serve(TcpListener::bind(address).await.unwrap(), None)
-    }
-
-    pub(super) async fn start_tls(tls: ServerTlsConfig) -> Self {
-        Self::serve(TcpListener::bind("127.0.0.1:0").await.unwrap(), Some(tls))
-    }
-
-    fn serve(listener: TcpListener, tls: Option<ServerTlsConfig>) -> Self {
+    fn serve(listener: TcpListener) -> Self {
         let address = listener.local_addr().unwrap();
         let (sender, connections) = mpsc::channel(16);
         let stop = CancellationToken::new();
-        let server = tls.map_or_else(Server::builder, |tls| Server::builder().tls_config(tls).unwrap());
-        let mut server = server;
         let standing = Standing::default();
         let (asked, (delays_answers, delays)) = (Arc::<Notify>::default(), watch::channel(false));
         let service = Service {
@@ -113,7 +100,7 @@ impl ScriptedReplica {
             asked: Arc::clone(&asked),
             delays_answers: delays,
         };
-        let serving = server.add_service(DiscoveryServer::new(service));
+        let serving = Server::builder().add_service(DiscoveryServer::new(service));
         let serving = serving.serve_with_incoming(TcpListenerStream::new(listener));
         let stopped = stop.clone();
         tokio::spawn(async move { stopped.run_until_cancelled(serving).await });
@@ -146,10 +133,6 @@ impl ScriptedReplica {
 
     pub(super) async fn accept(&mut self) -> Connection {
         timeout(GUARD, self.connections.recv()).await.unwrap().unwrap()
-    }
-
-    pub(super) async fn accept_within(&mut self, wait: Duration) -> Option<Connection> {
-        timeout(wait, self.connections.recv()).await.ok().flatten()
     }
 }
 

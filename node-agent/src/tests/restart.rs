@@ -5,8 +5,8 @@ use headgate_core::Change;
 use tempfile::TempDir;
 
 use super::*;
+use crate::testing::batch;
 
-/// Starts an agent that saves its state in `folder`.
 fn start(folder: &TempDir, replica: &ScriptedReplica) -> Agent {
     Agent::start(&[
         format!("--control-plane=http://{}", replica.address),

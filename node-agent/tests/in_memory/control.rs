@@ -8,7 +8,7 @@ use std::{
 };
 
 use headgate_core::{NodeFacts, ServiceKey, digest::Digests, view::ServicePortView};
-use headgate_node_agent::dataplane::{DataplaneError, Fault, KernelHandle};
+use headgate_node_agent::dataplane::{DataplaneError, KernelHandle};
 
 /// A call of the dataplane that reached the kernel. Services are written as `namespace/name`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,14 +46,11 @@ pub(super) struct Script {
     pub(super) degraded: Vec<String>,
     pub(super) rejected: BTreeSet<String>,
     pub(super) quarantined: BTreeSet<Arc<ServiceKey>>,
-    pub(super) deferred: Option<Vec<Fault>>,
-    /// When maintenance is due.
     pub(super) maintenance_due_at: Option<Instant>,
 }
 
 impl Control {
     /// The finished calls in order, including failed calls.
-    #[must_use]
     pub fn calls(&self) -> Vec<Call> {
         self.script().calls.clone()
     }
@@ -91,7 +88,6 @@ impl Control {
     }
 
     /// The services that are quarantined.
-    #[must_use]
     pub fn quarantined(&self) -> Vec<String> {
         self.script().quarantined.iter().map(ToString::to_string).collect()
     }
@@ -99,11 +95,6 @@ impl Control {
     /// Makes maintenance due now, once.
     pub fn needs_maintenance(&self) {
         self.script().maintenance_due_at = Some(Instant::now());
-    }
-
-    /// Makes the kernel reject `parts` of services, and accept the rest, from now on.
-    pub fn defer(&self, parts: Vec<Fault>) {
-        self.script().deferred = Some(parts);
     }
 
     /// Makes calls wait in the kernel while `held` is true.
@@ -139,7 +130,6 @@ impl Control {
 #[allow(dead_code)]
 impl Control {
     /// The number of finished calls.
-    #[must_use]
     pub fn changes(&self) -> usize {
         self.script().calls.len()
     }

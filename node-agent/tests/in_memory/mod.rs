@@ -30,14 +30,12 @@ pub struct InMemoryFamily {
 
 /// A dataplane and its control. The dataplane programs only IPv4, because both families would share
 /// one table.
-#[must_use]
 pub fn dataplane() -> (DualStack<InMemoryFamily>, Control) {
     let control = Control::default();
     (dataplane_of(&control), control)
 }
 
 /// A dataplane for a kernel that may have a table already. Nothing is in quarantine.
-#[must_use]
 pub fn dataplane_of(control: &Control) -> DualStack<InMemoryFamily> {
     control.script().quarantined.clear();
     let make = |_| InMemoryFamily { control: control.clone() };
@@ -136,10 +134,6 @@ impl Dataplane for InMemoryFamily {
         Ok(())
     }
 
-    fn deferred(&mut self) -> Option<Vec<Fault>> {
-        self.control.script().deferred.take()
-    }
-
     fn find_faults(
         &mut self,
         kernel: &mut Control,
@@ -165,7 +159,6 @@ impl Dataplane for InMemoryFamily {
 
 impl Control {
     /// What the table forwards.
-    #[must_use]
     pub fn forwarding(&self) -> forwarding::Table {
         let views = self.script().table.clone().into_values().flatten();
         let settings = NodeSettings {

@@ -47,7 +47,6 @@ pub enum IpSetError {
 
 impl IpSetError {
     /// The kernel's error number, if the kernel rejected the request.
-    #[must_use]
     pub fn refusal_code(&self) -> Option<i32> {
         match self {
             Self::Refused { code, .. } => Some(*code),
@@ -72,9 +71,7 @@ pub struct IpSets {
 
 impl IpSets {
     /// Opens a connection and negotiates the protocol version.
-    ///
-    /// # Errors
-    /// [`IpSetError::Missing`] if the kernel has no IP sets, [`IpSetError::Protocol`] if it
+    /// Errors: [`IpSetError::Missing`] if the kernel has no IP sets, [`IpSetError::Protocol`] if it
     /// supports no version that this crate supports.
     pub fn open() -> Result<Self, IpSetError> {
         let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
@@ -91,9 +88,7 @@ impl IpSets {
 
     /// The revision in which new sets of a type are created. The crate queries the kernel once for
     /// each type and family.
-    ///
-    /// # Errors
-    /// [`IpSetError::MissingType`] if the kernel does not have the type.
+    /// Errors: [`IpSetError::MissingType`] if the kernel does not have the type.
     pub fn revision(&mut self, set_type: SetType, family: Family) -> Result<u8, IpSetError> {
         if let Some(revision) = self.revisions.get(&(set_type, family)) {
             return Ok(*revision);
@@ -111,9 +106,7 @@ impl IpSets {
     }
 
     /// Creates an empty set.
-    ///
-    /// # Errors
-    /// [`IpSetError::Refused`] with `EEXIST` if a set of any type has this name.
+    /// Errors: [`IpSetError::Refused`] with `EEXIST` if a set of any type has this name.
     pub fn create(&mut self, wanted: &Specification) -> Result<(), IpSetError> {
         let set_type = wanted.set_type;
         let revision = self.revision(set_type, wanted.family)?;
@@ -122,19 +115,15 @@ impl IpSets {
         self.ask(request, || format!("creating the set {} of type {set_type}", wanted.name), is_bitmap)
     }
 
-    /// Destroys a set with its entries.
-    ///
-    /// # Errors
-    /// [`IpSetError::Refused`] if a rule uses the set, or with `ENOENT` if the set does not exist.
+    /// Destroys a set with its entries. Errors: [`IpSetError::Refused`] if a rule uses the set, or
+    /// with `ENOENT` if the set does not exist.
     pub fn destroy(&mut self, set: &str) -> Result<(), IpSetError> {
         self.ask(wire::destroy(self.protocol, set), || format!("destroying the set {set}"), None)
     }
 
     /// Atomically swaps the contents of two sets of the same type and family. Rules that use one of
     /// the sets then match the entries of the other set.
-    ///
-    /// # Errors
-    /// [`IpSetError::Refused`] if a set does not exist, or if types or families differ.
+    /// Errors: [`IpSetError::Refused`] if a set does not exist, or if types or families differ.
     pub fn swap(&mut self, set: &str, with: &str) -> Result<(), IpSetError> {
         self.ask(wire::swap(self.protocol, set, with), || format!("swapping the sets {set} and {with}"), None)
     }
@@ -142,26 +131,20 @@ impl IpSets {
     /// Executes changes of entries in order, many in one send. Each change is independent. The
     /// result lists, in order, the changes that the kernel rejected, which [`Change::explain`]
     /// describes. The kernel has executed all other changes.
-    ///
-    /// # Errors
-    /// The kernel may have executed none, some or all of the changes.
+    /// Errors: the kernel may have executed none, some or all of the changes.
     pub fn execute<'a>(&mut self, changes: impl IntoIterator<Item = &'a Change>) -> Result<Vec<Refused>, IpSetError> {
         let protocol = self.protocol;
         Ok(self.connection.execute_all(changes.into_iter().map(|change| wire::change(protocol, change)))?)
     }
 
     /// Returns the header of a set, or `None` if no set has this name.
-    ///
-    /// # Errors
-    /// The kernel does not list the set. Retry if [`NetlinkError::is_transient`].
+    /// Errors: the kernel does not list the set. Retry if [`NetlinkError::is_transient`].
     pub fn header(&mut self, name: &str) -> Result<Option<Header>, IpSetError> {
         Ok(self.read_one(name, false)?.map(|set| set.header))
     }
 
     /// Returns a set with its entries, or `None` if no set has this name.
-    ///
-    /// # Errors
-    /// The kernel does not list the set. Retry if [`NetlinkError::is_transient`].
+    /// Errors: the kernel does not list the set. Retry if [`NetlinkError::is_transient`].
     pub fn set(&mut self, name: &str) -> Result<Option<Set>, IpSetError> {
         self.read_one(name, true)
     }
@@ -187,17 +170,5 @@ impl IpSets {
             },
             error => error.into(),
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn missing_types_name_their_modules() {
-        let text = |set_type| IpSetError::MissingType(set_type).to_string();
-        assert!(text(SetType::HashIpPortNet).ends_with("(modprobe ip_set_hash_ipportnet)"));
-        assert!(text(SetType::BitmapPort).ends_with("(modprobe ip_set_bitmap_port)"));
     }
 }

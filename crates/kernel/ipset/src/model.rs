@@ -27,7 +27,6 @@ impl SetType {
         [Self::HashIp, Self::HashIpPort, Self::HashIpPortIp, Self::HashIpPortNet, Self::HashNet, Self::BitmapPort];
 
     /// The kernel's name for the type.
-    #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::HashIp => "hash:ip",
@@ -40,14 +39,12 @@ impl SetType {
     }
 
     /// Returns the type with this name, or `None` if this crate does not support the type.
-    #[must_use]
     pub fn of_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|set_type| set_type.name() == name)
     }
 
-    /// The newest revision that this crate needs. This revision supports comments, counters and
-    /// forced additions (Linux 3.18). Newer revisions add only options that this crate does not
-    /// offer, and older `ipset` programs cannot list sets of newer revisions.
+    /// The newest revision that this crate needs (Linux 3.18: comments, counters, forced
+    /// additions); older `ipset` programs cannot list sets of newer ones.
     pub(crate) fn wanted_revision(self) -> u8 {
         match self {
             Self::HashIp => 4,
@@ -89,15 +86,12 @@ impl Specification {
     /// Bitmap types: the first and the last port.
     pub(crate) const PORT_RANGE: (u16, u16) = (0, u16::MAX);
 
-    /// A set without comments and timeout, with the kernel's default sizes. A port bitmap covers
-    /// all ports.
-    #[must_use]
+    /// A set without comments and timeout, with default sizes. A port bitmap covers all ports.
     pub fn new(name: impl Into<String>, set_type: SetType, family: Family) -> Self {
         Self { name: name.into(), set_type, family, hash_size: None, max_elements: None, timeout_seconds: None }
     }
 
     /// Sets the sizes of the hash.
-    #[must_use]
     pub fn with_sizes(mut self, hash_size: u32, max_elements: u32) -> Self {
         self.hash_size = Some(hash_size);
         self.max_elements = Some(max_elements);
@@ -105,7 +99,6 @@ impl Specification {
     }
 
     /// Makes entries expire.
-    #[must_use]
     pub fn expiring_after(mut self, timeout_seconds: u32) -> Self {
         self.timeout_seconds = Some(timeout_seconds);
         self
@@ -121,8 +114,7 @@ pub enum Element {
     IpPort(IpAddr, Protocol, u16),
     /// An entry of `hash:ip,port,ip`.
     IpPortIp(IpAddr, Protocol, u16, IpAddr),
-    /// An entry of `hash:ip,port,net`. The last two fields are the network and its prefix length,
-    /// at least 1.
+    /// An entry of `hash:ip,port,net`. The last two are network and prefix length (at least 1).
     IpPortNet(IpAddr, Protocol, u16, IpAddr, u8),
     /// An entry of `hash:net`: the network and its prefix length, at least 1.
     Net(IpAddr, u8),
@@ -181,12 +173,10 @@ pub struct Header {
     pub comments: bool,
     /// The default time after which an entry expires, in seconds. None if entries do not expire.
     pub timeout_seconds: Option<u32>,
-    /// An option changes the entries of the set: addresses are masked (`netmask`, `bitmask`), or a
-    /// full set evicts entries (`forceadd`). Sets that this crate creates have none of these
-    /// options.
+    /// An option changes the entries: masked addresses (`netmask`, `bitmask`), or eviction by a
+    /// full set (`forceadd`). Sets of this crate have none.
     pub changes_entries: bool,
-    /// The number of rules and other sets that use this set. The kernel destroys a set only if this
-    /// number is 0.
+    /// The number of rules and other sets that use this set. The kernel destroys a set only at 0.
     pub references: u32,
     /// The number of entries, if the kernel reports it (Linux 4.9).
     pub elements: Option<u32>,
@@ -195,17 +185,14 @@ pub struct Header {
 impl Header {
     /// Returns whether the set has the wanted type and family. Such a set can be swapped with the
     /// wanted set and can hold the same entries.
-    #[must_use]
     pub fn is_of_type(&self, wanted: &Specification) -> bool {
         let is_bitmap = wanted.set_type == SetType::BitmapPort;
         self.type_name == wanted.set_type.name() && (is_bitmap || self.family == Some(wanted.family))
     }
 
-    /// Returns whether the set already has the wanted properties, so that no swap is needed. The
-    /// maximum number of entries is compared only if `wanted` specifies a maximum. Hash sizes are
-    /// not compared, because hashes grow. Options that do not affect entries, such as counters, are
-    /// ignored.
-    #[must_use]
+    /// Returns whether the set already has the wanted properties, so that no swap is needed. Not
+    /// compared: hash sizes, which grow, a maximum that `wanted` lacks, and options without effect
+    /// on entries.
     pub fn fits(&self, wanted: &Specification) -> bool {
         let is_bitmap = wanted.set_type == SetType::BitmapPort;
         self.is_of_type(wanted)
@@ -237,13 +224,11 @@ pub enum Change {
 
 impl Change {
     /// Adds an entry to a set.
-    #[must_use]
     pub fn add(set: impl Into<String>, element: Element) -> Self {
         Self::Add(set.into(), element)
     }
 
     /// Deletes an entry from a set.
-    #[must_use]
     pub fn delete(set: impl Into<String>, element: Element) -> Self {
         Self::Delete(set.into(), element)
     }

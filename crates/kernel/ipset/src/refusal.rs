@@ -80,30 +80,11 @@ pub(crate) fn reason(refusal: &Refusal, is_bitmap: Option<bool>) -> String {
 
 impl Change {
     /// Describes a rejection of this change in words, with the set and the entry.
-    #[must_use]
     pub fn explain(&self, refusal: &Refusal) -> String {
         let (doing, element, set) = match self {
             Self::Add(set, element) => ("adding", element, format!("to the set {set}")),
             Self::Delete(set, element) => ("deleting", element, format!("from the set {set}")),
         };
         format!("{doing} {element} {set}: {}", reason(refusal, Some(matches!(element, Element::Port(_)))))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn error_numbers_are_described_in_words() {
-        let said = |code: i32, is_bitmap| reason(&Refusal::of_code(code), is_bitmap);
-        assert_eq!(said(4100, None), "the set is in use by a rule or a list, or being listed");
-        assert_eq!(said(4114, None), "the set has no socket buffer marks");
-        assert!(said(4352, Some(false)).starts_with("the set is full"));
-        assert_eq!(said(4352, Some(true)), "the entry is out of the set's range");
-        assert!(said(4352, None).contains("(a hash), or"));
-        assert_eq!(said(4357, None), "the range is out of range");
-        assert_eq!(said(9999, None), "ipset's error 9999");
-        assert_eq!(said(libc::EBUSY, None), "Device or resource busy (os error 16)");
     }
 }

@@ -1,6 +1,6 @@
-//! Encoding of requests and decoding of the kernel's answers. Numbers in attributes are big-endian.
-//! The types of attributes longer than a byte carry `NLA_F_NET_BYTEORDER`. Unknown attributes are
-//! ignored. A truncated message, or a message without a required attribute, is an error.
+//! Encoding of requests and decoding of answers. Numbers are big-endian; types of those longer than
+//! a byte carry `NLA_F_NET_BYTEORDER`. Unknown attributes are ignored. What is truncated, or lacks
+//! a required attribute, is an error.
 
 #[cfg(test)]
 mod tests;
@@ -82,12 +82,10 @@ fn put_ip(request: Request, kind: u16, address: IpAddr) -> Request {
     request.nested(kind, |request| request.ip(inner | NET_BYTE_ORDER, address))
 }
 
-/// A query for the kernel's protocol versions.
 pub(crate) fn get_protocol(ours: u8) -> Request {
     request(commands::PROTOCOL, 0, ours)
 }
 
-/// A query for the revisions of a type.
 pub(crate) fn get_type(protocol: u8, set_type: SetType, family: Family) -> Request {
     request(commands::TYPE, 0, protocol)
         .text(top::TYPENAME, set_type.name())
@@ -118,13 +116,11 @@ pub(crate) fn swap(protocol: u8, set: &str, with: &str) -> Request {
     about(commands::SWAP, 0, protocol, set).text(top::SETNAME2, with)
 }
 
-/// A query for a set, with or without entries.
 pub(crate) fn list(protocol: u8, set: &str, entries: bool) -> Request {
     let request = about(commands::LIST, FLAG_DUMP, protocol, set);
     if entries { request } else { put_u32(request, top::FLAGS, LIST_HEADER) }
 }
 
-/// The request for a change.
 pub(crate) fn change(protocol: u8, change: &Change) -> Request {
     let (command, set, element) = match change {
         Change::Add(set, element) => (commands::ADD, set, element),
@@ -151,7 +147,6 @@ fn put_element(request: Request, element: &Element) -> Request {
     }
 }
 
-/// The lowest and the highest supported version.
 type Versions = (u8, u8);
 
 /// Reads the kernel's protocol versions. Kernels before 4.20 report a single version.
@@ -159,7 +154,6 @@ pub(crate) fn protocol_versions(payload: &[u8]) -> Result<Versions, Malformed> {
     versions(payload, top::PROTOCOL, "no version of the protocol")
 }
 
-/// Reads the revisions of a type.
 pub(crate) fn revisions(payload: &[u8]) -> Result<Versions, Malformed> {
     versions(payload, top::REVISION, "no revision of the set type")
 }

@@ -14,11 +14,9 @@ pub enum Command {
     SetService(Service),
     /// Removes a virtual service and its destinations.
     RemoveService(ServiceId),
-    /// Adds a destination to a virtual service. The kernel rejects the command if the destination
-    /// exists.
+    /// Adds a destination to a virtual service. Rejected if the destination exists.
     AddDestination(ServiceId, Destination),
-    /// Changes the weight, forwarding method and thresholds of a destination. The kernel keeps its
-    /// connections.
+    /// Changes weight, forwarding method and thresholds of a destination. Its connections stay.
     SetDestination(ServiceId, Destination),
     /// Removes a destination. The kernel drops each of its connections at the next packet. If
     /// `expire_nodest_conn` is 0 and the destination is added again, its connections continue.
@@ -27,7 +25,6 @@ pub enum Command {
 
 impl Command {
     /// The virtual service that the command changes.
-    #[must_use]
     pub fn service(&self) -> ServiceId {
         match self {
             Self::AddService(service) | Self::SetService(service) => service.id,
@@ -38,9 +35,7 @@ impl Command {
         }
     }
 
-    /// Describes a rejection of this command in words, with the object of the command and the
-    /// reason.
-    #[must_use]
+    /// Describes a rejection of this command in words, with its object and the reason.
     pub fn explain(&self, refusal: &Refusal) -> String {
         let reason = self.reason(refusal.code).map_or_else(|| refusal.to_string(), str::to_owned);
         let of = self.service();

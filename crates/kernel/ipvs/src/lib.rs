@@ -31,15 +31,11 @@ pub enum IpvsError {
 #[derive(Debug)]
 pub struct Ipvs {
     connection: Connection,
-    /// The type of messages of IPVS.
     kind: u16,
 }
 
 impl Ipvs {
-    /// Opens a connection.
-    ///
-    /// # Errors
-    /// [`IpvsError::Missing`] if the kernel has no IPVS.
+    /// Opens a connection. Errors: [`IpvsError::Missing`] if the kernel has no IPVS.
     pub fn open() -> Result<Self, IpvsError> {
         let mut connection = Connection::open(libc::NETLINK_GENERIC)?;
         match generic::find(&mut connection, FAMILY) {
@@ -50,26 +46,19 @@ impl Ipvs {
     }
 
     /// Sets the idle timeouts of connections. Zero keeps the current value.
-    ///
-    /// # Errors
-    /// The kernel rejects a timeout that is longer than the kernel can represent.
+    /// Errors: the kernel rejects a timeout that is longer than the kernel can represent.
     pub fn set_timeouts(&mut self, timeouts: &Timeouts) -> Result<(), IpvsError> {
         Ok(self.connection.ask(wire::set_timeouts(self.kind, timeouts), |_, _| {})?)
     }
 
     /// Lists all virtual services. Services that change during the list may be missing or listed
-    /// twice.
-    ///
-    /// # Errors
-    /// The kernel does not return the list. Retry if [`NetlinkError::is_transient`].
+    /// twice. Errors: the kernel does not return the list. Retry if [`NetlinkError::is_transient`].
     pub fn services(&mut self) -> Result<Vec<ServiceEntry>, IpvsError> {
         self.list(&wire::list_services(self.kind), wire::service)
     }
 
     /// Returns a virtual service, or `None` if the service does not exist.
-    ///
-    /// # Errors
-    /// The kernel rejects the query or does not answer.
+    /// Errors: the kernel rejects the query or does not answer.
     pub fn service(&mut self, id: ServiceId) -> Result<Option<ServiceEntry>, IpvsError> {
         match self.connection.ask_one(&wire::get_service(self.kind, id), wire::service) {
             Err(error) if error.refusal_code() == Some(libc::ESRCH) => Ok(None),
@@ -79,9 +68,7 @@ impl Ipvs {
 
     /// Lists all destinations of a virtual service, including destinations of weight 0. The list is
     /// empty if the service does not exist.
-    ///
-    /// # Errors
-    /// The kernel does not return the list. Retry if [`NetlinkError::is_transient`].
+    /// Errors: the kernel does not return the list. Retry if [`NetlinkError::is_transient`].
     pub fn destinations(&mut self, id: ServiceId) -> Result<Vec<DestinationEntry>, IpvsError> {
         self.list(&wire::list_destinations(self.kind, id), |payload| wire::destination(payload, id.family()))
     }
@@ -100,9 +87,7 @@ impl Ipvs {
     /// Executes commands in order, many in one send. Each command is independent. The result lists,
     /// in order, the commands that the kernel rejected, which [`Command::explain`] describes. The
     /// kernel has executed all other commands.
-    ///
-    /// # Errors
-    /// The kernel may have executed none, some or all of the commands.
+    /// Errors: the kernel may have executed none, some or all of the commands.
     pub fn execute<'a>(&mut self, commands: impl IntoIterator<Item = &'a Command>) -> Result<Vec<Refused>, IpvsError> {
         let kind = self.kind;
         Ok(self.connection.execute_all(commands.into_iter().map(|command| wire::command(kind, command)))?)

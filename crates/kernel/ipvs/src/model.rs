@@ -7,8 +7,7 @@ use std::{
 
 use headgate_netlink::{Family, Protocol};
 
-/// The key of a virtual service. A key from the kernel never uses [`Protocol::Other`] for TCP, UDP
-/// or SCTP.
+/// The key of a virtual service. [`Protocol::Other`] is never TCP, UDP or SCTP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ServiceId {
     /// A protocol, an address and a port. With persistence, port 0 matches every port of the
@@ -30,13 +29,11 @@ pub enum ServiceId {
 
 impl ServiceId {
     /// The key of a service with an address and a port.
-    #[must_use]
     pub fn new(protocol: Protocol, address: SocketAddr) -> Self {
         Self::Address { protocol, address }
     }
 
     /// The address family of the clients.
-    #[must_use]
     pub fn family(&self) -> Family {
         match self {
             Self::Address { address, .. } => Family::of(address.ip()),
@@ -67,7 +64,6 @@ pub enum Netmask {
 
 impl Netmask {
     /// The mask that treats each address as a separate client.
-    #[must_use]
     pub fn host(family: Family) -> Self {
         match family {
             Family::V4 => Self::V4(Ipv4Addr::BROADCAST),
@@ -82,8 +78,7 @@ impl Netmask {
 pub struct Persistence {
     /// How long persistence lasts after the client's last connection has ended, in seconds.
     pub timeout_seconds: u32,
-    /// The mask that groups client addresses into one client. Its family is the family of the
-    /// service.
+    /// The mask that groups client addresses into one client. It has the service's family.
     pub netmask: Netmask,
 }
 
@@ -116,7 +111,6 @@ pub struct Service {
 
 impl Service {
     /// A service without persistence and flags.
-    #[must_use]
     pub fn new(id: ServiceId, scheduler: impl Into<String>) -> Self {
         Self {
             id,
@@ -129,7 +123,6 @@ impl Service {
     }
 
     /// Adds persistence that treats each client address as a separate client.
-    #[must_use]
     pub fn persistent(mut self, timeout_seconds: u32) -> Self {
         self.persistence = Some(Persistence { timeout_seconds, netmask: Netmask::host(self.id.family()) });
         self
@@ -142,8 +135,7 @@ pub enum Forwarding {
     /// By address translation (`IP_VS_CONN_F_MASQ`).
     #[default]
     Masquerade,
-    /// The destination is this node (`IP_VS_CONN_F_LOCALNODE`). Only the kernel selects this
-    /// method.
+    /// The destination is this node (`IP_VS_CONN_F_LOCALNODE`). Only the kernel selects it.
     Local,
     /// Through a tunnel (`IP_VS_CONN_F_TUNNEL`).
     Tunnel,
@@ -164,8 +156,7 @@ pub struct Destination {
     /// The relative share of new connections, at most 2³¹ − 1. A destination of weight 0 gets no
     /// new connections and keeps its existing connections.
     pub weight: u32,
-    /// The number of connections at which the destination stops getting new connections. 0 means no
-    /// limit.
+    /// The number of connections at which the destination gets no new ones. 0 means no limit.
     pub upper_threshold: u32,
     /// After the upper threshold was reached, the destination gets new connections again when it
     /// has fewer connections than this number. 0 means three quarters of the upper threshold.
@@ -174,13 +165,11 @@ pub struct Destination {
 
 impl Destination {
     /// A destination of weight 1 with masquerading and without thresholds.
-    #[must_use]
     pub fn new(address: SocketAddr) -> Self {
         Self { address, forwarding: Forwarding::Masquerade, weight: 1, upper_threshold: 0, lower_threshold: 0 }
     }
 
     /// Sets the weight.
-    #[must_use]
     pub fn weighing(mut self, weight: u32) -> Self {
         self.weight = weight;
         self
@@ -205,8 +194,6 @@ pub struct DestinationEntry {
     pub active_connections: u32,
     /// Connections in all other states: closing TCP connections and all UDP connections.
     pub inactive_connections: u32,
-    /// Persistence entries that point to this destination.
-    pub persistent_connections: u32,
 }
 
 /// Idle timeouts of connections, in seconds.

@@ -1,9 +1,7 @@
-//! Encoding of requests and decoding of the kernel's answers. Attribute numbers come from
-//! `linux/ip_vs.h`, and layouts from `net/netfilter/ipvs/ip_vs_ctl.c`. Unknown attributes are
-//! ignored. A truncated message, or a message without the key of its object, is an error.
-//!
-//! Ports and IPv4 netmasks are big-endian. All other numbers are in the machine's byte order.
-//! Addresses take 16 bytes in both families. An IPv4 address uses the first four bytes (`union
+//! Encoding of requests and decoding of answers (`linux/ip_vs.h`,
+//! `net/netfilter/ipvs/ip_vs_ctl.c`). Unknown attributes are ignored. A truncated message, or one
+//! without the key of its object, is an error. Ports and IPv4 netmasks are big-endian, other
+//! numbers in the machine's byte order. Addresses take 16 bytes, IPv4 the first four (`union
 //! nf_inet_addr`).
 
 #[cfg(test)]
@@ -41,7 +39,7 @@ headgate_netlink::constants! {
     /// `IPVS_DEST_ATTR_…`.
     dest: u16 {
         ADDR = 1, PORT = 2, FWD_METHOD = 3, WEIGHT = 4, U_THRESH = 5, L_THRESH = 6,
-        ACTIVE_CONNS = 7, INACT_CONNS = 8, PERSIST_CONNS = 9, ADDR_FAMILY = 11,
+        ACTIVE_CONNS = 7, INACT_CONNS = 8, ADDR_FAMILY = 11,
     }
 
     /// `IP_VS_SVC_F_…`.
@@ -69,7 +67,6 @@ impl Forwarding {
     }
 }
 
-/// Begins a request, with the message type of IPVS.
 fn request(kind: u16, command: u8, flags: u16) -> Request {
     Request::new(kind, flags, &[command, VERSION, 0, 0])
 }
@@ -149,7 +146,6 @@ fn put_destination(request: Request, address: SocketAddr, fill: impl FnOnce(Requ
     })
 }
 
-/// The request for a command, with the message type of IPVS.
 pub(crate) fn command(kind: u16, command: &Command) -> Request {
     // `IPVS_CMD_…`
     let number = match command {
@@ -203,7 +199,6 @@ fn read_protocol(value: &[u8]) -> Result<Protocol, Malformed> {
     Ok(Protocol::of_number(number))
 }
 
-/// Reads a virtual service from a list or a single answer.
 pub(crate) fn service(payload: &[u8]) -> Result<ServiceEntry, Malformed> {
     let fields = generic::fields(payload)?.need(top::SERVICE, Fields::of, "a message without its virtual service")?;
     let family = fields.need(svc::AF, read_family, "a virtual service without an address family")?;
@@ -248,8 +243,7 @@ fn read_netmask(family: Family, value: &[u8]) -> Result<Netmask, Malformed> {
     }
 }
 
-/// Reads a destination of a list. Kernels before 3.18 omit its family, which is then the family of
-/// the service.
+/// Reads a destination of a list. Kernels before 3.18 omit its family: that of the service.
 pub(crate) fn destination(payload: &[u8], service: Family) -> Result<DestinationEntry, Malformed> {
     let fields = generic::fields(payload)?.need(top::DEST, Fields::of, "a message without its destination")?;
     let family = fields.get(dest::ADDR_FAMILY, read_family)?.unwrap_or(service);
@@ -269,6 +263,5 @@ pub(crate) fn destination(payload: &[u8], service: Family) -> Result<Destination
         destination,
         active_connections: number(dest::ACTIVE_CONNS)?,
         inactive_connections: number(dest::INACT_CONNS)?,
-        persistent_connections: number(dest::PERSIST_CONNS)?,
     })
 }

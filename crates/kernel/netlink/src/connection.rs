@@ -26,8 +26,7 @@ use crate::{
 
 /// The size of the receive buffer in bytes. The kernel sends at most 32 KiB at once.
 pub(super) const RECEIVE_BUFFER_BYTES: usize = 64 * 1024;
-/// The maximum number of requests in one send. Their answers must fit into the socket's receive
-/// buffer.
+/// The most requests in one send. Their answers must fit into the socket's receive buffer.
 pub const BATCH_REQUESTS: usize = 128;
 /// The maximum number of bytes in one send, unless a single request is larger. The kernel copies a
 /// send into contiguous memory.
@@ -36,7 +35,6 @@ pub const BATCH_BYTES: usize = 64 * 1024;
 /// The maximum capacity in bytes of the request buffer between sends.
 const KEPT_BYTES: usize = 64 * 1024;
 
-/// The maximum number of attempts for a list that the kernel interrupts.
 const LIST_ATTEMPTS: u32 = 5;
 
 /// The result of a dump.
@@ -77,20 +75,15 @@ pub struct Connection {
 
 impl Connection {
     /// Opens a socket for a netlink protocol such as [`libc::NETLINK_NETFILTER`] in the calling
-    /// thread's network namespace.
-    ///
-    /// # Errors
-    /// The kernel creates no socket.
+    /// thread's network namespace. Errors: the kernel creates no socket.
     pub fn open(protocol: libc::c_int) -> Result<Self, NetlinkError> {
         let socket = Socket::open(protocol, BUFFER_BYTES).map_err(NetlinkError::Open)?;
         Ok(Self { socket, sequence: 0, buffer: vec![0; RECEIVE_BUFFER_BYTES], outgoing: Vec::new() })
     }
 
     /// Requests a list and passes the type and payload of each message to `each`.
-    ///
-    /// # Errors
-    /// Messages already passed to `each` are valid. After an error the dump is incomplete and the
-    /// connection is unusable: open another connection.
+    /// Errors: Messages already passed to `each` are valid. After an error the dump is incomplete
+    /// and the connection is unusable: open another connection.
     #[allow(clippy::needless_pass_by_value)] // callers make the request for this call
     pub fn dump(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
         self.exchange(&request, false, |message| {
@@ -100,10 +93,8 @@ impl Connection {
     }
 
     /// Requests a list once. `add` adds the payload of one message to the result.
-    ///
-    /// # Errors
-    /// The errors of [`Connection::dump`], or a malformed message that `add` reports. After a
-    /// malformed message the connection remains usable.
+    /// Errors: the errors of [`Connection::dump`], or a malformed message that `add` reports. After
+    /// a malformed message the connection remains usable.
     pub fn list_once<L: Default>(
         &mut self,
         request: &Request,
@@ -114,13 +105,9 @@ impl Connection {
         Ok((found, dumped))
     }
 
-    /// Requests a list, and repeats the request a limited number of times until no change of the
-    /// table interrupts the list. `add` adds the payload of one message to the result. Each attempt
-    /// starts with an empty result.
-    ///
-    /// # Errors
-    /// The errors of [`Connection::list_once`], or `EINTR` if every attempt was interrupted. A
-    /// retry after `EINTR` may succeed.
+    /// Like [`Self::list_once`], repeated a limited number of times until no change interrupts the
+    /// list. Each attempt starts with an empty result. Errors: those of [`Connection::list_once`],
+    /// or `EINTR` if every attempt was interrupted. A retry after `EINTR` may succeed.
     pub fn list<L: Default>(
         &mut self,
         request: &Request,
@@ -136,9 +123,7 @@ impl Connection {
 
     /// Sends a query for a single object, or one change. Passes the type and payload of each answer
     /// to `each` until the kernel acknowledges the request.
-    ///
-    /// # Errors
-    /// The kernel rejects the request, or the answer is lost, so the result is unknown.
+    /// Errors: the kernel rejects the request, or the answer is lost, so the result is unknown.
     #[allow(clippy::needless_pass_by_value)] // callers make the request for this call
     pub fn ask(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<(), NetlinkError> {
         self.exchange(&request, true, |message| {
@@ -148,10 +133,8 @@ impl Connection {
         .map(drop)
     }
 
-    /// Sends a query for a single object, and reads the last message of the answer.
-    ///
-    /// # Errors
-    /// The errors of [`Connection::ask`], the error of `read`, or an answer without a message.
+    /// Sends a query for a single object, and reads the last message of the answer. Errors: the
+    /// errors of [`Connection::ask`], the error of `read`, or an answer without a message.
     pub fn ask_one<T>(
         &mut self,
         request: &Request,
@@ -193,9 +176,7 @@ impl Connection {
     }
 
     /// Like [`Connection::execute`]. Returns the rejected requests in order.
-    ///
-    /// # Errors
-    /// The kernel may have executed none, some or all of the requests.
+    /// Errors: the kernel may have executed none, some or all of the requests.
     pub fn execute_all(&mut self, requests: impl IntoIterator<Item = Request>) -> Result<Vec<Refused>, NetlinkError> {
         let mut all_refused = Vec::new();
         self.execute(requests, |index, refusal| all_refused.push(Refused { index, refusal }))?;
@@ -203,13 +184,10 @@ impl Connection {
     }
 
     /// Sends requests, many in one send ([`BATCH_REQUESTS`], [`BATCH_BYTES`]), and waits until the
-    /// kernel has executed them in order. `refused` receives the index of each request that the
-    /// kernel rejects. The kernel executes the other requests. Only the last request of each send
-    /// requires an acknowledgement: the kernel reports rejections in any case, and an
-    /// acknowledgement for each request would be expensive. Requests for lists are not allowed.
-    ///
-    /// # Errors
-    /// The kernel may have executed none, some or all of the requests.
+    /// kernel has executed them in order. `refused` receives the index of each rejected one; the
+    /// others are executed. Only the last of each send asks for an acknowledgement, which would be
+    /// expensive for each. No lists. Errors: the kernel may have executed none, some or all of the
+    /// requests.
     pub fn execute(
         &mut self,
         requests: impl IntoIterator<Item = Request>,
@@ -350,15 +328,11 @@ impl Connection {
     }
 
     /// The port of the socket in its network namespace (`nl_pid`). Notifications contain the port
-    /// of the socket that made the change.
-    ///
-    /// # Errors
-    /// The system does not report the port.
+    /// of the socket that made the change. Errors: the system does not report the port.
     pub fn port(&self) -> Result<u32, NetlinkError> {
         self.socket.port().map_err(NetlinkError::Open)
     }
 
-    /// Reserves `count` sequence numbers and returns the first number.
     fn reserve(&mut self, count: u32) -> u32 {
         if self.sequence.checked_add(count).is_none() {
             self.sequence = 0;
@@ -378,8 +352,7 @@ pub enum Heard {
     Nothing,
     /// At least one notification was passed to the caller. More notifications may be available.
     Notifications,
-    /// The receive buffer overflowed and notifications were lost. The caller must list the state
-    /// again.
+    /// The receive buffer overflowed and notifications were lost: list the state again.
     Lost,
 }
 
@@ -393,15 +366,10 @@ pub struct Listener {
 
 impl Listener {
     /// Subscribes to multicast groups of a netlink protocol in the calling thread's network
-    /// namespace, for example group 7 (`NFNLGRP_NFTABLES`) of [`libc::NETLINK_NETFILTER`].
-    ///
-    /// Notifications that are not read yet fill the receive buffer. The kernel doubles the size of
-    /// the buffer to account for its own overhead. A size above `net.core.rmem_max` needs
-    /// `CAP_NET_ADMIN`. Without this capability the limit applies.
-    ///
-    /// # Errors
-    /// The kernel creates no socket, or does not let the socket join a group. Groups of netfilter
-    /// need `CAP_NET_ADMIN`.
+    /// namespace, such as group 7 (`NFNLGRP_NFTABLES`) of [`libc::NETLINK_NETFILTER`]. Unread
+    /// notifications fill the receive buffer, which the kernel doubles. A size above
+    /// `net.core.rmem_max` needs `CAP_NET_ADMIN`. Errors: the kernel creates no socket, or does not
+    /// let it join a group. Groups of netfilter need `CAP_NET_ADMIN`.
     pub fn open(protocol: libc::c_int, groups: &[u32], receive_buffer_bytes: u32) -> Result<Self, NetlinkError> {
         let socket = Socket::open(protocol, receive_buffer_bytes).map_err(NetlinkError::Open)?;
         for group in groups {
@@ -411,20 +379,15 @@ impl Listener {
         Ok(Self { socket, buffer: vec![0; RECEIVE_BUFFER_BYTES] })
     }
 
-    /// Makes the kernel drop notifications about changes that the connection with this port made
-    /// ([`super::Connection::port`]). These notifications neither wake the reader nor fill the
-    /// receive buffer.
-    ///
-    /// # Errors
-    /// The kernel does not accept the filter.
+    /// Makes the kernel drop notifications about changes of the connection with this port
+    /// ([`super::Connection::port`]), so that they neither wake the reader nor fill the buffer.
+    /// Errors: the kernel does not accept the filter.
     pub fn ignore_changes_of(&self, port: u32) -> Result<(), NetlinkError> {
         self.socket.ignore_changes_of(port).map_err(NetlinkError::Open)
     }
 
-    /// Reads once without blocking and passes each notification to `each`.
-    ///
-    /// # Errors
-    /// The read fails, or a message is malformed. Notifications already passed to `each` are valid.
+    /// Reads once without blocking and passes each notification to `each`. Errors: the read fails,
+    /// or a message is malformed. Notifications already passed to `each` are valid.
     pub fn receive(&mut self, mut each: impl FnMut(Message<'_>)) -> Result<Heard, NetlinkError> {
         let received = match self.socket.receive(&mut self.buffer, false) {
             Ok(received) => received,
@@ -447,20 +410,17 @@ impl AsFd for Listener {
 
 // The netlink socket. All `unsafe` code of this crate is here.
 
-/// The kernel queues its answers before `send` returns, so a read reaches this timeout only after
-/// an error.
+/// The kernel queues its answers before `send` returns, so only an error leads to this timeout.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The initial size of the send buffer, and the size of the receive buffer of a connection, in
-/// bytes. Sizes above the kernel's limits of about 200 KB (`net.core.wmem_max`,
-/// `net.core.rmem_max`) need `CAP_NET_ADMIN`; without this capability the limits apply.
+/// The initial size of the send buffer, and the size of the receive buffer, in bytes. Sizes above
+/// about 200 KB (`net.core.wmem_max`, `net.core.rmem_max`) need `CAP_NET_ADMIN`.
 pub(super) const BUFFER_BYTES: u32 = 1 << 20;
 
 /// A blocking netlink socket that accepts messages only from the kernel.
 #[derive(Debug)]
 pub(super) struct Socket {
     fd: OwnedFd,
-    /// The requested size of the send buffer.
     send_buffer_bytes: usize,
 }
 
@@ -471,8 +431,7 @@ impl Socket {
         let mut socket = Self { fd, send_buffer_bytes: 0 };
         // Makes the kernel repeat only the header of a request in its error answers.
         socket.set_option(libc::SOL_NETLINK, libc::NETLINK_CAP_ACK, &1_i32)?;
-        // Kernels before 4.12 have no extended acknowledgements, and kernels before 4.20 no strict
-        // checks.
+        // Kernels before 4.12 have no extended acknowledgements, before 4.20 no strict checks.
         socket.set_option_if_known(libc::SOL_NETLINK, libc::NETLINK_EXT_ACK, 1)?;
         // With `NETLINK_GET_STRICT_CHK`, the kernel checks the headers of list requests and filters
         // the list by the fields of these headers.
@@ -518,12 +477,10 @@ impl Socket {
         Ok(())
     }
 
-    /// Subscribes to a multicast group.
     pub(super) fn join(&self, group: c_int) -> io::Result<()> {
         self.set_option(libc::SOL_NETLINK, libc::NETLINK_ADD_MEMBERSHIP, &group)
     }
 
-    /// Makes the kernel drop notifications about changes that the socket with this port made.
     pub(super) fn ignore_changes_of(&self, port: u32) -> io::Result<()> {
         // The position of `nlmsg_pid` in the header of a message. All messages that the kernel
         // sends together have the same port.
@@ -545,7 +502,6 @@ impl Socket {
         self.set_option(libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, &program)
     }
 
-    /// The port of the socket, which identifies it in its network namespace.
     pub(super) fn port(&self) -> io::Result<u32> {
         Ok(SocketAddrNetlink::try_from(getsockname(&self.fd)?)?.pid())
     }
@@ -564,8 +520,7 @@ impl Socket {
             if received > buffer.len() {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "a netlink message longer than the buffer"));
             }
-            // Other processes with sufficient privileges may send to this socket. Only the kernel
-            // has port 0.
+            // Privileged processes may send to this socket. Only the kernel has port 0.
             let sender = sender.and_then(|sender| SocketAddrNetlink::try_from(sender).ok());
             if sender.is_some_and(|sender| sender.pid() == 0) {
                 return buffer.get(..received).ok_or_else(|| io::ErrorKind::InvalidData.into());

@@ -13,19 +13,16 @@ pub enum Family {
 
 impl Family {
     /// The family of an address.
-    #[must_use]
     pub fn of(address: IpAddr) -> Self {
         if address.is_ipv4() { Self::V4 } else { Self::V6 }
     }
 
     /// The number of the family.
-    #[must_use]
     pub fn number(self) -> u8 {
         self as u8
     }
 
     /// The family with a number, if it is IPv4 or IPv6.
-    #[must_use]
     pub fn of_number(number: u16) -> Option<Self> {
         [Self::V4, Self::V6].into_iter().find(|family| u16::from(family.number()) == number)
     }
@@ -53,7 +50,6 @@ pub enum Protocol {
 
 impl Protocol {
     /// The number of the protocol.
-    #[must_use]
     pub fn number(self) -> u8 {
         match self {
             Self::Tcp => 6,
@@ -64,7 +60,6 @@ impl Protocol {
     }
 
     /// The protocol with a number.
-    #[must_use]
     pub fn of_number(number: u8) -> Self {
         let named = [Self::Tcp, Self::Udp, Self::Sctp].into_iter().find(|named| named.number() == number);
         named.unwrap_or(Self::Other(number))

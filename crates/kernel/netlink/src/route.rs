@@ -1,8 +1,6 @@
-//! Links, addresses and local routes (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`). A service
-//! proxy adds Service addresses to a link, so that they are addresses of the node.
-//!
-//! The more addresses the node has, the longer it takes to add or remove an address. Removals of
-//! IPv6 addresses are the slowest.
+//! Links, addresses and local routes (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`), with which a
+//! service proxy makes Service addresses those of the node. Changes take longer the more addresses
+//! the node has; removals of IPv6 addresses are the slowest.
 
 mod wire;
 
@@ -27,7 +25,6 @@ pub struct Prefix {
 
 impl Prefix {
     /// The prefix of a single address: /32 or /128.
-    #[must_use]
     pub fn host(address: IpAddr) -> Self {
         Self { address, length: if address.is_ipv4() { 32 } else { 128 } }
     }
@@ -54,7 +51,6 @@ pub struct Link {
 
 impl Link {
     /// Returns whether the link is up (`IFF_UP`).
-    #[must_use]
     pub fn is_up(&self) -> bool {
         self.flags & libc::IFF_UP.cast_unsigned() != 0
     }
@@ -91,11 +87,8 @@ pub enum Event {
 }
 
 /// Decodes a notification of one of the [`GROUPS`]. Returns `None` if the notification reports no
-/// [`Event`].
-///
-/// # Errors
-/// The notification is truncated, or lacks an attribute. The caller must list links and addresses
-/// again.
+/// [`Event`]. Errors: the notification is truncated, or lacks an attribute. The caller must list
+/// links and addresses again.
 pub fn event(notification: &Message<'_>) -> Result<Option<Event>, Malformed> {
     wire::event(notification.kind, notification.payload)
 }
@@ -103,18 +96,16 @@ pub fn event(notification: &Message<'_>) -> Result<Option<Event>, Malformed> {
 /// One change of a link's addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// Adds an address that the kernel does not select as a source address. An IPv4 address has
-    /// host scope. An IPv6 address is deprecated from the beginning, without duplicate address
-    /// detection and prefix route; the kernel accepts packets to the address a moment later. Fails
-    /// with `EEXIST` if the link has the address.
+    /// Adds an address that is no source address: IPv4 with host scope, IPv6 deprecated, without
+    /// duplicate address detection and prefix route, and usable a moment later. Fails with `EEXIST`
+    /// if the link has it.
     AddAddress {
         /// The index of the link.
         link: u32,
         /// The address.
         address: Prefix,
     },
-    /// Makes the kernel avoid an IPv6 address as a source address, like those of
-    /// [`Self::AddAddress`].
+    /// Makes the kernel avoid an IPv6 source address, like those of [`Self::AddAddress`].
     DeprecateAddress {
         /// The index of the link.
         link: u32,
@@ -137,18 +128,13 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// Opens a connection.
-    ///
-    /// # Errors
-    /// The kernel creates no socket.
+    /// Opens a connection. Errors: the kernel creates no socket.
     pub fn open() -> Result<Self, NetlinkError> {
         Ok(Self { connection: Connection::open(libc::NETLINK_ROUTE)? })
     }
 
     /// Returns the link with this name, or `None` if no link has the name.
-    ///
-    /// # Errors
-    /// The kernel rejects the query or does not answer.
+    /// Errors: the kernel rejects the query or does not answer.
     pub fn link(&mut self, name: &str) -> Result<Option<Link>, NetlinkError> {
         let request = wire::link_request(libc::RTM_GETLINK, 0, 0, 0).text(libc::IFLA_IFNAME, name);
         match self.connection.ask_one(&request, wire::link) {
@@ -157,35 +143,25 @@ impl Routing {
         }
     }
 
-    /// Creates a dummy device that answers no ARP requests. The device is down.
-    ///
-    /// # Errors
-    /// `EEXIST` if the name is in use, `EOPNOTSUPP` if the kernel has no dummy devices (module
-    /// `dummy`).
+    /// Creates a dummy device that answers no ARP requests. The device is down. Errors: `EEXIST` if
+    /// the name is in use, `EOPNOTSUPP` if the kernel has no dummy devices (module `dummy`).
     pub fn add_dummy(&mut self, name: &str) -> Result<(), NetlinkError> {
         self.connection.ask(wire::add_dummy(name), |_, _| {})
     }
 
-    /// Removes a link with its addresses and routes.
-    ///
-    /// # Errors
-    /// `ENODEV` if the link does not exist.
+    /// Removes a link with its addresses and routes. Errors: `ENODEV` if the link does not exist.
     pub fn remove_link(&mut self, link: u32) -> Result<(), NetlinkError> {
         self.connection.ask(wire::link_request(libc::RTM_DELLINK, 0, link, 0), |_, _| {})
     }
 
-    /// All IPv4 and IPv6 addresses of a link.
-    ///
-    /// # Errors
-    /// The kernel does not list the addresses, or changes interrupt every attempt to list them.
+    /// All IPv4 and IPv6 addresses of a link. Errors: the kernel does not list the addresses, or
+    /// changes interrupt every attempt to list them.
     pub fn addresses(&mut self, link: u32) -> Result<Vec<Prefix>, NetlinkError> {
         self.list_addresses(link, |found, _| (found.link == link).then_some(found.address))
     }
 
     /// The IPv6 addresses of a link that the kernel does not avoid as source addresses.
-    ///
-    /// # Errors
-    /// The errors of [`Routing::addresses`].
+    /// Errors: the errors of [`Routing::addresses`].
     pub fn preferred_addresses(&mut self, link: u32) -> Result<Vec<Prefix>, NetlinkError> {
         self.list_addresses(link, |found, payload| {
             (found.link == link && wire::is_preferred(&found, payload)).then_some(found.address)
@@ -194,9 +170,7 @@ impl Routing {
 
     /// All IPv4 and IPv6 addresses of all links that `is_wanted` accepts. The kernel lists all
     /// addresses. Addresses that `is_wanted` rejects are not stored.
-    ///
-    /// # Errors
-    /// The errors of [`Routing::addresses`].
+    /// Errors: the errors of [`Routing::addresses`].
     pub fn all_addresses(
         &mut self,
         is_wanted: impl Fn(&LinkAddress) -> bool,
@@ -206,9 +180,7 @@ impl Routing {
 
     /// Executes changes, many in one send. `refused` receives the index of each change that the
     /// kernel rejects. The kernel executes the other changes.
-    ///
-    /// # Errors
-    /// The kernel may have executed none, some or all of the changes.
+    /// Errors: the kernel may have executed none, some or all of the changes.
     pub fn change<'a>(
         &mut self,
         changes: impl IntoIterator<Item = &'a Change>,
@@ -219,9 +191,7 @@ impl Routing {
 
     /// Returns whether an address is an address of the node, by the routes of the node. The kernel
     /// answers without the lock that changes of links and routes take.
-    ///
-    /// # Errors
-    /// The kernel does not answer. A node without any route to the address is no error.
+    /// Errors: the kernel does not answer. A node without any route to the address is no error.
     pub fn is_local(&mut self, address: IpAddr) -> Result<bool, NetlinkError> {
         let mut is_local = false;
         match self.connection.ask(wire::get_route(address), |_, payload| is_local = wire::is_local(payload)) {
@@ -232,18 +202,12 @@ impl Routing {
 
     /// Adds a route that makes an address an address of the node, on a link that does not get the
     /// address. Rules and sockets can then use the address, and the kernel does not choose it as a
-    /// source address.
-    ///
-    /// # Errors
-    /// `EEXIST` if the route exists, `ENETDOWN` if the link is down.
+    /// source address. Errors: `EEXIST` if the route exists, `ENETDOWN` if the link is down.
     pub fn add_local_route(&mut self, link: u32, address: IpAddr) -> Result<(), NetlinkError> {
         self.connection.ask(wire::add_local_route(link, address), |_, _| {})
     }
 
-    /// Removes a route of [`Self::add_local_route`].
-    ///
-    /// # Errors
-    /// `ESRCH` if the route does not exist.
+    /// Removes a route of [`Self::add_local_route`]. Errors: `ESRCH` if the route does not exist.
     pub fn remove_local_route(&mut self, link: u32, address: IpAddr) -> Result<(), NetlinkError> {
         self.connection.ask(wire::remove_local_route(link, address), |_, _| {})
     }

@@ -10,7 +10,6 @@ use crate::{
     wire::{self, Field, about},
 };
 
-/// The maximum number of attempts to obtain a complete list.
 const ATTEMPTS: u32 = 8;
 
 /// A connection to nftables in the network namespace of the thread that opened it. The connection
@@ -22,10 +21,7 @@ pub struct Nftables {
 }
 
 impl Nftables {
-    /// Opens a connection.
-    ///
-    /// # Errors
-    /// [`NftablesError::Missing`] if the kernel has no nftables.
+    /// Opens a connection. Errors: [`NftablesError::Missing`] if the kernel has no nftables.
     pub fn open() -> Result<Self, NftablesError> {
         let connection = Connection::open(libc::NETLINK_NETFILTER)?;
         let port = connection.port()?;
@@ -40,27 +36,20 @@ impl Nftables {
         }
     }
 
-    /// The port of the connection. Each [`crate::Event`] has the port of the connection that made
-    /// the change.
-    #[must_use]
+    /// The port of the connection. A [`crate::Event`] has that of its author.
     pub fn port(&self) -> u32 {
         self.port
     }
 
     /// The current generation. A changed number means that some program changed the rules.
-    ///
-    /// # Errors
-    /// The kernel rejects the query or does not answer.
+    /// Errors: the kernel rejects the query or does not answer.
     pub fn generation(&mut self) -> Result<Generation, NftablesError> {
         Ok(self.connection.ask_one(&wire::request(libc::NFT_MSG_GETGEN, 0, None), wire::read_generation)?)
     }
 
-    /// Executes a transaction completely or not at all.
-    ///
-    /// # Errors
-    /// [`NftablesError::Refused`] if the kernel rejects the transaction. In this case the kernel
-    /// changed nothing. After other errors it is unknown whether the kernel executed the
-    /// transaction.
+    /// Executes a transaction completely or not at all. Errors: [`NftablesError::Refused`] if the
+    /// kernel rejects the transaction. In this case the kernel changed nothing. After other errors
+    /// it is unknown whether the kernel executed the transaction.
     pub fn commit(&mut self, transaction: &Transaction) -> Result<(), NftablesError> {
         let mut faults = Vec::new();
         let requests = transaction.requests();
@@ -74,19 +63,14 @@ impl Nftables {
     }
 
     /// Lists the tables of one family or of all families.
-    ///
-    /// # Errors
-    /// The kernel does not return the list. Retry if [`NftablesError::is_transient`]; this also
-    /// holds for the other methods that list objects.
+    /// Errors: the kernel does not return the list. Retry if [`NftablesError::is_transient`]; this
+    /// also holds for the other methods that list objects.
     pub fn tables(&mut self, family: Option<Family>) -> Result<Vec<Listed<Table>>, NftablesError> {
         self.list(&wire::request(libc::NFT_MSG_GETTABLE, NLM_F_DUMP, family), wire::read_table, |_| true)
     }
 
     /// Lists the chains of a table in the order of their creation. The list is empty if the table
-    /// does not exist.
-    ///
-    /// # Errors
-    /// The kernel does not return the list.
+    /// does not exist. Errors: the kernel does not return the list.
     pub fn chains(&mut self, table: &TableName) -> Result<Vec<Listed<Chain>>, NftablesError> {
         // The kernel lists the chains of all tables in the family.
         let request = about(libc::NFT_MSG_GETCHAIN, NLM_F_DUMP, table);
@@ -94,10 +78,7 @@ impl Nftables {
     }
 
     /// Lists the rules of a table, or of one of its chains, in order. The list is empty if the
-    /// table or chain does not exist.
-    ///
-    /// # Errors
-    /// The kernel does not return the list.
+    /// table or chain does not exist. Errors: the kernel does not return the list.
     pub fn rules(&mut self, table: &TableName, chain: Option<&str>) -> Result<Vec<Listed<Rule>>, NftablesError> {
         let request = about(libc::NFT_MSG_GETRULE, NLM_F_DUMP, table);
         let request = chain.iter().fold(request, |request, chain| request.text(wire::rule::CHAIN, chain));
@@ -105,29 +86,22 @@ impl Nftables {
     }
 
     /// Lists the sets of a table without their elements.
-    ///
-    /// # Errors
-    /// The kernel does not return the list: `ENOENT` if the table does not exist.
+    /// Errors: the kernel does not return the list: `ENOENT` if the table does not exist.
     pub fn sets(&mut self, table: &TableName) -> Result<Vec<Listed<Set>>, NftablesError> {
         self.list(&about(libc::NFT_MSG_GETSET, NLM_F_DUMP, table), wire::read_set, |_| true)
     }
 
     /// Lists the elements of a set, in no particular order. The list may contain expired elements
     /// that the kernel has not removed yet.
-    ///
-    /// # Errors
-    /// The kernel does not return the list: `ENOENT` if the set does not exist, `EINTR` if the set
-    /// changed during every attempt. Changes of other tables do not prevent the list.
+    /// Errors: the kernel does not return the list: `ENOENT` if the set does not exist, `EINTR` if
+    /// the set changed during every attempt. Changes of other tables do not prevent the list.
     pub fn elements(&mut self, table: &TableName, set: &str) -> Result<Vec<Element>, NftablesError> {
         self.elements_in_order(table, set, |element| element, |one, other| place(one).cmp(&place(other)))
     }
 
-    /// Lists the elements of a set like [`Self::elements`], and stores what `read` returns for
-    /// each element. The list is sorted. A compact form saves memory: an element in the general
-    /// form takes some 250 bytes. `read` must return different values for different elements.
-    ///
-    /// # Errors
-    /// The errors of [`Self::elements`].
+    /// Like [`Self::elements`], sorted, and each stored as `read` returns it, because an element in
+    /// the general form takes some 250 bytes. `read` must tell elements apart. Errors: those of
+    /// [`Self::elements`].
     pub fn elements_as<T: Ord>(
         &mut self,
         table: &TableName,
@@ -174,31 +148,21 @@ impl Nftables {
     }
 
     /// Returns a table, or `None` if the table does not exist.
-    ///
-    /// # Errors
-    /// The kernel rejects the query or does not answer.
+    /// Errors: the kernel rejects the query or does not answer.
     pub fn table(&mut self, name: &TableName) -> Result<Option<Listed<Table>>, NftablesError> {
         self.get(&about(libc::NFT_MSG_GETTABLE, 0, name), wire::read_table)
     }
 
     /// Returns a set without its elements, or `None` if the set does not exist.
-    ///
-    /// # Errors
-    /// The kernel rejects the query or does not answer.
+    /// Errors: the kernel rejects the query or does not answer.
     pub fn set(&mut self, table: &TableName, name: &str) -> Result<Option<Listed<Set>>, NftablesError> {
         self.get(&get_set(table, name), wire::read_set)
     }
 
-    /// Passes each element of a set to `each` without storing the list. If the result is
-    /// [`Dumped::Interrupted`], another transaction in the network namespace interfered, and
-    /// elements may be missing or listed twice. After a transaction has added many elements to a
-    /// set without a size, the kernel continues to grow the set's hash table. During this time, the
-    /// list may be incomplete or contain an element twice even if the result is [`Dumped::Whole`].
-    /// [`Self::elements`] detects both cases.
-    ///
-    /// # Errors
-    /// The kernel does not list the elements: `ENOENT` if the set does not exist. The elements that
-    /// were passed to `each` before the error are valid.
+    /// Passes each element of a set to `each` without storing the list. Elements may be missing or
+    /// listed twice if the result is [`Dumped::Interrupted`], and while the kernel grows the hash
+    /// table of a set without a size; [`Self::elements`] detects both. Errors: the kernel does not
+    /// list the elements: `ENOENT` if the set does not exist. Elements passed before are valid.
     pub fn each_element(
         &mut self,
         table: &TableName,
@@ -213,7 +177,6 @@ impl Nftables {
         Ok(dumped)
     }
 
-    /// Determines how to check that a list of elements is complete.
     fn expected_count(&mut self, table: &TableName, set: &str) -> Result<Expected, NftablesError> {
         // Linux 6.16 reports the number of elements.
         let count = |payload: &[u8]| Option::<u32>::read(&wire::split(payload)?.1, wire::set::COUNT);
@@ -240,10 +203,8 @@ impl Nftables {
         }
     }
 
-    /// Lists the objects that `is_wanted`. A change of any table in the network namespace
-    /// interrupts the list. If the kernel interrupts every attempt, two successive lists that are
-    /// the same are complete. They are compared without the other objects, which another program
-    /// may change all the time.
+    /// Lists the objects that `is_wanted`. If changes of any table interrupt every attempt, two
+    /// equal lists are complete, compared without the objects of other programs.
     fn list<T: PartialEq>(
         &mut self,
         request: &Request,
@@ -266,17 +227,14 @@ impl Nftables {
     }
 }
 
-/// The place of an element among the elements of its set.
 fn place(element: &Element) -> (bool, &Value, bool, &Option<ElementData>) {
     (element.catch_all, &element.key, element.interval_end, &element.data)
 }
 
-/// Queries one set.
 fn get_set(table: &TableName, name: &str) -> Request {
     about(libc::NFT_MSG_GETSET, 0, table).text(wire::set::NAME, name)
 }
 
-/// Changes interrupted every attempt to obtain a list.
 fn interrupted() -> NftablesError {
     NetlinkError::Kernel(Refusal::of_code(libc::EINTR)).into()
 }
@@ -300,13 +258,9 @@ enum Expected {
 
 // Transactions: changes that the kernel executes all together or not at all.
 
-/// An ordered list of changes. The kernel executes either all changes or none, and packets see only
-/// the state before or after the transaction. Each change sees the earlier changes of the
-/// transaction: one transaction can create a set, fill it and use it in a rule.
-///
-/// Objects are encoded when they are added, so a transaction needs little more memory than its
-/// bytes on the wire. A transaction is sent in one call, because the kernel requires all its
-/// messages together.
+/// An ordered list of changes, which the kernel executes all or none of. Packets see only the state
+/// before or after it; each change sees the earlier ones. Objects are encoded when they are added,
+/// and sent in one call, because the kernel requires all messages together.
 #[derive(Debug, Clone, Default)]
 pub struct Transaction {
     requests: Vec<Request>,
@@ -315,25 +269,21 @@ pub struct Transaction {
 
 impl Transaction {
     /// An empty transaction.
-    #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Whether there are no changes.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
     /// The number of messages: one per change, several for long lists of elements.
-    #[must_use]
     pub fn message_count(&self) -> usize {
         self.requests.len()
     }
 
     /// The encoded size in bytes.
-    #[must_use]
     pub fn length_bytes(&self) -> usize {
         self.requests.iter().map(Request::length).sum()
     }
@@ -354,8 +304,7 @@ impl Transaction {
         self.requests.push(wire::put_chain(chain));
     }
 
-    /// Deletes a chain with its rules. Fails with `EBUSY` if a rule or an element jumps to the
-    /// chain.
+    /// Deletes a chain with its rules. Fails with `EBUSY` if a rule or element jumps to it.
     pub fn delete_chain(&mut self, table: &TableName, name: &str) {
         self.requests.push(about(libc::NFT_MSG_DELCHAIN, 0, table).text(wire::chain::NAME, name));
     }
@@ -410,7 +359,6 @@ impl Transaction {
 
     /// The element that the kernel refuses to add, with its table and the name of its set. `None`
     /// if the fault is not in an element that the transaction adds.
-    #[must_use]
     pub fn added_element(&self, fault: &Fault) -> Option<(TableName, String, Element)> {
         let request = self.requests.get(fault.message?)?;
         if wire::command(request.kind()) != Some(libc::NFT_MSG_NEWSETELEM) {
@@ -445,7 +393,6 @@ pub enum NftablesError {
 
 impl NftablesError {
     /// The kernel's first error number, if the kernel rejected the request.
-    #[must_use]
     pub fn refusal_code(&self) -> Option<i32> {
         match self {
             Self::Refused(faults) => faults.first().map(|fault| fault.refusal.code),
@@ -454,9 +401,7 @@ impl NftablesError {
         }
     }
 
-    /// Whether a retry of the same request may succeed at once, because answers were lost or
-    /// another change interfered.
-    #[must_use]
+    /// Whether a retry may succeed at once: answers were lost, or another change interfered.
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Netlink(error) if error.is_transient())
     }
@@ -466,13 +411,11 @@ impl NftablesError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what}: {reason}")]
 pub struct Fault {
-    /// The index of the message in the transaction, from 0. None if the kernel rejects the
-    /// transaction as a whole. Each change is one message, except that long lists of elements span
-    /// several messages. Some errors, such as a loop of jumps, are detected at
-    /// the end of a transaction. The kernel reports these errors for the first message.
+    /// The index of the message in the transaction, from 0; none for the transaction as a whole.
+    /// Long lists of elements span several messages. Errors that are detected at the end, such as a
+    /// loop of jumps, are reported for the first message.
     pub message: Option<usize>,
-    /// The index of the element in the message, if the kernel reports it (extended
-    /// acknowledgements).
+    /// The index of the element in the message, if the kernel reports it.
     pub element: Option<usize>,
     /// A description of the change.
     pub what: String,
@@ -539,8 +482,7 @@ fn key(element: &Element) -> String {
     }
 }
 
-/// The reason for a rejection: the meaning of the error number, followed by the kernel's own text
-/// if the kernel sent one.
+/// The reason for a rejection: the meaning of the error number, and the kernel's own text if any.
 fn reason(refusal: &Refusal) -> String {
     let text = match refusal.code {
         libc::EMLINK | libc::ELOOP => "jumps form a loop, or are nested more than 16 chains deep".into(),

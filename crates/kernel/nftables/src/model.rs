@@ -36,13 +36,11 @@ impl Family {
     pub const ALL: [Self; 6] = [Self::Inet, Self::Ip, Self::Arp, Self::Netdev, Self::Bridge, Self::Ip6];
 
     /// The kernel's number of the family.
-    #[must_use]
     pub fn number(self) -> u8 {
         self as u8
     }
 
     /// Returns the family with this number.
-    #[must_use]
     pub fn of_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|family| family.number() == number)
     }
@@ -73,7 +71,6 @@ pub struct TableName {
 
 impl TableName {
     /// The name of a table in a family.
-    #[must_use]
     pub fn new(family: Family, name: impl Into<String>) -> Self {
         Self { family, name: name.into() }
     }
@@ -95,12 +92,10 @@ pub struct Table {
     /// `NFT_TABLE_F_OWNER` (Linux 5.12): only the socket that created the table may change it. The
     /// kernel deletes the table when the socket closes. The flag cannot be added or removed later.
     pub owned: bool,
-    /// `NFT_TABLE_F_PERSIST` (Linux 6.9): when the owning socket closes, an owned table becomes an
-    /// orphan. An orphan is persistent, has no owner, and any socket may change it. Adding the
-    /// table again with both flags adopts the orphan.
+    /// `NFT_TABLE_F_PERSIST` (Linux 6.9): an owned table outlives its owner's socket without owner,
+    /// and any socket may change it. Adding it again with both flags adopts it.
     pub persistent: bool,
-    /// The netlink port of the owning socket, in tables that the kernel lists. Ignored when a table
-    /// is created.
+    /// The netlink port of the owning socket, in listed tables. Ignored for a new table.
     pub owner_port: Option<u32>,
     /// Bytes for user space. [`crate::comment`] encodes a comment that `nft` prints.
     pub user_data: Vec<u8>,
@@ -108,13 +103,11 @@ pub struct Table {
 
 impl Table {
     /// A table without flags.
-    #[must_use]
     pub fn new(name: TableName) -> Self {
         Self { name, dormant: false, owned: false, persistent: false, owner_port: None, user_data: Vec::new() }
     }
 
     /// Makes the table persistent and owned by the socket that creates it.
-    #[must_use]
     pub fn owned_and_persistent(self) -> Self {
         Self { owned: true, persistent: true, ..self }
     }
@@ -212,20 +205,17 @@ pub struct Chain {
 
 impl Chain {
     /// A chain that processes packets only after a jump.
-    #[must_use]
     pub fn regular(table: &TableName, name: impl Into<String>) -> Self {
         Self { table: table.clone(), name: name.into(), base: None, user_data: Vec::new() }
     }
 
     /// A base chain, which the kernel calls.
-    #[must_use]
     pub fn base(table: &TableName, name: impl Into<String>, base: BaseChain) -> Self {
         Self { base: Some(base), ..Self::regular(table, name) }
     }
 }
 
-/// A rule. Its expressions are evaluated in order until an expression does not match or issues a
-/// verdict.
+/// A rule. Its expressions are evaluated in order until one does not match or issues a verdict.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     /// The table of the rule.
@@ -240,13 +230,11 @@ pub struct Rule {
 
 impl Rule {
     /// A rule of a chain.
-    #[must_use]
     pub fn new(table: &TableName, chain: impl Into<String>, expressions: Vec<Expression>) -> Self {
         Self { table: table.clone(), chain: chain.into(), expressions, user_data: Vec::new() }
     }
 
     /// Adds a comment, which `nft` prints.
-    #[must_use]
     pub fn with_comment(self, text: &str) -> Self {
         Self { user_data: comment(text), ..self }
     }
@@ -261,14 +249,11 @@ pub struct Listed<T> {
     pub object: T,
 }
 
-/// Encodes a comment of a table, chain or rule as user data that `nft` prints. The text is
-/// truncated after 253 bytes.
-#[must_use]
+/// Encodes a comment of a table, chain or rule as user data that `nft` prints, at most 253 bytes.
 pub fn comment(text: &str) -> Vec<u8> {
     let end = text.floor_char_boundary(253);
     let text = text.get(..end).unwrap_or_default();
-    // The comment has type 0 in all three kinds of objects. The length includes the terminating
-    // zero byte.
+    // The comment has type 0 in all three. The length includes the final zero byte.
     let mut bytes = vec![0, u8::try_from(text.len() + 1).unwrap_or(u8::MAX)];
     bytes.extend(text.as_bytes());
     bytes.push(0);
@@ -276,7 +261,6 @@ pub fn comment(text: &str) -> Vec<u8> {
 }
 
 /// Decodes the comment in the user data of a table, chain or rule.
-#[must_use]
 pub fn comment_of(user_data: &[u8]) -> Option<&str> {
     let mut rest = user_data;
     while let [kind, length, after @ ..] = rest {
@@ -294,8 +278,7 @@ pub fn comment_of(user_data: &[u8]) -> Option<&str> {
 pub struct Generation {
     /// The number. Every transaction in the network namespace adds one. The kernel skips 0.
     pub id: u32,
-    /// In notifications: the thread that executed the transaction, as its ID in the initial PID
-    /// namespace.
+    /// In notifications: the thread of the transaction, in the initial PID namespace.
     pub thread_id: Option<u32>,
     /// The name of that thread, at most 15 bytes.
     pub thread_name: Option<String>,
@@ -303,9 +286,7 @@ pub struct Generation {
 
 // Sets, maps and their elements.
 
-/// Data types with the numbers of the `nft` program. The kernel stores the number but needs only
-/// the length. With the right number `nft list` prints readable values without user data in the
-/// set.
+/// Data types with the numbers of `nft`, for readable listings. The kernel needs only the length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DataType {
     /// `ipv4_addr`: 4 bytes.
@@ -322,13 +303,11 @@ pub enum DataType {
 
 impl DataType {
     /// The number of the type in `nft`.
-    #[must_use]
     pub fn id(self) -> u32 {
         self as u32
     }
 
     /// The length of a value in bytes.
-    #[must_use]
     pub fn length_bytes(self) -> u32 {
         match self {
             Self::Protocol => 1,
@@ -350,7 +329,6 @@ pub struct ValueType {
 
 impl ValueType {
     /// A concatenation of types. A single type is returned unchanged.
-    #[must_use]
     pub fn concatenation(parts: &[DataType]) -> Self {
         match parts {
             [single] => (*single).into(),
@@ -373,16 +351,14 @@ impl From<DataType> for ValueType {
 pub enum SetData {
     /// Values.
     Values(ValueType),
-    /// Verdicts. After each change of such a map, the kernel may validate all chains that packets
-    /// can reach.
+    /// Verdicts. After each change, the kernel may validate all chains that packets can reach.
     Verdicts,
 }
 
 /// The flags of a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SetFlags {
-    /// `NFT_SET_ANONYMOUS`: the set belongs to the rule that refers to it, and is deleted with the
-    /// rule.
+    /// `NFT_SET_ANONYMOUS`: the set belongs to its rule, and is deleted with it.
     pub anonymous: bool,
     /// `NFT_SET_CONSTANT`: the elements cannot change once a rule refers to the set.
     pub constant: bool,
@@ -392,8 +368,7 @@ pub struct SetFlags {
     pub timeout: bool,
     /// `NFT_SET_EVAL`: packets may add elements ([`Expression::DynamicSet`]).
     pub dynamic: bool,
-    /// `NFT_SET_CONCAT`: keys are concatenations of ranges. [`Set::field_lengths`] holds the
-    /// lengths of their parts.
+    /// `NFT_SET_CONCAT`: keys are concatenations of ranges, of [`Set::field_lengths`].
     pub concatenated_ranges: bool,
 }
 
@@ -410,8 +385,7 @@ pub struct Set {
     pub data: Option<SetData>,
     /// The flags of the set.
     pub flags: SetFlags,
-    /// The maximum number of elements. With a size, the kernel uses a hash table with a fixed
-    /// number of buckets. Without a size, the hash table grows.
+    /// The maximum number of elements. With a size, the hash table has a fixed number of buckets.
     pub size: Option<u32>,
     /// The timeout in milliseconds of elements without an individual timeout.
     pub timeout_ms: Option<u64>,
@@ -429,7 +403,6 @@ pub struct Set {
 
 impl Set {
     /// A set without data.
-    #[must_use]
     pub fn new(table: &TableName, name: impl Into<String>, key: &[DataType]) -> Self {
         Self {
             table: table.clone(),
@@ -447,26 +420,22 @@ impl Set {
     }
 
     /// A map from keys to values.
-    #[must_use]
     pub fn map(table: &TableName, name: impl Into<String>, key: &[DataType], data: &[DataType]) -> Self {
         let data = SetData::Values(ValueType::concatenation(data));
         Self { data: Some(data), ..Self::new(table, name, key) }
     }
 
     /// A map from keys to verdicts.
-    #[must_use]
     pub fn verdict_map(table: &TableName, name: impl Into<String>, key: &[DataType]) -> Self {
         Self { data: Some(SetData::Verdicts), ..Self::new(table, name, key) }
     }
 
     /// Sets the maximum number of elements.
-    #[must_use]
     pub fn with_size(self, size: u32) -> Self {
         Self { size: Some(size), ..self }
     }
 
     /// Sets the timeout of elements without an individual timeout.
-    #[must_use]
     pub fn with_timeout_ms(mut self, timeout_ms: u64) -> Self {
         self.flags.timeout = true;
         self.timeout_ms = Some(timeout_ms);
@@ -474,7 +443,6 @@ impl Set {
     }
 
     /// Allows packets to add elements. Without a size the kernel uses 65,535.
-    #[must_use]
     pub fn dynamic(mut self) -> Self {
         self.flags.dynamic = true;
         self
@@ -501,13 +469,11 @@ pub struct Element {
     pub data: Option<ElementData>,
     /// `NFT_SET_ELEM_INTERVAL_END`: the key is the first key after a range.
     pub interval_end: bool,
-    /// `NFT_SET_ELEM_CATCHALL`: the element matches all keys that no other element matches (Linux
-    /// 5.13).
+    /// `NFT_SET_ELEM_CATCHALL`: it matches all keys that no other matches (Linux 5.13).
     pub catch_all: bool,
     /// The time from creation to expiry, in milliseconds.
     pub timeout_ms: Option<u64>,
-    /// The remaining time to expiry, in milliseconds. Lists contain this time. Set this field for a
-    /// new element that replaces an older element and expires at the same time.
+    /// The remaining time in milliseconds; set it for an element that replaces an older one.
     pub expires_in_ms: Option<u64>,
     /// Expressions of the element, such as a counter.
     pub expressions: Vec<Expression>,
@@ -517,25 +483,21 @@ pub struct Element {
 
 impl Element {
     /// An element with a key.
-    #[must_use]
     pub fn new(key: Value) -> Self {
         Self { key, ..Self::default() }
     }
 
     /// Adds a value as data.
-    #[must_use]
     pub fn with_value(self, value: Value) -> Self {
         Self { data: Some(ElementData::Value(value)), ..self }
     }
 
     /// Adds a verdict as data.
-    #[must_use]
     pub fn with_verdict(self, verdict: Verdict) -> Self {
         Self { data: Some(ElementData::Verdict(verdict)), ..self }
     }
 
     /// Sets the timeout.
-    #[must_use]
     pub fn with_timeout_ms(self, timeout_ms: u64) -> Self {
         Self { timeout_ms: Some(timeout_ms), ..self }
     }
@@ -550,7 +512,6 @@ pub struct Value(pub Vec<u8>);
 
 impl Value {
     /// A concatenation: each part is padded to a multiple of 4 bytes.
-    #[must_use]
     pub fn concatenation<'a>(parts: impl IntoIterator<Item = &'a Self>) -> Self {
         let mut bytes = Vec::with_capacity(20);
         for part in parts {
@@ -561,26 +522,21 @@ impl Value {
     }
 
     /// A number in the machine's byte order, such as a mark or an interface index.
-    #[must_use]
     pub fn host_u32(number: u32) -> Self {
         Self(number.to_ne_bytes().to_vec())
     }
 
     /// A port.
-    #[must_use]
     pub fn port(port: u16) -> Self {
         Self(port.to_be_bytes().to_vec())
     }
 
     /// One byte, such as an IP protocol or an address family.
-    #[must_use]
     pub fn byte(byte: u8) -> Self {
         Self(vec![byte])
     }
 
-    /// The name of an interface, padded to 16 bytes. A name of more than 15 bytes is truncated; no
-    /// interface has such a name.
-    #[must_use]
+    /// The name of an interface, padded to 16 bytes. Longer names, which none has, are truncated.
     pub fn interface_name(name: &str) -> Self {
         let mut bytes: Vec<u8> = name.bytes().take(15).collect();
         bytes.resize(16, 0);
@@ -635,20 +591,16 @@ impl Register {
     pub const R2: Self = Self(4);
 
     /// The register that starts at a word: `NFT_REG32_00` to `NFT_REG32_15`.
-    #[must_use]
     pub const fn word(word: u32) -> Self {
         Self(word)
     }
 
-    /// The register after a value of this length in bytes. The next part of a concatenation starts
-    /// in this register.
-    #[must_use]
+    /// The register after a value of this length in bytes, for the next part of a concatenation.
     pub const fn after(self, length_bytes: u32) -> Self {
         Self(self.0 + length_bytes.div_ceil(4))
     }
 
     /// The word at which the register starts.
-    #[must_use]
     pub const fn index(self) -> u32 {
         self.0
     }
@@ -662,8 +614,7 @@ impl Register {
         }
     }
 
-    /// Returns the register with this number, or `None` for the verdict register and for unknown
-    /// numbers.
+    /// The register with this number, or `None` for the verdict register and for unknown numbers.
     pub(crate) fn of_number(number: u32) -> Option<Self> {
         match number {
             1..=4 => Some(Self((number - 1) * 4)),
@@ -682,8 +633,7 @@ pub enum Verdict {
     Drop,
     /// Processing continues with the next rule.
     Continue,
-    /// Processing continues after the rule that jumped to this chain. In a base chain, the policy
-    /// of the chain applies.
+    /// Processing continues after the rule that jumped here. In a base chain, the policy applies.
     Return,
     /// Processing continues in a chain and returns afterwards.
     Jump(String),
@@ -707,7 +657,6 @@ impl Verdict {
     }
 
     /// The target chain of the verdict.
-    #[must_use]
     pub fn chain(&self) -> Option<&str> {
         match self {
             Self::Jump(chain) | Self::Goto(chain) => Some(chain),

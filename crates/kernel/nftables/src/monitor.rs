@@ -10,9 +10,8 @@ use crate::{Chain, Element, Generation, NftablesError, Set, Table, TableName, wi
 /// One change of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
-    /// The port of the connection that made the change ([`crate::Nftables::port`]), or 0 if the
-    /// kernel made the change. For example, the kernel deletes a table when its owner closes the
-    /// connection.
+    /// The port of the connection that made the change ([`crate::Nftables::port`]), or 0 for the
+    /// kernel, which deletes a table when its owner closes the connection.
     pub port: u32,
     /// The change.
     pub what: Changed,
@@ -49,8 +48,7 @@ pub enum Changed {
         /// The elements.
         elements: Vec<Element>,
     },
-    /// The transaction ended and this generation began. This event follows all other events of the
-    /// transaction.
+    /// The transaction ended and this generation began. Follows all its other events.
     Generation(Generation),
     /// Another change, such as a change of an object type that this crate does not know.
     Other {
@@ -85,30 +83,21 @@ pub enum Observed {
 pub struct Monitor(Listener);
 
 impl Monitor {
-    /// Subscribes to changes in the calling thread's network namespace. Events that are not read
-    /// yet fill the receive buffer.
-    ///
-    /// # Errors
-    /// The kernel creates no socket, or `CAP_NET_ADMIN` is missing.
+    /// Subscribes to changes in the calling thread's network namespace. Unread events fill the
+    /// buffer. Errors: the kernel creates no socket, or `CAP_NET_ADMIN` is missing.
     pub fn open(receive_buffer_bytes: u32) -> Result<Self, NftablesError> {
         Ok(Self(Listener::open(libc::NETLINK_NETFILTER, &[wire::GROUP], receive_buffer_bytes)?))
     }
 
     /// Like [`Self::open`], without the changes of the connection with this port
-    /// ([`crate::Nftables::port`]). The kernel drops these events, so they wake nobody.
-    ///
-    /// # Errors
-    /// The same errors as [`Self::open`].
+    /// ([`crate::Nftables::port`]), which the kernel drops.
     pub fn open_without(own_port: u32, receive_buffer_bytes: u32) -> Result<Self, NftablesError> {
         let monitor = Self::open(receive_buffer_bytes)?;
         monitor.0.ignore_changes_of(own_port)?;
         Ok(monitor)
     }
 
-    /// Reads once without blocking.
-    ///
-    /// # Errors
-    /// The read fails, or a notification is malformed.
+    /// Reads once without blocking. Errors: the read fails, or a notification is malformed.
     pub fn read(&mut self) -> Result<Observed, NftablesError> {
         let mut events = Vec::new();
         let heard = self.0.receive(|message| events.extend(event(&message).transpose()))?;
@@ -133,7 +122,6 @@ fn event(message: &Message<'_>) -> Result<Option<Event>, Malformed> {
     Ok(Some(Event { port: message.port, what: changed(command, message.payload)? }))
 }
 
-/// Decodes a notification.
 pub(crate) fn changed(command: c_int, payload: &[u8]) -> Result<Changed, Malformed> {
     let presence = if wire::deletes(command) { Presence::Absent } else { Presence::Present };
     Ok(match command {

@@ -42,12 +42,8 @@ pub struct Support {
     pub fault: Option<Fault>,
 }
 
-/// Tries features in transactions that are rejected on purpose, so that they leave no changes. The
-/// kernel loads available modules. `family` is the family of the table; the supported expressions
-/// depend on the family.
-///
-/// # Errors
-/// The kernel does not answer.
+/// Tries features for tables of a family in transactions that are rejected on purpose, so that only
+/// modules are loaded. Errors: the kernel does not answer.
 pub fn probe(kernel: &mut Nftables, family: Family, features: &[Feature]) -> Result<Vec<Support>, NftablesError> {
     let mut support = |feature: &Feature| {
         let fault = refusals(kernel, &attempt(*feature, family))?.into_iter().next();
@@ -56,12 +52,9 @@ pub fn probe(kernel: &mut Nftables, family: Family, features: &[Feature]) -> Res
     features.iter().map(&mut support).collect()
 }
 
-/// Lists what the kernel would reject in a transaction, without executing the transaction. The list
-/// does not include checks at the end of a transaction: loops of jumps, and expressions in chains
-/// of the wrong type.
-///
-/// # Errors
-/// The kernel does not answer.
+/// Lists what the kernel would reject in a transaction, without executing it, except checks at its
+/// end: loops of jumps, and expressions in chains of the wrong type. Errors: the kernel does not
+/// answer.
 pub fn refusals(kernel: &mut Nftables, transaction: &Transaction) -> Result<Vec<Fault>, NftablesError> {
     let mut attempt = transaction.clone();
     // No table can have a name of this length (`NFT_NAME_MAXLEN` is 256), so the kernel always
@@ -93,8 +86,7 @@ fn attempt(feature: Feature, family: Family) -> Transaction {
     all
 }
 
-/// The expression of a feature, after the expressions that must precede it in a rule. A feature of
-/// sets or tables has none.
+/// The expression of a feature, after those that must precede it. Sets and tables have none.
 fn rule(feature: Feature, of_table: Family) -> Vec<Expression> {
     let to = Register::R1;
     let family = match of_table {

@@ -1,5 +1,4 @@
-//! Encoding and decoding of messages (`linux/netfilter/nf_tables.h`). Numbers are in network byte
-//! order.
+//! Encoding and decoding of messages (`linux/netfilter/nf_tables.h`). Numbers are big-endian.
 
 mod expression;
 #[cfg(test)]
@@ -32,12 +31,10 @@ const VERDICT_CODE: u16 = 1;
 /// `NFTA_VERDICT_CHAIN`
 const VERDICT_CHAIN: u16 = 2;
 
-/// Begins a request with the command `NFT_MSG_…`.
 pub(crate) fn request(command: c_int, flags: c_int, family: Option<Family>) -> Request {
     Request::netfilter(libc::NFNL_SUBSYS_NFTABLES, command as u8, flags as u16, family.map_or(0, Family::number))
 }
 
-/// Begins a request about a table or an object in it.
 pub(crate) fn about(command: c_int, flags: c_int, table: &TableName) -> Request {
     request(command, flags, Some(table.family)).text(TABLE, &table.name)
 }
@@ -48,8 +45,7 @@ pub(crate) fn command(kind: u16) -> Option<c_int> {
     (c_int::from(subsystem) == libc::NFNL_SUBSYS_NFTABLES).then_some(command.into())
 }
 
-/// Whether a command deletes an object. The commands of each kind of object are in the order add,
-/// query, delete.
+/// Whether a command deletes an object. Each kind has the order add, query, delete.
 pub(crate) fn deletes(command: c_int) -> bool {
     command <= libc::NFT_MSG_DELSETELEM && command % 3 == libc::NFT_MSG_DELTABLE
 }
@@ -68,15 +64,11 @@ const MISSING: &str = "a message or an expression without a required attribute";
 
 /// What an attribute holds, in both directions. Some types take several attributes.
 pub(crate) trait Field: Sized {
-    /// Adds the attribute of this type.
     fn put(&self, request: Request, kind: u16) -> Request;
-    /// Reads the attribute of this type.
     fn read(fields: &Fields<'_>, kind: u16) -> Result<Self, Malformed>;
 }
 
-/// Lets requests be built in one expression.
 pub(crate) trait With {
-    /// Adds an attribute.
     fn with(self, kind: u16, value: &impl Field) -> Self;
 }
 
@@ -156,7 +148,6 @@ impl Field for Vec<Expression> {
     }
 }
 
-/// Reads each element of a list.
 fn read_list<T>(bytes: &[u8], read: impl Fn(&[u8]) -> Result<T, Malformed>) -> Result<Vec<T>, Malformed> {
     let found = checked_attributes(bytes).filter_map(|attribute| match attribute {
         Ok((LIST_ELEMENT, one)) => Some(read(one)),
@@ -176,7 +167,6 @@ fn put_expressions(request: Request, single: u16, several: u16, expressions: &Ve
     }
 }
 
-/// Reads expressions that [`put_expressions`] adds.
 fn read_expressions(fields: &Fields<'_>, single: u16, several: u16) -> Result<Vec<Expression>, Malformed> {
     match Field::read(fields, single)? {
         Some(one) => Ok(vec![one]),
@@ -250,7 +240,6 @@ fn read_verdict(fields: &Fields<'_>) -> Result<Verdict, Malformed> {
 // writes them. Unknown attributes are ignored. A truncated message, or a message without a
 // required attribute, is an error.
 
-/// The flags that are set.
 fn bits<const N: usize>(flags: [(bool, u32); N]) -> u32 {
     flags.into_iter().filter(|(is_set, _)| *is_set).fold(0, |bits, (_, flag)| bits | flag)
 }
@@ -384,10 +373,8 @@ pub(crate) fn read_rule(payload: &[u8]) -> Result<Listed<Rule>, Malformed> {
     listed(&fields, rule::HANDLE, object)
 }
 
-/// The type of data that are verdicts.
 const VERDICTS: u32 = libc::NFT_DATA_VERDICT;
 
-/// Selects one flag.
 type Flag = fn(&mut SetFlags) -> &mut bool;
 
 /// The numbers of the flags of a set. The flag `NFT_SET_MAP` follows from the data.
@@ -555,7 +542,6 @@ pub(crate) fn read_elements(payload: &[u8]) -> Result<Elements, Malformed> {
 /// Returns the element of a request at an offset, with the index of the element. The offset counts
 /// from the start of the message header.
 pub(crate) fn element_at(payload: &[u8], offset: usize) -> Option<(usize, Element)> {
-    /// The length of the message header.
     const HEADER_BYTES: usize = 16;
     let start = payload.as_ptr().addr().checked_sub(HEADER_BYTES)?;
     let (_, fields) = split(payload).ok()?;

@@ -36,7 +36,6 @@ pub(super) fn closed_gates(set: &str, _: &str, _: &Frontend) -> Option<bool> {
     Some(GATES.contains(&set))
 }
 
-/// The first packet of a connection.
 #[derive(Clone, Copy)]
 pub(crate) struct FirstPacket<'a> {
     pub(crate) client: Client<'a>,
@@ -48,7 +47,6 @@ pub(crate) struct FirstPacket<'a> {
 /// The chains with a rule that the decoder does not understand, and those in which it gave up.
 pub(crate) type Unknown = BTreeSet<Box<str>>;
 
-/// Whether a packet meets a condition.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Met {
     Always,
@@ -196,7 +194,6 @@ impl Rules {
         all
     }
 
-    /// What the target of a rule does with a packet.
     fn follow(&self, target: &Target, packet: FirstPacket<'_>, unknown: &mut Unknown) -> Outcome {
         let deeper = FirstPacket { depth: packet.depth + 1, ..packet };
         match *target {

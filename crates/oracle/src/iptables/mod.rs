@@ -1,12 +1,9 @@
-//! Decodes the output of `iptables-save` to a forwarding table.
-//!
-//! The decoder reads the rules as the kernel does, and knows only a few names of chains: those that
-//! the base chains must lead to, and the chain of NodePorts. It shares no code with the renderers.
-//!
-//! [`Rules`] takes the output line by line. It keeps a chain that only chooses among endpoints as
-//! the list of these endpoints, so that memory grows with the number of Services and endpoints, and
-//! not with the text. [`Walk`] then goes down from a base chain once for each origin. It
-//! collects the conditions on its way, so that the cost grows with the number of rules.
+//! Decodes the output of `iptables-save` to a forwarding table. It reads the rules as the kernel
+//! does, shares no code with the renderers, and knows only a few names of chains: those that the
+//! base chains must lead to, and the chain of NodePorts.
+//! [`Rules`] takes the output line by line, and keeps a chain that only chooses among endpoints as
+//! a list of them, to save memory. [`Walk`] goes down from a base chain once for each origin and
+//! collects conditions, so that the cost grows with the number of rules.
 
 pub(super) mod evaluate;
 pub(super) mod parse;
@@ -32,7 +29,6 @@ use self::{
 };
 use crate::outcome::{Ending, Lists, Outcome};
 
-/// The chain of Services, in nat and filter.
 pub(super) const SERVICES: &str = "KUBE-SERVICES";
 /// The chain of external addresses and NodePorts without endpoints.
 const EXTERNAL: &str = "KUBE-EXTERNAL-SERVICES";
@@ -42,8 +38,7 @@ pub(super) const FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 /// The other chains of Headgate in filter.
 const OTHERS: [&str; 4] = [names::LOCALNET_GUARD, names::GATE_INPUT, names::NODE_PORTS, names::FORWARD];
 
-/// The chains that each base chain must lead to. Without one of them, whole groups of Services are
-/// not served.
+/// The chains that each base chain must lead to. Each serves groups of Services.
 const NEEDED: [(RulesTable, &str, &[&str]); 5] = [
     (RulesTable::Nat, "PREROUTING", &[SERVICES]),
     (RulesTable::Nat, "OUTPUT", &[SERVICES]),
@@ -54,7 +49,6 @@ const NEEDED: [(RulesTable, &str, &[&str]); 5] = [
 
 /// Decodes the rules of mode iptables. `detector` is how rules recognise pods of the node.
 /// `listeners` are those of the proxy, in mode userspace.
-#[must_use]
 pub fn decode(
     rules: &Rules,
     family: Family,

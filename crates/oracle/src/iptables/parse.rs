@@ -12,14 +12,12 @@ use ipnet::IpNet;
 
 use crate::outcome::{Ending, with_recorded};
 
-/// A condition of a rule.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Condition {
     pub(crate) test: Test,
     pub(crate) is_negated: bool,
 }
 
-/// What a condition tests.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Test {
     Destination(IpNet),
@@ -59,7 +57,6 @@ pub(crate) enum Target {
     Unknown,
 }
 
-/// The position of a chain in [`Rules`].
 pub(crate) type ChainId = usize;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -98,12 +95,10 @@ pub struct Rules {
     chains: Vec<Chain>,
     ids: HashMap<(RulesTable, Box<str>), ChainId>,
     table: Option<RulesTable>,
-    /// How many rules the decoder has followed, and the rules and frontends that allow more steps.
-    /// Without a limit, a few chains of another program that each jump to the next chain several
-    /// times would take years.
+    /// How many rules the decoder has followed, and what allows more: a few foreign chains that
+    /// each jump to the next one several times would take years.
     steps: Cell<u64>,
     steps_allowed_by: Cell<u64>,
-    /// The chain whose rules are being read.
     current: Option<ChainId>,
 }
 
@@ -138,7 +133,6 @@ impl Rules {
         }
     }
 
-    /// Returns the chain of this name.
     pub(crate) fn find(&self, table: RulesTable, name: &str) -> Option<ChainId> {
         self.ids.get(&(table, Box::from(name))).copied()
     }
@@ -152,7 +146,6 @@ impl Rules {
         self.steps_allowed_by.update(|count| count + 1);
     }
 
-    /// Takes a step. Returns false if none is left.
     pub(super) fn step(&self) -> bool {
         let has_left = !self.is_exhausted();
         self.steps.update(|steps| steps + u64::from(has_left));
@@ -182,7 +175,6 @@ impl Rules {
         }
     }
 
-    /// The name of the chain to which a rule leads.
     pub(super) fn target(&self, rule: &Rule) -> Option<&str> {
         match rule.target {
             Target::Jump(id) | Target::Goto(id) => Some(&self.chains[id].name),
@@ -190,7 +182,6 @@ impl Rules {
         }
     }
 
-    /// The id of a chain, which is created if it is new.
     fn id(&mut self, table: RulesTable, name: &str) -> ChainId {
         let key = (table, Box::from(name));
         *self.ids.entry(key).or_insert_with(|| {

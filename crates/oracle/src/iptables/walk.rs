@@ -22,7 +22,6 @@ use crate::outcome::{Ending, Outcome};
 /// The chain of NodePorts. Its rules are read once, although a rule for each address leads to it.
 const NODE_PORTS: &str = "KUBE-NODEPORTS";
 
-/// The maximum depth of jumps.
 const MAX_DEPTH: usize = 16;
 
 /// The maximum number of rules that end the way of packets for more than one frontend.
@@ -68,7 +67,6 @@ impl Reach<'_> {
     }
 }
 
-/// The walk of one origin through one table.
 pub(super) struct Walk<'a> {
     rules: &'a Rules,
     table: RulesTable,
@@ -294,7 +292,6 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Reads the chain of NodePorts.
     fn node_ports(&mut self, id: ChainId, reach: Reach<'a>, depth: usize) {
         match reach.destination {
             Some(net) if net.prefix_len() == net.max_prefix_len() => {

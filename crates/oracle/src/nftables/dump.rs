@@ -45,7 +45,6 @@ pub struct DumpedSet {
 pub type Packed = Box<[u8]>;
 
 /// Returns the compact form of an element.
-#[must_use]
 pub fn pack(element: Element) -> Packed {
     let mut bytes = element.key.0;
     if let Some(ElementData::Value(value)) = element.data {
@@ -60,7 +59,6 @@ impl NftablesDump {
     }
 
     /// The number of rules, expressions and elements.
-    #[must_use]
     pub fn size(&self) -> u64 {
         let rules = self.chains.values().flat_map(|chain| &chain.rules).map(|rule| rule.len() + 1);
         let elements = self.sets.values().map(|set| set.elements.len() + set.verdicts.len());
@@ -121,7 +119,6 @@ pub(super) fn protocol_number(protocol: Protocol) -> u8 {
 
 impl DumpedSet {
     /// A set without elements.
-    #[must_use]
     pub fn new(set: &Set) -> Self {
         Self {
             key: set.key,
@@ -137,7 +134,6 @@ impl DumpedSet {
     }
 
     /// The data of an element. `None` if no element has the key.
-    #[must_use]
     pub fn get(&self, key: &[u8]) -> Option<&[u8]> {
         let at = self.elements.binary_search_by(|element| self.split(element).0.cmp(key)).ok()?;
         Some(self.split(&self.elements[at]).1)
@@ -153,7 +149,6 @@ impl DumpedSet {
     }
 
     /// The key and the data of an element.
-    #[must_use]
     pub fn split<'a>(&self, element: &'a [u8]) -> (&'a [u8], &'a [u8]) {
         element.split_at_checked(self.key_bytes()).unwrap_or((element, &[]))
     }

@@ -38,7 +38,6 @@ const NODE_PORT_ADDRESSES: &str = "node-port-addresses";
 /// then list the addresses that answer NodePorts, also if all do.
 const NODE_ADDRESSES: &str = "node-addresses";
 
-/// The rule that a packet has reached.
 #[derive(Clone, Copy)]
 struct At<'c> {
     packet: Packet,
@@ -46,7 +45,6 @@ struct At<'c> {
     depth: usize,
 }
 
-/// The results of a random number or a hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Numbers {
     count: u32,
@@ -66,7 +64,6 @@ struct Drawn<'a> {
 /// A set, the beginning of a key in it, and the rest of the key.
 type Draw<'a> = (&'a str, Vec<u8>, Numbers);
 
-/// Executes the rules of a dump.
 #[derive(Debug)]
 pub(super) struct Interpreter<'a> {
     dump: &'a NftablesDump,
@@ -181,7 +178,6 @@ impl<'a> Interpreter<'a> {
         all
     }
 
-    /// Executes the rest of a rule.
     fn rule(&mut self, rule: &[Expression], mut registers: Registers, at: At<'_>) -> Outcome {
         let packet = at.packet;
         for (position, expression) in rule.iter().enumerate() {
@@ -340,8 +336,7 @@ impl<'a> Interpreter<'a> {
         Some(SocketAddr::new(address, u16::from_be_bytes([port[0], port[1]])))
     }
 
-    /// Compares registers with a value. A value that the decoder does not know differs from every
-    /// value.
+    /// Compares registers with a value. An unknown value differs from every value.
     fn compare(&self, key: &Key, comparison: Comparison, value: &Value, packet: Packet) -> bool {
         let is_pod = packet.origin == Origin::Pod;
         let ordering = match key {
@@ -376,8 +371,7 @@ impl<'a> Interpreter<'a> {
         }
     }
 
-    /// Looks up an element. Returns whether the packet meets the rule so far, or what the packet
-    /// does if this is decided.
+    /// Looks up an element. Returns whether the packet still meets the rule, or its outcome.
     fn lookup(
         &mut self,
         (name, from, result): (&str, Register, &LookupResult),
@@ -445,7 +439,6 @@ impl<'a> Interpreter<'a> {
     }
 }
 
-/// Executes `to = (from & mask) ^ xor`.
 fn mask_register(registers: &mut Registers, from: Register, to: Register, mask: &Value, xor: &Value) {
     let length = mask.0.len();
     match registers.key(from, length) {

@@ -1,10 +1,7 @@
-//! Decodes a table of nftables.
-//!
-//! The decoder executes the rules. It sends a packet for each frontend from each origin through the
-//! base chains, and follows every result of random numbers and hashes ([`interpreter`]). The
-//! frontends are the keys of the table's sets and maps. So a missing rule, a changed element and a
-//! foreign element all change the table that it finds. The cost grows with the number of frontends
-//! and elements. It is limited, because rules of other programs may have any shape.
+//! Decodes a table of nftables by executing its rules: a packet for each frontend (the keys of sets
+//! and maps) from each origin, with every result of random numbers and hashes ([`interpreter`]). So
+//! a missing rule and a changed or foreign element change the result. The cost grows with frontends
+//! and elements, and is limited, because foreign rules may have any shape.
 
 mod dump;
 mod interpreter;
@@ -31,17 +28,14 @@ const STRAIGHT: [&str; 2] = ["straight", "straight-node-ports"];
 const MAX_STEPS: u64 = 1000;
 
 /// Decodes a table. `detector` is how rules recognise pods of the node. `gate` is the set whose
-/// elements make rules send connections to the proxy, in mode userspace. The result describes the
-/// rules without these elements. If the rules that send TCP connections to the proxy are missing,
-/// the result says so.
-#[must_use]
+/// elements send connections to the proxy of mode userspace: the result is without them, and says
+/// if rules that send TCP connections to the proxy are missing.
 pub fn decode(dump: &NftablesDump, detector: Option<&LocalDetector>, gate: Option<&str>) -> Table {
     decode_within(dump, detector, gate, dump.size().saturating_mul(MAX_STEPS))
 }
 
 /// Like [`decode`], with a maximum number of steps. A step executes a rule or an expression, or
 /// reads an element. Beyond the maximum, the result says that the decoder gave up.
-#[must_use]
 pub fn decode_within(
     dump: &NftablesDump,
     detector: Option<&LocalDetector>,

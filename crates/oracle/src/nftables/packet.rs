@@ -32,7 +32,6 @@ pub(super) enum Word {
     Unknown,
 }
 
-/// The registers of a rule.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Registers([Word; 16]);
 
@@ -120,8 +119,7 @@ pub(super) enum Key {
 }
 
 impl Packet {
-    /// Executes an expression that loads a property of the packet. Returns false for another
-    /// expression.
+    /// Executes an expression that loads a property of the packet. False for others.
     pub(super) fn load(&self, expression: &Expression, dump: &NftablesDump, registers: &mut Registers) -> bool {
         let bytes = dump.address_bytes();
         let (source, destination) = if bytes == 4 { (12, 16) } else { (8, 24) };

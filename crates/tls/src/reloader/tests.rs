@@ -59,27 +59,6 @@ impl Folder {
 }
 
 #[test]
-fn a_new_configuration_is_built_only_if_the_files_have_changed() {
-    let folder = Folder::new();
-    let mut reloader = folder.reloader(Side::Server);
-    let now = SystemTime::now();
-    let first = reloader.load(now).unwrap();
-    assert!(Arc::ptr_eq(&first, &reloader.load(now).unwrap()));
-    folder.own(|_| {});
-    let second = reloader.load(now).unwrap();
-    assert!(!Arc::ptr_eq(&first, &second));
-    folder.write("denied", "headgate://node/n1");
-    let mut denying = folder.reloader(Side::Server);
-    let third = denying.load(now).unwrap();
-    folder.write("denied", "");
-    assert!(!Arc::ptr_eq(&third, &denying.load(now).unwrap()));
-    folder.write("cert", "");
-    assert!(reloader.load(now).is_err());
-    folder.own(|_| {});
-    assert!(!Arc::ptr_eq(&second, &reloader.load(now).unwrap()));
-}
-
-#[test]
 fn contents_that_come_back_keep_a_configuration_that_is_in_use() {
     let folder = Folder::new();
     let mut reloader = folder.reloader(Side::Server);

@@ -21,7 +21,6 @@ pub(super) struct Affinity {
 }
 
 impl Affinity {
-    /// The number of remembered clients.
     pub(super) fn len(&self) -> usize {
         self.entries.len()
     }

@@ -10,7 +10,6 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    /// The sum of all weights.
     pub(super) fn total(&self) -> u64 {
         self.before(self.weights.len())
     }
@@ -38,8 +37,7 @@ impl Weights {
         }
     }
 
-    /// The slot that covers `point`, if all weights are laid out in a row. `point` must be less
-    /// than [`Self::total`].
+    /// The slot that covers `point`, below [`Self::total`], if all weights are laid out in a row.
     pub(super) fn find(&self, mut point: u64) -> usize {
         let mut position = 0;
         let mut step = self.weights.len().next_power_of_two();
@@ -67,36 +65,4 @@ impl Weights {
 
 fn lowest_bit(position: usize) -> usize {
     position & position.wrapping_neg()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn finds_the_slot_that_a_plain_walk_finds(
-            changes in proptest::collection::vec((0_usize..40, 0_u32..101), 1..80), point: u64,
-        ) {
-            let (mut tree, mut plain) = (Weights::default(), vec![0_u32; 40]);
-            for (slot, weight) in changes {
-                tree.set(slot, weight);
-                plain[slot] = weight;
-                prop_assert_eq!(tree.get(slot), weight);
-            }
-            let total: u64 = plain.iter().map(|weight| u64::from(*weight)).sum();
-            prop_assert_eq!(tree.total(), total);
-            if total > 0 {
-                let point = point % total;
-                let mut left = point;
-                let expected = plain.iter().position(|weight| {
-                    let covers = left < u64::from(*weight);
-                    left = left.saturating_sub(u64::from(*weight));
-                    covers
-                });
-                prop_assert_eq!(Some(tree.find(point)), expected);
-            }
-        }
-    }
 }

@@ -97,17 +97,6 @@ fn failing_endpoints_rest_and_return() {
 }
 
 #[test]
-fn if_all_endpoints_rest_one_is_chosen() {
-    let mut pool = pool(Algorithm::Random, &[1]);
-    let picked = pick(&mut pool, 0);
-    pool.failed(picked.key, 0);
-    pool.failed(picked.key, 0);
-    assert_eq!(pool.resting(), 1);
-    assert_eq!(pick(&mut pool, 1).address, picked.address);
-    assert!(pool.pick(client(0), &[picked.key], None, 0, 0).is_none());
-}
-
-#[test]
 fn affinity_is_renewed_by_use_expires_and_is_bounded() {
     let mut pool = pool(Algorithm::Random, &[1; 100]);
     let at = |pool: &mut Pool, now_ms: u64| pool.pick(client(0), &[], Some(1000), now_ms, mix(now_ms)).unwrap().address;

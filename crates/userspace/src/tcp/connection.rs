@@ -26,7 +26,6 @@ use crate::{
 /// pipe.
 pub(super) const BUFFER_BYTES: usize = 16 * 1024;
 const _: () = assert!(BUFFER_BYTES <= MIN_CAPACITY_BYTES);
-/// The most bytes of one `splice`.
 const SPLICE_BYTES: usize = 1 << 20;
 /// After a `splice` of fewer bytes, the direction returns to the buffer.
 const BULK_BYTES: u32 = 8 * 1024;
@@ -42,7 +41,6 @@ pub(super) struct Tools {
     pub(super) buffer: Box<[u8]>,
 }
 
-/// A TCP connection of a client.
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) carried: Carried,
@@ -50,7 +48,6 @@ pub(super) struct Connection {
     pub(super) client: OwnedFd,
     /// The endpoint's socket, once `connect` was called.
     pub(super) endpoint: Option<OwnedFd>,
-    /// The endpoints that failed.
     pub(super) tried: Vec<EndpointKey>,
     pub(super) relay: Relay,
     pipes: [Option<Pipe>; 2],

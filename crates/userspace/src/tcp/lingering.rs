@@ -1,7 +1,5 @@
-//! Sockets that get a RST once their peers have acknowledged all bytes.
-//!
-//! A socket that is reset at once loses the bytes in its send buffer. Without a proxy, the bytes
-//! that an endpoint sends before its RST arrive.
+//! Sockets that get a RST once their peers have acknowledged all bytes. A socket that is reset at
+//! once loses the bytes in its send buffer.
 
 use std::{os::fd::OwnedFd, time::Duration};
 

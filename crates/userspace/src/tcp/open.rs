@@ -27,13 +27,11 @@ use crate::{
     threads::milliseconds,
 };
 
-/// The events of a socket. With edge-triggered events a socket is registered once and never
-/// changed.
+/// The events of a socket. Edge-triggered, it is registered once.
 pub(super) fn socket_events() -> EventFlags {
     EventFlags::IN | EventFlags::OUT | EventFlags::PRI | EventFlags::RDHUP | EventFlags::ET
 }
 
-/// The address that the client used.
 pub(super) fn destination_of(client: &OwnedFd, destination: Destination) -> rustix::io::Result<SocketAddr> {
     let local = || rustix::net::getsockname(client).and_then(SocketAddr::try_from);
     match destination {
@@ -126,8 +124,7 @@ impl TcpWorker {
         if self.next_endpoint(slot) { self.begin_connect(slot) } else { self.give_up(slot) }
     }
 
-    /// Chooses another endpoint. Returns false if none is left, or if the connection has tried
-    /// enough endpoints.
+    /// Chooses another endpoint. False if none is left, or the connection has tried enough.
     fn next_endpoint(&mut self, slot: usize) -> bool {
         let Connection { carried, tried, .. } = &mut self.connections[slot];
         tried.push(carried.picked.key);
@@ -175,7 +172,6 @@ impl TcpWorker {
         connection.visit(&mut self.tools, self.event_loop.now_ms)
     }
 
-    /// Ends a connection.
     pub(super) fn close(&mut self, slot: usize, how: HowEnded) {
         let mut connection = self.connections.remove(slot);
         connection.discard_pipes(&mut self.tools);
@@ -202,7 +198,6 @@ impl TcpWorker {
     }
 }
 
-/// Creates a socket and begins to connect.
 fn start_connect(address: SocketAddr) -> rustix::io::Result<OwnedFd> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;

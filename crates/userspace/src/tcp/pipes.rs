@@ -14,7 +14,6 @@ pub(super) const MIN_CAPACITY_BYTES: usize = 64 * 1024;
 /// Empty pipes that a thread keeps.
 const KEPT: usize = 32;
 
-/// A pipe.
 #[derive(Debug)]
 pub(super) struct Pipe {
     pub(super) reader: OwnedFd,

@@ -41,7 +41,6 @@ pub(super) struct StreamListener {
     pub(super) destination: Destination,
 }
 
-/// A thread of the proxy.
 #[derive(Debug)]
 pub(super) struct TcpWorker {
     pub(super) event_loop: EventLoop,

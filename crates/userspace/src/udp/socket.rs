@@ -97,7 +97,6 @@ impl Buffers {
     }
 }
 
-/// A UDP socket.
 #[derive(Debug)]
 pub(super) struct Socket {
     pub(super) fd: OwnedFd,
@@ -106,8 +105,7 @@ pub(super) struct Socket {
 }
 
 impl Socket {
-    /// Prepares a socket. Datagrams that are too large for the path are fragmented, as the client
-    /// sent them.
+    /// Prepares a socket. Datagrams too large for the path are fragmented.
     pub(super) fn new(fd: OwnedFd, is_ipv4: bool, is_connected: bool) -> io::Result<Self> {
         let state = UdpSocketState::new((&fd).into())?;
         if is_ipv4 {
@@ -151,10 +149,9 @@ impl Socket {
         count
     }
 
-    /// Sends the datagrams of a batch to `to`, for a connected socket the address of its endpoint,
-    /// in pieces of as many datagrams as GSO allows. Some drivers and paths refuse GSO only at the
-    /// first send, with EIO or EINVAL: the datagrams of that piece are then sent one by one. If the
-    /// endpoint is unreachable, the rest of the batch is not sent.
+    /// Sends a batch to `to` (for a connected socket, its endpoint) in pieces that GSO allows. Some
+    /// drivers and paths refuse GSO only at the first send, with EIO or EINVAL: then one by one. If
+    /// the endpoint is unreachable, the rest is not sent.
     pub(super) fn send(&self, batch: Batch<'_>, to: SocketAddr) -> Result<(), Lost> {
         let send_piece = |contents: &[u8], segment_size: Option<usize>| {
             if self.is_connected && segment_size.is_none() {

@@ -100,7 +100,6 @@ struct OfClient {
     by_age: VecDeque<u64>,
 }
 
-/// A thread of the proxy.
 #[derive(Debug)]
 pub(super) struct UdpWorker {
     event_loop: EventLoop,
@@ -253,10 +252,9 @@ impl UdpWorker {
         Ok(slot)
     }
 
-    /// Takes a place of the Service, if the limits of the node, the client's address and the
-    /// Service allow another session. At a limit, the client's address gives up old sessions. Other
-    /// clients may have taken more of the node since, so that the address is above its limit: it
-    /// then still gets one session for one.
+    /// Takes a place of the Service within the limits of the node, the client's address and the
+    /// Service. At a limit, the address gives up old sessions, one for one even if others have
+    /// taken more of the node since.
     fn take_place(&mut self, service: &Service, client: IpAddr) -> bool {
         if self.is_full_for(client) && !self.end_oldest_of(client) {
             service.account.stats.over_limit.add(1);
@@ -283,9 +281,8 @@ impl UdpWorker {
         count >= self.settings.max_sessions_per_client || u64::from(count) >= self.free()
     }
 
-    /// Ends the oldest session of a client's address that may end. So a client with a new socket
-    /// for each question, as resolvers have, does not wait for the idle timeout of its old sockets.
-    /// Returns false if the first sessions in order were all used just now.
+    /// Ends the oldest session of a client's address that may end, for resolvers, which have a new
+    /// socket for each question. False if the first ones were all used just now.
     fn end_oldest_of(&mut self, client: IpAddr) -> bool {
         let mut busy = 0;
         while busy < MOST_BUSY {
@@ -368,8 +365,7 @@ impl UdpWorker {
         session.awaits_reply = true;
         let mut sent = session.socket.send(batch, session.carried.picked.address);
         if sent.as_ref().is_err_and(|lost| is_unreachable(&lost.error)) {
-            // The kernel reports the ICMP error of an earlier datagram. What it sent of this batch
-            // is also lost.
+            // The kernel reports the ICMP error of an earlier datagram. What it sent is lost.
             if !self.endpoint_failed(slot, batch.count()) {
                 return;
             }
@@ -522,8 +518,7 @@ fn count_sent(carried: &mut Carried, from: Side, batch: Batch<'_>, sent: Result<
     carried.bytes[from as usize] += bytes;
 }
 
-/// A socket that is connected to an endpoint, so that the kernel reports ICMP errors and drops
-/// datagrams of others.
+/// A socket connected to an endpoint: the kernel reports ICMP errors, and drops others' datagrams.
 fn open(endpoint: SocketAddr) -> io::Result<Socket> {
     let family = if endpoint.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let fd = socket_with(family, SocketType::DGRAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;

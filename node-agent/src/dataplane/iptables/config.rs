@@ -15,12 +15,10 @@ pub struct IptablesOptions {
     pub masquerade: MasqueradeConfig,
     /// True if NodePorts answer on 127.0.0.0/8 (IPv4 only).
     pub localhost_node_ports: bool,
-    /// True if the kernel parameter `nf_conntrack_tcp_be_liberal` is set. With this parameter,
-    /// conntrack does not mark packets outside of the TCP window as INVALID, so no rule has to drop
-    /// INVALID packets.
+    /// True if the kernel parameter `nf_conntrack_tcp_be_liberal` is set: then no packet outside of
+    /// the TCP window is INVALID, and no rule has to drop it.
     pub conntrack_tcp_be_liberal: bool,
-    /// True if rules count packets like kube-proxy, provided that the kernel and the programs
-    /// support packet counters.
+    /// True if rules count packets like kube-proxy, where kernel and programs support counters.
     pub count_packets: bool,
     /// Families to program, if the node supports them.
     pub families: Vec<Family>,

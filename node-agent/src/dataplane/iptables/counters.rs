@@ -21,9 +21,7 @@ impl IptablesFamily {
 
     /// Finds out whether a full sync failed with `error` because of rules that count packets. If
     /// so, switches counting off and returns true; the caller then makes the full sync again.
-    ///
-    /// # Errors
-    /// The trial of rules that count packets failed for another reason than a rejection.
+    /// Errors: the trial of rules that count packets failed for another reason than a rejection.
     pub(super) fn counters_are_rejected(&mut self, error: &DataplaneError) -> Result<bool, DataplaneError> {
         if self.has_counted || !self.ledger.config().counts_packets || error.kind != ErrorKind::Rejected {
             return Ok(false);

@@ -1,8 +1,5 @@
 //! The iptables dataplane: runs scripts of [`headgate_core::iptables`] with `iptables-restore
-//! --noflush`.
-//!
-//! A change writes only the chains of changed services. The dataplane reads all rules from the
-//! kernel only for a full sync.
+//! --noflush`. Only a full sync reads the rules in the kernel.
 
 mod config;
 mod counters;
@@ -37,9 +34,8 @@ use super::{
 };
 use crate::{node_inputs::NodeInputs, sysctl};
 
-/// Sets the kernel parameter that NodePorts on 127.0.0.0/8 need, if the node will have rules for
-/// these NodePorts. First writes the chain that protects 127.0.0.0/8, because the agent may write
-/// its rules much later. Without the programs of iptables, does not set the parameter.
+/// Sets the kernel parameter that NodePorts on 127.0.0.0/8 need, after it has written the chain
+/// that protects 127.0.0.0/8. Without the programs of iptables, does nothing.
 pub(crate) fn prepare(localhost_node_ports: bool, variant: Variant, inputs: &NodeInputs) -> Result<(), DataplaneError> {
     let mut config = RenderConfig { localhost_node_ports, ..RenderConfig::new(Family::V4) };
     config.node_port_addresses = inputs.node_ports(Family::V4).clone();
@@ -64,7 +60,6 @@ pub(crate) fn prepare(localhost_node_ports: bool, variant: Variant, inputs: &Nod
 
 /// A warning about the kernel parameter `route_localnet`, if the parameter is set. A cleanup does
 /// not reset the parameter, because other software may have set it.
-#[must_use]
 pub fn left_settings() -> Option<&'static str> {
     sysctl::is_localnet_routed().then_some(
         "net.ipv4.conf.all.route_localnet stays 1. With this value, other hosts on the local network can reach services that listen on \
@@ -80,16 +75,13 @@ pub type IptablesDataplane = DualStack<IptablesFamily>;
 pub struct IptablesFamily {
     rules: FamilyRules,
     ledger: RulesLedger,
-    /// True after a full sync succeeded, or after the kernel accepted a trial of rules that count
-    /// packets.
+    /// True after a full sync, or after the kernel accepted a trial of rules that count packets.
     has_counted: bool,
 }
 
 impl DualStack<IptablesFamily> {
     /// Finds the programs that the configuration asks for. Changes nothing.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unavailable`] if this machine does not have the programs.
+    /// Errors: [`ErrorKind::Unavailable`] if this machine does not have the programs.
     pub fn new(config: IptablesOptions) -> Result<Self, DataplaneError> {
         let variant = xtables::choose(config.variant)?;
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
@@ -221,7 +213,6 @@ impl IptablesFamily {
         self.ledger.set_ruleset(ruleset(RenderConfig { leaves_out_sctp, ..self.ledger.config().clone() }));
     }
 
-    /// Reads the rules in the kernel, and writes what differs from the state.
     fn write_everything(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let existing = self.rules.programs.existing_tables()?;
         let programs = &self.rules.programs;

@@ -19,15 +19,10 @@ use super::{
     write,
 };
 
-/// Removes our virtual servers, sets and device. The caller must first remove the rules that refer
-/// to the sets. Does not make the kernel load modules: a module that is not loaded holds no
-/// objects.
-///
-/// If `leaves_busy` is true, leaves the destinations of TCP that have connections, and everything
-/// that these connections need. Returns the number of these connections.
-///
-/// # Errors
-/// Something could not be removed; the message names it.
+/// Removes our virtual servers, sets and device, after the caller has removed the rules that refer
+/// to them. Loads no module. If `leaves_busy` is true, leaves TCP destinations with connections and
+/// what they need, and returns the number of these connections. Errors: something could not be
+/// removed; the message names it.
 pub(crate) fn remove_all(exclude_cidrs: &[IpNet], leaves_busy: bool) -> Result<u64, DataplaneError> {
     let mut kernel = IpvsKernel::default();
     let device = kernel.existing_device()?;
@@ -58,10 +53,7 @@ pub(crate) fn remove_all(exclude_cidrs: &[IpNet], leaves_busy: bool) -> Result<u
 }
 
 /// Removes our sets that kube-proxy does not have. The caller must first remove the rules that
-/// refer to the sets.
-///
-/// # Errors
-/// A set could not be removed; the message names it.
+/// refer to the sets. Errors: a set could not be removed; the message names it.
 pub(crate) fn remove_sets_beside_kube_proxys() -> Result<(), DataplaneError> {
     if !has_sets() {
         return Ok(());

@@ -11,7 +11,6 @@ use std::net::SocketAddr;
 
 use super::super::ip_sets::family_of_sets;
 
-/// The kernel's identity of a virtual server.
 pub(super) fn service_id(key: ServerKey) -> ServiceId {
     let protocol = match key.protocol {
         Protocol::Tcp => ipvs::Protocol::Tcp,
@@ -34,7 +33,6 @@ pub(super) fn server_key(id: ServiceId) -> Option<ServerKey> {
     Some(ServerKey { address: address.ip(), protocol, port: address.port() })
 }
 
-/// The virtual server to write to the kernel.
 pub(super) fn service(key: ServerKey, settings: Settings) -> ipvs::Service {
     let service = ipvs::Service::new(service_id(key), settings.scheduler.as_str());
     let service = match settings.persistence_seconds {
@@ -45,8 +43,7 @@ pub(super) fn service(key: ServerKey, settings: Settings) -> ipvs::Service {
     ipvs::Service { scheduler_flags: flags, ..service }
 }
 
-/// The settings of a virtual server in the kernel. `None` if this dataplane never creates a server
-/// with such settings.
+/// The settings of a virtual server in the kernel. `None` if this dataplane never creates such.
 pub(super) fn settings(found: &ipvs::ServiceEntry) -> Option<Settings> {
     let scheduler = Scheduler::parse(&found.service.scheduler)?;
     let persistence_seconds = found.service.persistence.map(|persistence| persistence.timeout_seconds);
@@ -56,20 +53,17 @@ pub(super) fn settings(found: &ipvs::ServiceEntry) -> Option<Settings> {
     is_possible.then_some(settings)
 }
 
-/// The destination to write to the kernel.
 pub(super) fn destination(address: SocketAddr, weight: u32) -> ipvs::Destination {
     ipvs::Destination::new(address).weighing(weight)
 }
 
-/// The weight of a destination in the kernel. If any other field has a value that our destinations
-/// never have, returns a weight that is never wanted, so that the ledger writes the destination
-/// again.
+/// The weight of a destination in the kernel. If another field has a value that ours never have, a
+/// weight that is never wanted, so that the ledger writes it again.
 pub(super) fn weight(found: &ipvs::Destination) -> u32 {
     let is_ours = *found == destination(found.address, found.weight);
     if is_ours { found.weight } else { u32::MAX }
 }
 
-/// The specification with which a set of `count` elements is created.
 pub(super) fn specification(set: Set, family: Family, count: usize) -> Specification {
     let set_type = match set.kind() {
         SetKind::Port => SetType::BitmapPort,
@@ -85,7 +79,6 @@ pub(super) fn specification(set: Set, family: Family, count: usize) -> Specifica
     }
 }
 
-/// The element to write to the kernel.
 pub(super) fn element(element: IpSetElement) -> ipset::Element {
     match element {
         IpSetElement::Port(port) => ipset::Element::Port(port),
@@ -135,8 +128,6 @@ pub(super) fn known_element(found: &ipset::Element) -> Option<IpSetElement> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::net::IpAddr;
-
     use super::*;
 
     fn key(protocol: Protocol) -> ServerKey {
@@ -164,20 +155,5 @@ mod tests {
         assert_eq!(weight(&ours), 7);
         assert_eq!(weight(&ipvs::Destination { forwarding: ipvs::Forwarding::Direct, ..ours }), u32::MAX);
         assert_eq!(weight(&ipvs::Destination { upper_threshold: 1, ..ours }), u32::MAX);
-    }
-
-    #[test]
-    fn elements_are_equal_after_conversion_to_the_kernels_form_and_back() {
-        let (v4, v6): (IpAddr, IpAddr) = ("10.96.0.1".parse().unwrap(), "fd00::1".parse().unwrap());
-        for made in [
-            IpSetElement::Port(30_000),
-            IpSetElement::Ip(v6),
-            IpSetElement::IpPort(v4, Protocol::Sctp, 80),
-            IpSetElement::IpPortIp(v6, Protocol::Udp, 53, v6),
-            IpSetElement::IpPortNet(v4, Protocol::Tcp, 80, "192.0.2.0/24".parse().unwrap()),
-        ] {
-            assert_eq!(known_element(&element(made)), Some(made));
-        }
-        assert_eq!(known_element(&ipset::Element::IpPort(v4, ipset::Protocol::Other(1), 0)), None);
     }
 }

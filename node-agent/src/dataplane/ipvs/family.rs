@@ -46,9 +46,7 @@ pub struct IpvsFamily {
     is_synced: bool,
     /// One sentence for each kernel parameter that could not be set.
     unset_parameters: Vec<String>,
-    /// The deferred objects, with the reason why the kernel rejected each and the time of the next
-    /// attempt. Does not contain the destinations of a deferred server, because the dataplane adds
-    /// these destinations together with the server.
+    /// The deferred objects, without destinations of a deferred server, which come with it.
     pub(super) rejected: Retries<Object>,
     /// Schedulers that services ask for and the kernel does not have.
     pub(super) missing_schedulers: Retries<Scheduler>,
@@ -74,7 +72,6 @@ impl IpvsFamily {
         }
     }
 
-    /// Milliseconds since the dataplane was created.
     pub(super) fn now_ms(&self) -> u64 {
         u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
@@ -203,9 +200,7 @@ impl Dataplane for IpvsFamily {
         })
     }
 
-    /// Searches only the iptables rules, because a script with one faulty rule is rejected as a
-    /// whole. The kernel rejects virtual servers and set elements individually, so finding the
-    /// faulty objects needs no search.
+    /// Searches only the iptables rules: the kernel rejects servers and set elements one by one.
     fn find_faults(
         &mut self,
         _: &mut IpvsKernel,
@@ -255,7 +250,6 @@ impl IpvsFamily {
         self.record(plan.ops(), &outcome).map(|()| report)
     }
 
-    /// Executes steps that do not belong to a plan.
     pub(super) fn run_steps(&mut self, kernel: &mut IpvsKernel, ops: &[Op]) -> Result<(), DataplaneError> {
         let device = kernel.device_in_use()?;
         let mut outcome = StepsOutcome::default();
@@ -263,12 +257,9 @@ impl IpvsFamily {
         self.record(ops.iter(), &outcome)
     }
 
-    /// Records the outcome of steps. Objects that the kernel rejects are deferred: they are tried
-    /// again later, and the rest of their service is programmed.
-    ///
-    /// # Errors
-    /// A full sync is needed if somebody else removed a virtual server, because other objects may
-    /// be missing too. Services must be planned again if the kernel lacks their scheduler.
+    /// Records the outcome of steps. What the kernel rejects is deferred. Errors: a full sync is
+    /// needed if somebody else removed a virtual server; services must be planned again if the
+    /// kernel lacks their scheduler.
     fn record<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, outcome: &StepsOutcome) -> Result<(), DataplaneError> {
         let removed = self.removed_server(outcome);
         let rejected = &outcome.rejected;

@@ -1,5 +1,4 @@
-//! Connections to the parts of the kernel that the dataplane uses, and the network device that the
-//! dataplane creates.
+//! Connections to the parts of the kernel that the dataplane uses, and its network device.
 
 use std::{
     io,
@@ -31,9 +30,8 @@ use headgate_settings::IpvsSettings;
 /// The error message for a kernel that cannot create dummy devices.
 pub(super) const NO_DUMMY_DEVICES: &str = "this kernel has no dummy devices: load the module dummy (modprobe dummy)";
 
-/// Connections to IPVS, IP sets and rtnetlink. Each connection is opened when it is first needed,
-/// in the network namespace of the calling thread. Opening a connection makes the kernel load
-/// missing modules, if it can.
+/// Connections to IPVS, IP sets and rtnetlink, each opened when it is first needed, in the network
+/// namespace of the caller. This makes the kernel load missing modules.
 #[derive(Debug, Default)]
 pub struct IpvsKernel {
     ipvs: Option<Ipvs>,
@@ -59,7 +57,6 @@ impl KernelHandle for IpvsKernel {
     }
 }
 
-/// Returns the value of `slot`. Calls `open` if the slot is empty.
 fn or_open<T, E>(slot: &mut Option<T>, open: impl FnOnce() -> Result<T, E>) -> Result<&mut T, E> {
     let value = match slot.take() {
         Some(value) => value,
@@ -76,9 +73,7 @@ impl IpvsKernel {
 
     /// Sets kernel parameters and time-outs at the first call. Returns a sentence for each optional
     /// parameter that cannot be set.
-    ///
-    /// # Errors
-    /// IPVS is missing, or a required parameter cannot be set.
+    /// Errors: IPVS is missing, or a required parameter cannot be set.
     pub(super) fn prepare(&mut self, settings: &IpvsSettings) -> Result<Vec<String>, DataplaneError> {
         if let Some(sentences) = &self.prepared {
             return Ok(sentences.clone());
@@ -101,30 +96,22 @@ impl IpvsKernel {
         Ok(sentences)
     }
 
-    /// The connection for virtual servers.
     pub(super) fn ipvs(&mut self) -> Result<&mut Ipvs, DataplaneError> {
         or_open(&mut self.ipvs, Ipvs::open).map_err(of_ipvs)
     }
 
-    /// The connection for IP sets.
     pub(super) fn sets(&mut self) -> Result<&mut IpSets, DataplaneError> {
         or_open(&mut self.sets, IpSets::open).map_err(of_sets)
     }
 
-    /// The connection for network devices and addresses.
     pub(super) fn routing(&mut self) -> Result<&mut Routing, DataplaneError> {
         or_open(&mut self.routing, Routing::open).map_err(of_routing)
     }
 
-    /// Returns the index of our device, and creates the device if it does not exist.
-    ///
-    /// The device stays down: its addresses are still the node's own, but routing daemons export
-    /// only the addresses of devices that are up. The kernel creates a local route when an address
-    /// is added, and loses this route when the device goes up and down again. Therefore this
-    /// function replaces a device that is up or was up.
-    ///
-    /// # Errors
-    /// The kernel has no dummy devices, or a device of another type has our name.
+    /// Returns the index of our device, and creates it if necessary. The device stays down, so that
+    /// routing daemons do not export its addresses, which are still the node's own. A device that
+    /// was up has lost the local routes of its addresses, and is replaced. Errors: the kernel has
+    /// no dummy devices, or a device of another type has our name.
     pub(super) fn device(&mut self) -> Result<u32, DataplaneError> {
         let link = match self.routing()?.link(DEVICE).map_err(of_routing)? {
             Some(link) => link,
@@ -166,10 +153,8 @@ impl IpvsKernel {
         })
     }
 
-    /// Replaces our device by a new device with these addresses. Meanwhile a temporary device has
-    /// the addresses, so that the node never loses them. Renaming the temporary device is not
-    /// possible: the kernel would change the labels of its IPv4 addresses, and tools display the
-    /// label as the name of the device.
+    /// Replaces our device. Meanwhile a temporary device has the addresses, so that the node never
+    /// loses them. A renamed device would keep wrong labels of IPv4 addresses.
     fn replace_device(&mut self, old: u32, addresses: &[Prefix]) -> Result<u32, DataplaneError> {
         // An agent that was killed during a replacement leaves the temporary device behind.
         if let Some(left) = self.routing()?.link(PROBE_DEVICE).map_err(of_routing)? {
@@ -194,9 +179,7 @@ impl IpvsKernel {
     }
 
     /// The index of our device, if nobody else has changed it.
-    ///
-    /// # Errors
-    /// Somebody has removed the device or brought it up. Only a full sync helps.
+    /// Errors: somebody has removed the device or brought it up. Only a full sync helps.
     pub(super) fn device_in_use(&mut self) -> Result<u32, DataplaneError> {
         let message = match self.link()? {
             Some(link) if !link.is_up() => return Ok(link.index),
@@ -206,12 +189,10 @@ impl IpvsKernel {
         Err(DataplaneError::new(ErrorKind::NeedsFullSync, message))
     }
 
-    /// The index of our device, if it exists.
     pub(super) fn existing_device(&mut self) -> Result<Option<u32>, DataplaneError> {
         Ok(self.link()?.map(|link| link.index))
     }
 
-    /// Our device, if it exists.
     pub(super) fn link(&mut self) -> Result<Option<Link>, DataplaneError> {
         let link = self.routing()?.link(DEVICE).map_err(of_routing)?;
         // A device of another type belongs to somebody else.
@@ -219,9 +200,8 @@ impl IpvsKernel {
     }
 }
 
-/// True if `address`, which is an IPv4 address on our device, lacks its local route. Without this
-/// route, the kernel does not treat the address as the node's own, so a socket cannot be bound to
-/// the address.
+/// True if `address`, an IPv4 address on our device, lacks its local route, without which no socket
+/// can be bound to it.
 pub(super) fn is_without_route(address: IpAddr) -> bool {
     let is_refused =
         || UdpSocket::bind((address, 0)).is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable);

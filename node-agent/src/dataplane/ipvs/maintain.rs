@@ -1,5 +1,4 @@
-//! Work that becomes due by time: draining destinations, rejected objects, and features that wait
-//! for a kernel module.
+//! Work that becomes due by time: draining destinations, rejected objects, missing kernel modules.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,10 +22,8 @@ const DRAIN_INTERVAL: Duration = Duration::from_secs(5);
 
 impl IpvsFamily {
     /// Checks whether the kernel now has schedulers that were missing.
-    ///
-    /// # Errors
-    /// [`ErrorKind::PlanAgain`] if the kernel has a scheduler that was missing. The error contains
-    /// the services that ask for this scheduler. Other kinds mean that the check failed.
+    /// Errors: [`ErrorKind::PlanAgain`] if the kernel has a scheduler that was missing. The error
+    /// contains the services that ask for this scheduler. Other kinds mean that the check failed.
     pub(super) fn retry_schedulers(&mut self, kernel: &mut IpvsKernel, now: Instant) -> Result<(), DataplaneError> {
         let (mut found, mut services) = (Vec::new(), BTreeSet::new());
         for scheduler in self.missing_schedulers.due(now) {
@@ -63,14 +60,12 @@ impl IpvsFamily {
         retried
     }
 
-    /// Sets the time of the next check of draining destinations.
     pub(super) fn plan_drain(&mut self) {
         let is_draining = self.ledger.draining().next().is_some();
         self.drain_at = is_draining.then(|| self.drain_at.unwrap_or_else(|| Instant::now() + DRAIN_INTERVAL));
     }
 
-    /// Reads the number of connections of draining destinations, and removes the destinations
-    /// without connections.
+    /// Reads the connections of draining destinations, and removes those without any.
     fn drain(&mut self, kernel: &mut IpvsKernel) -> Result<(), DataplaneError> {
         let now_ms = self.now_ms();
         let draining: Vec<_> = self.ledger.draining().collect();

@@ -1,9 +1,6 @@
 //! The IPVS dataplane: executes plans of [`headgate_core::ipvs`] over netlink, and writes the
-//! iptables rules with `iptables-restore`.
-//!
-//! A change writes only the objects that differ. The dataplane reads all objects from the kernel
-//! only for a full sync. If the kernel rejects a single object,
-//! all other objects are still written.
+//! iptables rules with `iptables-restore`. Only a full sync reads all objects. If the kernel
+//! rejects one object, all others are still written.
 
 mod cleanup;
 mod config;
@@ -41,11 +38,8 @@ use super::{
 /// The dataplane that programs the kernel's IPVS.
 pub type IpvsDataplane = DualStack<IpvsFamily>;
 
-/// Sets all kernel parameters of the dataplane, required and optional. After this call, the agent
-/// can run without the privilege to write kernel parameters.
-///
-/// # Errors
-/// A parameter cannot be set. [`ErrorKind::Unavailable`] when the kernel has no IPVS.
+/// Sets all kernel parameters, so that the agent can then run without the privilege. Errors: a
+/// parameter cannot be set. [`ErrorKind::Unavailable`] when the kernel has no IPVS.
 pub(crate) fn prepare(strict_arp: bool) -> Result<(), DataplaneError> {
     // Opening the connection loads the IPVS module. The parameters exist only while the module is
     // loaded.
@@ -55,11 +49,8 @@ pub(crate) fn prepare(strict_arp: bool) -> Result<(), DataplaneError> {
     if sentences.is_empty() { Ok(()) } else { Err(DataplaneError::new(ErrorKind::Fatal, sentences.join("; "))) }
 }
 
-/// Virtual servers, sets and the device that an earlier run created. Virtual servers with addresses
-/// in `exclude_cidrs` belong to other software and stay.
-///
-/// TCP connections need their virtual server: the connection is in IPVS's own table. So a busy
-/// virtual server can stay, and gets no new connections.
+/// Virtual servers, sets and the device of an earlier run, except what is in `exclude_cidrs`. TCP
+/// connections are in IPVS's own table, so a busy virtual server can stay, without new connections.
 pub(crate) fn servers_and_sets(exclude_cidrs: Vec<IpNet>) -> Leftover {
     Leftover::draining("ipvs", move |busy| cleanup::remove_all(&exclude_cidrs, busy == Busy::Stays))
 }
@@ -71,10 +62,8 @@ pub(crate) fn sets_beside_kube_proxys() -> Leftover {
 
 impl DualStack<IpvsFamily> {
     /// Creates the dataplane if this machine can run it. Programs nothing.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unavailable`] if something is missing. The message names everything that is
-    /// missing, and how to get it.
+    /// Errors: [`ErrorKind::Unavailable`] if something is missing. The message names everything
+    /// that is missing, and how to get it.
     pub fn new(config: IpvsOptions) -> Result<Self, DataplaneError> {
         let variant = xtables::choose(config.variant)?;
         let mut own = xtables::leftovers(variant);

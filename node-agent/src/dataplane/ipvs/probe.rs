@@ -23,13 +23,9 @@ const PROBE_ADDRESS: IpAddr = IpAddr::V4(Ipv4Addr::new(198, 51, 100, 0));
 /// The ports of the temporary virtual server. If a port is in use, the next port is tried.
 const PROBE_PORTS: std::ops::Range<u16> = 20_000..20_008;
 
-/// Checks that the kernel has everything that the dataplane needs in these families. Leaves no
-/// objects in the kernel. If nothing is missing, sets the kernel parameter without which IPVS
-/// cannot masquerade.
-///
-/// # Errors
-/// [`ErrorKind::Unavailable`] if something is missing. The message names everything that is
-/// missing, and how to get it.
+/// Checks that the kernel has everything for these families, leaves no objects, and then sets the
+/// parameter without which IPVS cannot masquerade. Errors: [`ErrorKind::Unavailable`] if something
+/// is missing. The message names everything, with the remedy.
 pub(super) fn require(scheduler: Scheduler, families: &[Family]) -> Result<(), DataplaneError> {
     let mut missing = Vec::new();
     let mut note = |result: Result<(), DataplaneError>| missing.extend(result.err().map(|error| error.message));
@@ -67,11 +63,8 @@ pub(super) fn no_scheduler(scheduler: Scheduler) -> String {
 }
 
 /// Creates a virtual server with the scheduler, and removes the server again. Succeeds without this
-/// trial if all of [`PROBE_PORTS`] are in use.
-///
-/// # Errors
-/// [`ErrorKind::Unavailable`] when the kernel does not have the scheduler. The message says how to
-/// get it.
+/// trial if all of [`PROBE_PORTS`] are in use. Errors: [`ErrorKind::Unavailable`] when the kernel
+/// does not have the scheduler. The message says how to get it.
 pub(super) fn require_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), DataplaneError> {
     for port in PROBE_PORTS {
         let key = ServerKey { address: PROBE_ADDRESS, protocol: Protocol::Tcp, port };

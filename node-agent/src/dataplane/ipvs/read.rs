@@ -25,9 +25,8 @@ use super::{
     kernel::{IpvsKernel, of_ipvs, of_routing},
 };
 
-/// Reads all objects of one family. The cost grows with the number of objects. If a set has our
-/// name but other properties, this function creates the set again, with its elements. If the set
-/// has another type, this function destroys the set instead.
+/// Reads all objects of one family. A set of our name with other properties is created again, with
+/// its elements; one of another type is destroyed.
 pub(super) fn existing(
     kernel: &mut IpvsKernel,
     device: u32,
@@ -41,9 +40,8 @@ pub(super) fn existing(
     Ok(existing)
 }
 
-/// What to do with addresses on our device that have the prefix of a network, such as 10.96.0.1/16.
-/// We never add such an address. For the kernel, 10.96.0.1/16 and 10.96.0.1/32 are different
-/// addresses, and the first makes the kernel route the whole network to the device.
+/// What to do with addresses of a prefix on our device, such as 10.96.0.1/16. We never add one: the
+/// kernel would route the whole network to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NetworkAddresses {
     /// Remove these addresses.
@@ -52,7 +50,6 @@ pub(super) enum NetworkAddresses {
     Keep,
 }
 
-/// Reads the addresses of our device.
 pub(super) fn read_device(
     routing: &mut Routing,
     device: u32,
@@ -68,8 +65,7 @@ pub(super) fn read_device(
     if network_addresses == NetworkAddresses::Remove {
         let networks = networks.into_iter().filter(|prefix| !is_link_local(prefix.address));
         let removals: Vec<_> = networks.map(|address| RouteChange::RemoveAddress { link: device, address }).collect();
-        // Ignore rejected removals: either the address no longer exists, or the next read finds it
-        // again.
+        // Ignore rejected removals: the address is gone, or the next read finds it again.
         routing.change(&removals, |_, _| {}).map_err(of_routing)?;
     }
     Ok(())
@@ -90,7 +86,6 @@ pub(super) enum MismatchedSets {
     Accept,
 }
 
-/// Reads the sets that have our names, with their elements.
 pub(super) fn read_sets(
     sets: &mut IpSets,
     family: Family,

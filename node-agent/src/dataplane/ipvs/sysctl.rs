@@ -10,12 +10,10 @@ use crate::sysctl::set;
 /// connections cannot be masqueraded.
 const CONNTRACK: Parameter = Parameter { path: "net/ipv4/vs/conntrack", value: "1", without: "" };
 
-/// A kernel parameter.
 #[derive(Debug, Clone, Copy)]
 struct Parameter {
     /// The path below `/proc/sys`.
     path: &'static str,
-    /// The value to set.
     value: &'static str,
     /// The consequence if the parameter cannot be set, as a part of the warning.
     without: &'static str,
@@ -36,9 +34,7 @@ impl Default for IpvsSysctls {
 
 impl IpvsSysctls {
     /// Sets all parameters. Returns a sentence for each optional parameter that cannot be set.
-    ///
-    /// # Errors
-    /// The required parameter cannot be set. The error includes the remedy.
+    /// Errors: the required parameter cannot be set. The error includes the remedy.
     pub(super) fn set(&self, strict_arp: bool) -> Result<Vec<String>, String> {
         self.set_conntrack()?;
         let mut parameters = vec![
@@ -77,9 +73,7 @@ impl IpvsSysctls {
     }
 
     /// Sets the required parameter.
-    ///
-    /// # Errors
-    /// The parameter cannot be set. The error includes the remedy.
+    /// Errors: the parameter cannot be set. The error includes the remedy.
     pub(super) fn set_conntrack(&self) -> Result<(), String> {
         self.write(CONNTRACK.path, CONNTRACK.value).map_err(|error| {
             format!(
@@ -88,13 +82,9 @@ impl IpvsSysctls {
         })
     }
 
-    /// Switches IPv6 on for our device. IPv6 is off on this device if
-    /// `net.ipv6.conf.default.disable_ipv6` was 1 when the device was created, or if IPv6 was
-    /// switched off on all devices later. In both cases IPv6 may be on for the node's other
-    /// devices.
-    ///
-    /// # Errors
-    /// The parameter cannot be set. The error is a sentence that includes the consequence.
+    /// Switches IPv6 on for our device: it may be off there, by the default or later, and on for
+    /// others. Errors: the parameter cannot be set. The error is a sentence that includes the
+    /// consequence.
     pub(super) fn allow_ipv6_on_device(&self) -> Result<(), String> {
         let path = format!("net/ipv6/conf/{DEVICE}/disable_ipv6");
         let without = "services cannot be reached at their IPv6 addresses";
@@ -112,9 +102,8 @@ impl IpvsSysctls {
     }
 }
 
-/// True for Linux 4.1 to 5.8. In these versions, if conntrack is on, a connection from a client
-/// port that was used within the last two minutes waits for one second. Newer kernels do not have
-/// this delay, and older kernels do not have the parameter `conn_reuse_mode`.
+/// True for Linux 4.1 to 5.8, where with conntrack a connection from a port that was used within
+/// two minutes waits for a second. Older kernels lack the parameter `conn_reuse_mode`.
 fn reuses_connections_badly(release: &str) -> bool {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
     let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else { return false };
@@ -166,18 +155,6 @@ mod tests {
         assert!(sentences[2].contains("ip_forward") && sentences[2].contains("nothing is forwarded"), "{sentences:?}");
         let (_folder, sysctls) = machine("6.1.90", &ALL[1..]);
         assert!(sysctls.set(false).unwrap_err().contains("cannot masquerade"));
-    }
-
-    #[test]
-    fn ipv6_is_switched_on_for_the_device_and_failures_are_reported_with_the_consequence() {
-        let (folder, sysctls) = machine("6.1.90", &[]);
-        let path = folder.path().join("net/ipv6/conf/kube-ipvs0/disable_ipv6");
-        let error = sysctls.allow_ipv6_on_device().unwrap_err();
-        assert!(error.contains("kube-ipvs0/disable_ipv6") && error.contains("IPv6 addresses"), "{error}");
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(&path, "1\n").unwrap();
-        assert_eq!(sysctls.allow_ipv6_on_device(), Ok(()));
-        assert_eq!(fs::read_to_string(path).unwrap(), "0");
     }
 
     #[test]

@@ -1,5 +1,4 @@
-//! Executes the steps of a plan. Successive steps that the same part of the kernel executes are
-//! sent together.
+//! Executes the steps of a plan. Successive steps for the same part of the kernel go together.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -18,19 +17,15 @@ use super::{
     read,
 };
 
-/// A step that the kernel rejected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RejectedOp {
-    /// The step.
     pub(super) op: Op,
     /// The reason, including the object.
     pub(super) reason: String,
-    /// The scheduler that the kernel lacks. `None` if the kernel rejected the step for another
-    /// reason.
+    /// The scheduler that the kernel lacks. `None` if the step failed for another reason.
     pub(super) missing_scheduler: Option<Scheduler>,
 }
 
-/// The outcome of the executed steps.
 #[derive(Debug, Default)]
 pub(super) struct StepsOutcome {
     /// The steps that the kernel rejected. The kernel executed all other steps.
@@ -64,10 +59,8 @@ fn part(op: &Op) -> KernelPart {
 
 /// Executes steps in order and adds their results to `outcome`. A step counts as executed if
 /// somebody else has already made the change.
-///
-/// # Errors
-/// The kernel cannot be reached or lacks a set type. If a set or the device does not exist, only a
-/// full sync helps. After an error, it is unknown which steps were executed.
+/// Errors: the kernel cannot be reached or lacks a set type. If a set or the device does not exist,
+/// only a full sync helps. After an error, it is unknown which steps were executed.
 pub(super) fn run(
     kernel: &mut IpvsKernel,
     device: u32,
@@ -234,8 +227,7 @@ fn rejected_op(op: Op, command: &Command, refusal: &Refusal) -> RejectedOp {
     RejectedOp { op, reason: command.explain(refusal), missing_scheduler }
 }
 
-/// The virtual server that a step needs, if the kernel rejects the step because the server does not
-/// exist.
+/// The virtual server that a step needs, if the kernel rejects the step for lack of it.
 fn absent_server(op: &Op, code: i32) -> Option<ServerKey> {
     match *op {
         Op::EditServer(key, _) | Op::AddDestination(key, ..) | Op::EditDestination(key, _, 1..)

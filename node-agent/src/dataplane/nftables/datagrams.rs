@@ -1,8 +1,5 @@
-//! The redirects of datagrams in mode userspace: which listener of the proxy gets the datagrams for
-//! an address of a Service.
-//!
-//! The proxy writes these maps, because it knows the ports of its listeners. Rules without an
-//! element send the datagrams straight to endpoints, as mode nftables does.
+//! The redirects of datagrams in mode userspace. The proxy writes these maps, because it knows the
+//! ports of its listeners. Without an element, datagrams go straight to endpoints.
 
 use std::net::SocketAddr;
 
@@ -50,9 +47,7 @@ pub(in super::super) fn can_redirect(lookup: Lookup) -> bool {
 
 /// Removes and adds redirects in one transaction. With `replaces_all`, the kernel then has only the
 /// added redirects.
-///
-/// # Errors
-/// The kernel refuses the transaction, or does not answer. A full sync repairs the maps.
+/// Errors: the kernel refuses the transaction, or does not answer. A full sync repairs the maps.
 pub(in super::super) fn change_redirects(
     kernel: &mut Connection,
     family: Family,

@@ -6,10 +6,7 @@ use headgate_oracle::nftables::{DumpedChain, DumpedSet, NftablesDump, pack};
 use nftables_netlink::{ElementData, Nftables, NftablesError, SetData, TableName};
 
 /// Reads a table. The result is `None` if the table does not exist. Does not read the elements that
-/// packets add.
-///
-/// # Errors
-/// The errors of `kernel`.
+/// packets add. Errors: the errors of `kernel`.
 pub(super) fn read(kernel: &mut Nftables, name: &TableName) -> Result<Option<NftablesDump>, NftablesError> {
     let listed = kernel.chains(name)?.into_iter();
     let chains = listed.map(|chain| (chain.object.name, DumpedChain { base: chain.object.base, rules: Vec::new() }));

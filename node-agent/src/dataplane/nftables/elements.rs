@@ -18,7 +18,6 @@ use nftables_netlink::{DataType, ElementData, Expression, Set, TableName, Transa
 use super::{Connection, NftablesFamily};
 use crate::dataplane::DataplaneError;
 
-/// The table of a family.
 pub(super) fn table_name(family: Family) -> TableName {
     let family = match family {
         Family::V4 => nftables_netlink::Family::Ip,
@@ -37,7 +36,6 @@ pub(super) fn lookup_map(lookup: Lookup) -> &'static str {
     }
 }
 
-/// Names of maps and sets.
 pub(super) mod names {
     pub(in super::super) const AFFINITY_ENDPOINTS: &str = "affinity-endpoints";
     pub(in super::super) const CLUSTER_IPS: &str = "cluster-ips";
@@ -77,7 +75,6 @@ pub(super) fn masquerade_set(sources: MasqueradeSources) -> &'static str {
     }
 }
 
-/// The name of the set of frontends with a counter.
 pub(super) fn counter_set(counted: Counted) -> &'static str {
     match counted {
         Counted::Connections => "counted-connections",
@@ -85,7 +82,6 @@ pub(super) fn counter_set(counted: Counted) -> &'static str {
     }
 }
 
-/// The names of the sets of frontends with a counter.
 pub(super) fn counter_sets() -> impl Iterator<Item = String> {
     let both = |counted| [counter_set(counted).to_owned(), of_node_ports(counter_set(counted))];
     Counted::ALL.into_iter().flat_map(both)
@@ -107,17 +103,14 @@ pub(super) const MASQUERADE_SOURCES: [MasqueradeSources; 4] =
 /// Both answers to packets for frontends without endpoints.
 pub(super) const REFUSALS: [Refusal; 2] = [Refusal::Reject, Refusal::Drop];
 
-/// The name of the set of NodePorts that corresponds to a set of frontends with addresses.
 pub(super) fn of_node_ports(set: &str) -> String {
     format!("{set}{}", names::NODE_PORTS)
 }
 
-/// The name of the set of admitted clients for a prefix length.
 pub(super) fn admitted(prefix_length: u8) -> String {
     format!("{}{prefix_length}", names::ADMITTED)
 }
 
-/// The type of an address of a family.
 pub(super) fn address_type(family: Family) -> DataType {
     match family {
         Family::V4 => DataType::Ipv4Address,
@@ -170,7 +163,6 @@ pub(super) fn proxy_sets(table: &TableName, family: Family) -> [Set; 3] {
     ]
 }
 
-/// The element of the gate that sends a protocol to the proxy.
 pub(super) fn gate_element(protocol: Protocol) -> nftables_netlink::Element {
     nftables_netlink::Element::new(Value::byte(protocol_number(protocol)))
 }
@@ -190,7 +182,6 @@ pub(super) const REPLY_ADDRESSES: &str = "udp-reply-addresses";
 /// The map from ports of listeners to the ports that replies come from.
 pub(super) const REPLY_PORTS: &str = "udp-reply-ports";
 
-/// The names of the maps of datagrams.
 pub(super) fn datagram_maps() -> impl Iterator<Item = &'static str> {
     Lookup::ALL.into_iter().filter_map(listener_map).chain([REPLY_ADDRESSES, REPLY_PORTS])
 }
@@ -200,7 +191,6 @@ pub(super) fn is_filled_by_proxy(set: &str) -> bool {
     set == names::GATE || datagram_maps().any(|map| map == set)
 }
 
-/// The maps of datagrams of a family.
 pub(super) fn datagram_sets(table: &TableName, family: Family) -> impl Iterator<Item = Set> {
     let (address, port) = (address_type(family), DataType::Port);
     let listeners = Lookup::ALL.into_iter().filter_map(listener_map);
@@ -209,12 +199,10 @@ pub(super) fn datagram_sets(table: &TableName, family: Family) -> impl Iterator<
         .chain([Set::map(table, REPLY_ADDRESSES, &[port], &[address]), Set::map(table, REPLY_PORTS, &[port], &[port])])
 }
 
-/// A set of addresses of the node.
 pub(super) fn node_address_set(table: &TableName, family: Family, name: &str) -> Set {
     Set::new(table, name, &[address_type(family)])
 }
 
-/// Whether the agent fills a set with addresses of the node.
 pub(super) fn has_node_addresses(set: &str) -> bool {
     matches!(set, names::NODE_ADDRESSES | names::NODE_PORT_ADDRESSES)
 }
@@ -225,7 +213,6 @@ pub(super) fn admitted_set(table: &TableName, family: Family, prefix_length: u8)
     Set::new(table, admitted(prefix_length), &[address, DataType::Protocol, DataType::Port, address])
 }
 
-/// The number of a protocol in the IP header.
 pub(super) fn protocol_number(protocol: Protocol) -> u8 {
     match protocol {
         Protocol::Tcp => 6,
@@ -243,10 +230,9 @@ fn frontend_key(frontend: Frontend) -> Vec<Value> {
     address.into_iter().chain([Value::byte(protocol_number(protocol)), Value::port(port)]).collect()
 }
 
-/// The position of the affinity timeout among the words of a [`Target`] in the data of a map. The
-/// selection is the next word, and both words together are the key of a pick. Rules do not use word
-/// 0: old versions of `nft` (1.0.6) abort when the first word of a lookup's result is the key of
-/// another lookup.
+/// The position of the affinity timeout among the words of a [`Target`]; with the next word, the
+/// selection, it is the key of a pick. Word 0 is unused: `nft` 1.0.6 aborts when the first word of
+/// a lookup's result is the key of another lookup.
 pub(super) const TIMEOUT_WORD: u32 = 1;
 /// The position of the number of the service port.
 pub(super) const PORT_WORD: u32 = 3;
@@ -275,13 +261,11 @@ fn target_value(target: Target) -> Value {
     Value::concatenation(&words.map(Value::host_u32))
 }
 
-/// The key of a pick in its map.
 pub(super) fn pick_key(pick: &Pick) -> Value {
     let timeout = pick.affinity_timeout_seconds.unwrap_or_default();
     Value::concatenation(&[timeout, selection_word(pick.selection)].map(Value::host_u32))
 }
 
-/// Returns an element in the kernel's form.
 pub(super) fn encode(element: &Element) -> nftables_netlink::Element {
     let of = |key: &[Value]| nftables_netlink::Element::new(Value::concatenation(key));
     let number = Value::host_u32;
@@ -309,7 +293,6 @@ pub(super) fn encode(element: &Element) -> nftables_netlink::Element {
     }
 }
 
-/// The name of the set of an element.
 pub(super) fn set_of(element: &Element) -> Cow<'static, str> {
     let by_frontend = |set: &'static str, frontend: &Frontend| match frontend {
         Frontend::Address(..) => Cow::Borrowed(set),
@@ -333,7 +316,6 @@ pub(super) fn set_of(element: &Element) -> Cow<'static, str> {
     }
 }
 
-/// Adds deletions and additions of elements to a transaction.
 pub(super) fn write(
     delete: &[Element],
     add: impl Iterator<Item = Element>,
@@ -492,14 +474,10 @@ impl Reader<'_> {
     }
 }
 
-// Writes the endpoints of a first sync in several transactions.
-//
-// The kernel takes a transaction in one piece. A transaction with all endpoints of a large cluster
-// needs much memory, both in the agent and in the kernel. No packet reaches the endpoints of a
-// group until a frontend leads to the group, so the endpoints can be written first.
+// Writes the endpoints of a first sync in several transactions, because one needs much memory, also
+// in the kernel. No packet reaches a group before a frontend leads to it, so this is safe.
 
-/// The number of elements in a transaction. They have about half a megabyte on the wire, and take
-/// about 30 ms.
+/// The number of elements in a transaction. About half a megabyte, and 30 ms.
 pub(super) const PART: usize = 8192;
 
 impl NftablesFamily {
@@ -539,8 +517,7 @@ impl NftablesFamily {
     }
 }
 
-/// Returns the elements without the first endpoints, which [`NftablesFamily::write_endpoints`] has
-/// written.
+/// The elements without the first endpoints, which [`NftablesFamily::write_endpoints`] has written.
 pub(super) fn after(written: usize, elements: impl Iterator<Item = Element>) -> impl Iterator<Item = Element> {
     let mut to_skip = written;
     elements.filter(move |element| {

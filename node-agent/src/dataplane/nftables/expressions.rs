@@ -41,7 +41,6 @@ pub(super) struct Expressions {
     pub(super) family: Family,
 }
 
-/// The source or the destination of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     Source,
@@ -49,7 +48,6 @@ pub(super) enum Side {
 }
 
 impl Expressions {
-    /// The length of an address in bytes.
     pub(super) fn address_bytes(self) -> u32 {
         match self.family {
             Family::V4 => 4,
@@ -57,7 +55,6 @@ impl Expressions {
         }
     }
 
-    /// The offset of an address in the IP header.
     fn address_offset(self, side: Side) -> u32 {
         match (self.family, side) {
             (Family::V4, Side::Source) => 12,
@@ -67,13 +64,11 @@ impl Expressions {
         }
     }
 
-    /// Loads an address of the IP header.
     pub(super) fn address(self, side: Side, to: Register) -> Expression {
         let (offset, length) = (self.address_offset(side), self.address_bytes());
         Expression::Payload { base: PayloadBase::Network, offset, length, to }
     }
 
-    /// Writes an address of the IP header.
     pub(super) fn set_address(self, side: Side, from: Register) -> Expression {
         Expression::SetPayload {
             base: PayloadBase::Network,
@@ -86,7 +81,6 @@ impl Expressions {
         }
     }
 
-    /// Writes a port of the UDP header.
     pub(super) fn set_port(self, side: Side, from: Register) -> Expression {
         Expression::SetPayload {
             base: PayloadBase::Transport,
@@ -98,7 +92,6 @@ impl Expressions {
         }
     }
 
-    /// Loads the packet's source port.
     pub(super) fn source_port(self, to: Register) -> Expression {
         Expression::Payload { base: PayloadBase::Transport, offset: 0, length: 2, to }
     }
@@ -124,7 +117,6 @@ impl Expressions {
         ct_bits(CtKey::State, STATE_UNTRACKED, Comparison::NotEqual)
     }
 
-    /// Loads the packet's destination port.
     pub(super) fn destination_port(self, to: Register) -> Expression {
         Expression::Payload { base: PayloadBase::Transport, offset: 2, length: 2, to }
     }
@@ -159,8 +151,7 @@ impl Expressions {
         Expression::Conntrack { key, direction: Some(Direction::Original), to }
     }
 
-    /// Loads destination address, protocol and destination port of the connection's first packet,
-    /// as its client sent it.
+    /// Loads destination address, protocol and port of the connection's first packet, as sent.
     pub(super) fn original_frontend(self, to: Register) -> Vec<Expression> {
         let mut all = vec![self.original_destination(to)];
         all.extend(self.original_node_port(to.after(self.address_bytes())));
@@ -172,8 +163,7 @@ impl Expressions {
         ct_bits(CtKey::State, STATE_NEW, Comparison::NotEqual)
     }
 
-    /// Continues if conntrack marks the packet as INVALID. For example, the packet is outside of
-    /// the TCP window.
+    /// Continues if conntrack marks the packet as INVALID, for example outside of the TCP window.
     pub(super) fn is_invalid(self) -> Vec<Expression> {
         ct_bits(CtKey::State, STATE_INVALID, Comparison::NotEqual)
     }
@@ -229,8 +219,7 @@ impl Expressions {
         self.is_address_in_range(self.address(side, Register::R1), range, comparison)
     }
 
-    /// Compares an address with a range. `address` is the expression that loads the address into
-    /// [`Register::R1`].
+    /// Compares an address with a range. `address` loads it into [`Register::R1`].
     pub(super) fn is_address_in_range(
         self,
         address: Expression,
@@ -275,9 +264,8 @@ impl Expressions {
         }
     }
 
-    /// Loads the packet mark into a word that the next lookup overwrites. Without this expression,
-    /// `nft` fails to list a rule that uses a later word of the lookup's result. For `nft`, a
-    /// lookup loads only the register of its first word.
+    /// Loads the packet mark into a word that the next lookup overwrites: else `nft`, for which a
+    /// lookup loads only its first register, fails to list rules that use a later word.
     pub(super) fn placeholder(self, to: Register) -> Expression {
         Expression::Meta { key: MetaKey::Mark, to }
     }
@@ -292,12 +280,10 @@ impl Expressions {
         Expression::Lookup { set: set.into(), key, result: LookupResult::Into(to) }
     }
 
-    /// Continues if the key is in a set.
     pub(super) fn is_in(self, set: &str, key: Register) -> Expression {
         Expression::Lookup { set: set.into(), key, result: LookupResult::Present }
     }
 
-    /// Continues if the key is not in a set.
     pub(super) fn is_not_in(self, set: &str, key: Register) -> Expression {
         Expression::Lookup { set: set.into(), key, result: LookupResult::Absent }
     }
@@ -352,7 +338,6 @@ impl Expressions {
         [Expression::Meta { key: MetaKey::L4Protocol, to }, self.is_in(set, to)]
     }
 
-    /// Translates the destination to the address and the port of a listener.
     pub(super) fn translate_to_listener(self, listener: SocketAddr) -> [Expression; 3] {
         let address = Register::R1;
         let port = address.after(self.address_bytes());
@@ -384,7 +369,6 @@ impl Expressions {
         Expression::Masquerade { port: None, flags: NatFlags::FULLY_RANDOM }
     }
 
-    /// Rejects the packet with the ICMP error "port unreachable".
     pub(super) fn reject(self) -> Expression {
         Expression::Reject(Reject::Icmp(match self.family {
             Family::V4 => ICMP_PORT_UNREACHABLE,
@@ -392,8 +376,7 @@ impl Expressions {
         }))
     }
 
-    /// Continues at most `burst` times at once for each key, and `burst` times more in each period
-    /// of `seconds`.
+    /// Continues at most `burst` times at once per key, and `burst` times more per `seconds`.
     pub(super) fn within_rate(self, set: &str, key: Register, burst: u32, seconds: u32) -> Expression {
         // `nft` can print a rate per hour, but not one per any other number of seconds.
         const HOUR_SECONDS: u64 = 3600;

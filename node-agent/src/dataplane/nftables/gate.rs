@@ -1,6 +1,5 @@
-//! The gate of mode userspace: while the set `gate` of a family contains a protocol, the rules send
-//! TCP connections or datagrams to the proxy. The elements have a timeout, so the gate opens by
-//! itself if nobody renews the elements.
+//! The gate of mode userspace: while the set `gate` holds a protocol, the rules send it to the
+//! proxy. The elements have a timeout, so the gate opens by itself.
 
 use headgate_core::{Family, Protocol};
 use nftables_netlink::{Nftables, NftablesError, Transaction};
@@ -18,18 +17,14 @@ pub(in super::super) struct Gate {
 
 impl Gate {
     /// Connects in the network namespace of the calling thread.
-    ///
-    /// # Errors
-    /// The kernel creates no socket.
+    /// Errors: the kernel creates no socket.
     pub(in super::super) fn connect() -> Result<Self, NftablesError> {
         Ok(Self { nftables: Nftables::open()? })
     }
 
     /// Closes the gate for some protocols, or keeps it closed. The elements are replaced, because
     /// kernels before 6.12 cannot renew their timeouts.
-    ///
-    /// # Errors
-    /// The kernel has no gate, or does not answer. Try again after the next full sync.
+    /// Errors: the kernel has no gate, or does not answer. Try again after the next full sync.
     pub(in super::super) fn close(&mut self, family: Family, protocols: &[Protocol]) -> Result<(), NftablesError> {
         let (table, elements) = (table_name(family), || protocols.iter().copied().map(gate_element));
         let mut addition = Transaction::new();
@@ -45,9 +40,7 @@ impl Gate {
     }
 
     /// Opens the gate: new connections and all datagrams go to endpoints.
-    ///
-    /// # Errors
-    /// The kernel does not answer. The gate opens by itself.
+    /// Errors: the kernel does not answer. The gate opens by itself.
     pub(in super::super) fn open(&mut self, family: Family) -> Result<(), NftablesError> {
         let mut transaction = Transaction::new();
         transaction.flush_set(&table_name(family), names::GATE);

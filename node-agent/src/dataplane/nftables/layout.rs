@@ -1,6 +1,4 @@
-//! The rules: base chains, the chains that they call, and the maps from endpoint counts to chains.
-//!
-//! `docs/nftables.md` shows the way of a packet.
+//! The rules: base chains, those that they call, and maps from endpoint counts to chains.
 
 mod datagrams;
 pub(super) mod picks;
@@ -36,8 +34,7 @@ use super::{
 const DESTINATION_NAT: i32 = -100;
 /// Priority `srcnat`.
 const SOURCE_NAT: i32 = 100;
-/// The priority of the chains that check source ranges. These chains run before the destination is
-/// translated.
+/// The priority of the chains that check source ranges. They run before translation.
 const BEFORE_NAT: i32 = DESTINATION_NAT - 10;
 
 const COUNTERS: &str = "counters";
@@ -54,7 +51,6 @@ const LOOPBACK_GUARD: &str = "loopback-guard";
 const MASQUERADING: &str = "masquerading";
 const MASQUERADING_NODE_PORTS: &str = "masquerading-node-ports";
 
-/// The configuration that rules depend on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LayoutConfig {
     pub(super) family: Family,
@@ -85,8 +81,7 @@ impl LayoutConfig {
         self.node_port_addresses.include_localhost(self.family, self.localhost_node_ports)
     }
 
-    /// Returns whether the rules of both configurations are equal. The addresses in sets may
-    /// differ.
+    /// Whether the rules of both configurations are equal. The addresses in sets may differ.
     pub(super) fn has_rules_of(&self, other: &Self) -> bool {
         let without_addresses = |config: &Self| {
             let mut without = Self { interfaces: Vec::new(), ..config.clone() };
@@ -118,14 +113,12 @@ impl LayoutConfig {
     }
 }
 
-/// A chain with its rules.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct ChainContent {
     pub(super) base: Option<BaseChain>,
     pub(super) rules: Vec<RuleContent>,
 }
 
-/// A rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RuleContent {
     pub(super) expressions: Vec<Expression>,
@@ -161,7 +154,6 @@ fn picks_map(lookup: Lookup) -> String {
 }
 
 impl Layout {
-    /// The layout for a configuration and a shape.
     pub(super) fn new(config: &LayoutConfig, shape: &Shape) -> Self {
         let mut layout = Self::default();
         let builder =
@@ -314,9 +306,8 @@ impl Builder<'_> {
         {
             let mut rules = vec![then(is_untranslated(), UNSERVED)];
             if hook == Hook::Forward && !self.config.conntrack_tcp_be_liberal {
-                // NAT does not translate an INVALID packet, such as a packet outside of the TCP
-                // window. If such a packet of an endpoint reached the client, the client's kernel
-                // would answer with a reset, and the reset would end the connection.
+                // NAT does not translate an INVALID packet. If one of an endpoint reached the
+                // client, its kernel would answer with a reset, which would end the connection.
                 rules.push([self.expressions.is_invalid(), vec![Expression::Verdict(Verdict::Drop)]].concat());
             }
             if hook == Hook::Input {
@@ -350,9 +341,8 @@ impl Builder<'_> {
         }
     }
 
-    /// Drops new connections to 127.0.0.0/8 from other addresses, except translated connections.
-    /// With `route_localnet` on and without this rule, hosts on the local network could reach
-    /// programs that listen on 127.0.0.1 (CVE-2020-8558).
+    /// Drops new connections to 127.0.0.0/8 from other addresses, except translated ones. With
+    /// `route_localnet` on, neighbours could otherwise reach programs on 127.0.0.1 (CVE-2020-8558).
     fn loopback_guard(&self) -> Vec<Expression> {
         let (to, range) = (&self.expressions, loopback());
         [
@@ -365,7 +355,6 @@ impl Builder<'_> {
         .concat()
     }
 
-    /// Adds the sets of the node's addresses.
     fn add_node_addresses(&self, layout: &mut Layout) {
         let mut add = |name: &str, addresses: &mut dyn Iterator<Item = IpAddr>| {
             layout.add_set(node_address_set(&self.table, self.config.family, name));
@@ -377,8 +366,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Returns conditions on the source address. Packets that meet one of these conditions come
-    /// from the node itself.
+    /// Returns conditions on the source address. Packets that meet one come from the node itself.
     fn sources_of_node(&self) -> Vec<Vec<Expression>> {
         let to = self.expressions;
         if self.config.has_fib {
@@ -410,8 +398,7 @@ impl Builder<'_> {
         all
     }
 
-    /// Returns conditions on the destination address. Packets that meet one of these conditions may
-    /// use NodePorts.
+    /// Returns conditions on the destination address. Packets that meet one may use NodePorts.
     fn node_port_destinations(&self) -> Vec<Vec<Expression>> {
         let to = self.expressions;
         match &self.config.node_port_addresses {
@@ -437,7 +424,6 @@ impl Builder<'_> {
         }
     }
 
-    /// Adds the chains that drop packets of clients outside of the source ranges.
     fn add_firewall(&self, shape: &Shape, layout: &mut Layout) {
         let to = self.expressions;
         let frontend_bytes = to.address_bytes() + 8;
@@ -459,7 +445,6 @@ impl Builder<'_> {
         layout.add_chain("source-ranges", rules);
     }
 
-    /// Loads the key of a lookup.
     fn key(&self, lookup: Lookup, to: Register) -> Vec<Expression> {
         match lookup {
             Lookup::Service | Lookup::Inside => self.expressions.frontend(to),
@@ -480,8 +465,7 @@ impl Builder<'_> {
     /// Continues if the packet has a target.
     fn has_target(&self, lookup: Lookup) -> Vec<Expression> {
         let mut all = self.target(lookup, SECOND);
-        // The first word is always 0, so the comparison always succeeds. This comparison makes
-        // `nft` print the lookup.
+        // The first word is always 0. The comparison with it makes `nft` print the lookup.
         all.push(Expression::equal(SECOND, Value::host_u32(0)));
         all
     }
@@ -639,11 +623,9 @@ impl Builder<'_> {
             };
             [key, vec![to.is_in(set, FIRST), Expression::Verdict(verdict)]].concat()
         };
-        // The frontend of an untranslated packet may have endpoints for two reasons, and this rule
-        // refuses the packet in neither case. The first endpoint may have been added after the
-        // packet passed the rules that translate. Or an endpoint on the node's network has the
-        // address and port of the frontend, and conntrack does not mark connections to such an
-        // endpoint as translated.
+        // The frontend of an untranslated packet may have endpoints: the first one was added after
+        // the packet passed the rules that translate, or an endpoint on the node's network has the
+        // address and port of the frontend, which conntrack does not mark as translated.
         let leave_served = |lookup| [self.has_target(lookup), vec![Expression::Verdict(Verdict::Return)]].concat();
         let addresses = REFUSALS.map(|refusal| refuse(to.frontend(FIRST), refusal_set(refusal), refusal));
         let mut rules: Vec<Vec<Expression>> = addresses.into();

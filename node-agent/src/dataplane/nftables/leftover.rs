@@ -9,7 +9,6 @@ use super::{
     layout::table_name,
 };
 
-/// The tables of this dataplane in both families, as a leftover.
 pub(crate) fn tables() -> Leftover {
     tables_of("nftables", table_name)
 }

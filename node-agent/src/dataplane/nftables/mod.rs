@@ -1,9 +1,6 @@
-//! The nftables dataplane: a table per family with a fixed set of rules, over netlink.
-//!
-//! [`headgate_core::nftables`] plans the elements of maps and sets. [`layout`] builds the rules.
-//! Each step is one transaction: the kernel applies the whole step or nothing. Only the first sync
-//! writes endpoints in transactions of their own ([`bulk`]), and a large change of few Services is
-//! cut into transactions ([`NftablesPlan::cut`]).
+//! The nftables dataplane: a table per family with a fixed set of rules ([`layout`]), over netlink.
+//! [`headgate_core::nftables`] plans the elements. Each step is one transaction, except the first
+//! sync ([`bulk`]) and large changes of few Services ([`NftablesPlan::cut`]).
 
 mod datagrams;
 mod dump;
@@ -69,8 +66,7 @@ pub struct NftablesOptions {
     pub counts_services: bool,
     /// A proxy carries TCP connections (mode userspace).
     pub has_proxy: bool,
-    /// Own the tables if the kernel supports owners that persist, so that no other program can
-    /// change the tables.
+    /// Own the tables if owners can persist, so that no other program can change them.
     pub owns_tables: bool,
     /// Answer pings to ClusterIPs with the address of the node.
     pub replies_to_ping: bool,
@@ -98,7 +94,6 @@ pub struct NftablesFamily {
     ledger: NftablesLedger,
     layout_config: LayoutConfig,
     replies_to_ping: bool,
-    /// The layout that is in the kernel.
     layout: Layout,
     /// The elements that the kernel rejected in the last full sync.
     rejected: Rejected,
@@ -125,8 +120,7 @@ pub struct TableStep {
     layout: Option<Layout>,
     /// The layout in the kernel, as a full sync found it.
     found: Option<Layout>,
-    /// True if the step first deletes the table, because the table contains something that this
-    /// agent never writes.
+    /// True if the step first deletes the table: it holds what this agent never writes.
     replaces_table: bool,
 }
 
@@ -156,11 +150,8 @@ fn why_replaced(family: Family, programmed: &Layout) -> String {
 
 impl DualStack<NftablesFamily> {
     /// Connects to nftables and finds out whether the kernel has the needed expressions. Changes
-    /// nothing.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unavailable`] if the kernel lacks nftables or an expression; the message names
-    /// it.
+    /// nothing. Errors: [`ErrorKind::Unavailable`] if the kernel lacks nftables or an expression;
+    /// the message names it.
     pub fn new(config: &NftablesOptions) -> Result<Self, DataplaneError> {
         let (kernel, make) = open(config)?;
         Ok(Self::assemble("nftables", kernel, vec![tables()], config.families.clone(), make))
@@ -170,7 +161,6 @@ impl DualStack<NftablesFamily> {
 /// The transaction of a plan without a new shape, as the dataplane commits it. Counts of
 /// instructions use it without a kernel (docs/benchmarks.md).
 #[doc(hidden)]
-#[must_use]
 pub fn transaction_of(plan: &NftablesPlan, ledger: &NftablesLedger) -> Transaction {
     let mut transaction = Transaction::new();
     let table = table_name(ledger.config().family);
@@ -179,9 +169,7 @@ pub fn transaction_of(plan: &NftablesPlan, ledger: &NftablesLedger) -> Transacti
 }
 
 /// Connects to nftables and finds out whether the kernel has the needed expressions. Returns the
-/// connection, and a function that makes the dataplane of a family. Changes nothing.
-///
-/// # Errors
+/// connection, and a function that makes the dataplane of a family. Changes nothing. Errors:
 /// [`ErrorKind::Unavailable`] if the kernel lacks nftables or an expression; the message names it.
 pub(super) fn open(
     config: &NftablesOptions,
@@ -412,13 +400,11 @@ impl Dataplane for NftablesFamily {
 }
 
 impl NftablesFamily {
-    /// Executes a step in one transaction.
     fn write(&mut self, kernel: &mut Connection, step: TableStep) -> Result<Report, DataplaneError> {
         let family = self.family();
         let table = table_name(family);
         let TableStep { mut plan, layout, found, replaces_table } = step;
-        // The transaction that deletes a foreign table also writes all endpoints, so that no packet
-        // misses them.
+        // The transaction that deletes a foreign table also writes all endpoints.
         let written = if replaces_table { 0 } else { self.write_endpoints(kernel, &plan)? };
         let mut transaction = Transaction::new();
         let mut report = Report { services_planned: plan.services_planned, ..Report::default() };
@@ -485,7 +471,6 @@ impl NftablesFamily {
         Ok(found)
     }
 
-    /// Plans the changes from `found` to the state.
     fn plan_full(&mut self, source: &dyn StateSource, mut found: FoundTable) -> TableStep {
         self.addresses_due_at = None;
         let family = self.family();
@@ -513,9 +498,8 @@ impl NftablesFamily {
 
 // The connections to the kernel.
 
-/// Two connections to the kernel. One writes, and owns the tables where the kernel supports owners.
-/// The other one reads. An error of a read closes only the connection that reads, because the
-/// tables lose their owner when its connection closes.
+/// Two connections to the kernel: one writes and owns the tables, the other one reads. An error of
+/// a read closes only the latter, so that the tables keep their owner.
 pub struct Connection {
     writer: Nftables,
     reader: Option<Nftables>,
@@ -530,8 +514,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Uses `writer` for changes. With `owns_tables`, the connection owns the tables that it
-    /// writes.
+    /// Uses `writer` for changes. With `owns_tables`, it owns the tables that it writes.
     fn new(writer: Nftables, owns_tables: bool) -> Self {
         Self {
             writer,
@@ -545,23 +528,19 @@ impl Connection {
         }
     }
 
-    /// Whether this agent wants to own its tables.
     fn owns_tables(&self) -> bool {
         self.owns_tables
     }
 
-    /// Whether this connection has created or adopted the table of a family.
     fn has_adopted(&self, family: Family) -> bool {
         self.adopted.contains(&family)
     }
 
-    /// The table of a family, as this agent creates it.
     fn table(&self, family: Family) -> Table {
         let table = Table::new(table_name(family));
         if self.owns_tables { table.owned_and_persistent() } else { table }
     }
 
-    /// The connection that reads.
     fn reader(&mut self) -> Result<&mut Nftables, DataplaneError> {
         match &mut self.reader {
             Some(reader) => Ok(reader),
@@ -583,7 +562,6 @@ impl Connection {
         result
     }
 
-    /// Lists what the kernel would reject in a transaction, and executes nothing.
     fn refusals(&mut self, transaction: &Transaction) -> Result<Vec<nftables_netlink::Fault>, NftablesError> {
         refusals(&mut self.writer, transaction)
     }

@@ -1,6 +1,4 @@
-//! Finds the services whose elements the kernel rejects.
-//!
-//! The kernel names the elements that it rejects, so no search is necessary.
+//! Finds the services whose elements the kernel rejects. It names them.
 
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
@@ -29,9 +27,7 @@ pub(super) fn rejected(family: Family, transaction: &Transaction, faults: &[nfta
 }
 
 impl NftablesFamily {
-    /// The error of a transaction. `is_full` is true for a full sync. Only then do rejected
-    /// elements mean that a service is at fault: before, another program may have changed the
-    /// table.
+    /// The error of a transaction. Only in a full sync (`is_full`), elements show a faulty service.
     pub(super) fn explain(
         &mut self,
         transaction: &Transaction,

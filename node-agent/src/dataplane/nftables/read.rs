@@ -12,9 +12,8 @@ use super::{
     layout::{ChainContent, Layout, RuleContent, picks::pick_of_chain, table_name},
 };
 
-/// Reads everything of a family. A table that this agent wants to own and that cannot be adopted,
-/// because another program created it, counts as foreign. The same holds for a table that this
-/// agent does not want to own and that has the flag of persistent tables.
+/// Reads everything of a family. A table counts as foreign if this agent wants to own it and
+/// cannot, or does not want to own it and it has the flag of persistent tables.
 pub(super) fn everything(
     nftables: &mut Nftables,
     family: Family,
@@ -50,8 +49,7 @@ fn has_elements_of_layout(set: &Set) -> bool {
     set.data == Some(SetData::Verdicts) || elements::has_node_addresses(&set.name)
 }
 
-/// Returns the elements of a set, sorted. `Err` is the key of an element that this agent never
-/// writes.
+/// The elements of a set, sorted. `Err` is the key of an element that this agent never writes.
 pub(super) fn elements_of(
     nftables: &mut Nftables,
     family: Family,

@@ -33,7 +33,6 @@ pub struct Counts {
 
 impl Counts {
     /// Returns the sum over frontends.
-    #[must_use]
     pub fn sum(frontends: &[(Frontend, Self)]) -> Self {
         let mut sum = Self::default();
         frontends.iter().for_each(|(_, counts)| sum += *counts);
@@ -57,16 +56,13 @@ pub struct ServiceCounters {
 
 impl ServiceCounters {
     /// Returns a reader. `state` names the Service that owns a frontend.
-    #[must_use]
     pub fn new(state: Arc<AgentState>) -> Self {
         Self { state }
     }
 
     /// Lists the counters of all frontends, by Service. The cost grows with the number of
     /// frontends, and the call blocks: some 10 ms for 10,000 Services.
-    ///
-    /// # Errors
-    /// The kernel cannot be read. Try again later.
+    /// Errors: the kernel cannot be read. Try again later.
     pub fn read(&self) -> Result<BTreeMap<ServiceKey, Vec<(Frontend, Counts)>>, NftablesError> {
         let frontends = read_counters()?;
         let mut services: BTreeMap<ServiceKey, Vec<(Frontend, Counts)>> = BTreeMap::new();
@@ -83,9 +79,7 @@ impl ServiceCounters {
 }
 
 /// Lists the counters of all frontends in the network namespace of the calling thread.
-///
-/// # Errors
-/// The kernel cannot be read. Try again later.
+/// Errors: the kernel cannot be read. Try again later.
 pub fn read_counters() -> Result<HashMap<Frontend, Counts>, NftablesError> {
     let mut nftables = Nftables::open()?;
     let mut frontends = HashMap::new();
@@ -95,7 +89,6 @@ pub fn read_counters() -> Result<HashMap<Frontend, Counts>, NftablesError> {
     Ok(frontends)
 }
 
-/// Adds the counters of one family.
 fn read(
     nftables: &mut Nftables,
     family: Family,

@@ -1,7 +1,5 @@
-//! Follows the notifications of nftables, so that changes by other programs are repaired at once.
-//!
-//! A thread reads the notifications. The kernel does not send it the notifications about changes
-//! that this agent makes, so a change of a Service does not wake the thread.
+//! Follows the notifications of nftables on a thread, so that changes by other programs are
+//! repaired at once. The kernel leaves out changes of this agent.
 
 use std::{
     collections::HashMap,
@@ -29,8 +27,7 @@ use crate::{
     interfaces::readiness,
 };
 
-/// Notifications that are not read yet fill this buffer. If it overflows, the agent compares its
-/// tables with the kernel.
+/// Buffer of unread notifications. If it overflows, the agent compares its tables with the kernel.
 const RECEIVE_BUFFER_BYTES: u32 = 1 << 20;
 /// How long the thread gathers further changes before it wakes the reconcile loop.
 const GATHER: Duration = Duration::from_millis(20);
@@ -88,9 +85,7 @@ impl Watch {
     /// Starts the thread in the network namespace of the caller, for the changes that `sign` turns
     /// into sentences. The changes of the connection `own_port` do not count. Without such a
     /// connection, `syncs` tells when notifications are lost because of a sync of this agent.
-    ///
-    /// # Errors
-    /// The kernel does not accept the subscription, or the system cannot start the thread.
+    /// Errors: the kernel does not accept the subscription, or the system cannot start the thread.
     pub(in crate::dataplane) fn start(
         own_port: Option<u32>,
         syncs: Syncs,

@@ -6,8 +6,7 @@ use tracing::info;
 /// The target of the lines, by which the filter of the log can select them.
 const TARGET: &str = "headgate::access";
 
-/// Writes the line of a connection. The threads of the proxy call this function, so they wait while
-/// the log cannot be written.
+/// Writes the line of a connection. The proxy's threads wait while the log cannot be written.
 pub(super) fn write(connection: &ConnectionInfo, how: HowEnded) {
     let ConnectionInfo { service, client, destination, endpoint, .. } = connection;
     info!(

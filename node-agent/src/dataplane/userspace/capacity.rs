@@ -3,9 +3,8 @@
 /// Descriptors for everything except connections and datagrams: streams, TLS files, children, and
 /// the connections of HTTP ports, which are at most 512.
 const OTHER_DESCRIPTORS: u64 = 2_000;
-/// With a lower limit of open files, the proxy would have fewer descriptors than the rest of the
-/// agent. A few hundred connections would then use all of them, and all further clients of the node
-/// would wait. The rules that lead straight to endpoints have no such limit.
+/// With a lower limit of open files, a few hundred connections would use all descriptors, and all
+/// further clients would wait. The rules straight to endpoints have no such limit.
 const MIN_OPEN_FILES: u64 = 2 * OTHER_DESCRIPTORS;
 
 /// What the proxy can carry at once.
@@ -19,17 +18,14 @@ pub(super) struct Capacity {
 
 impl Capacity {
     /// The capacity for a limit of open files.
-    ///
-    /// # Errors
-    /// The limit is too low for a proxy. The sentence names the limit and the remedy.
+    /// Errors: the limit is too low for a proxy. The sentence names the limit and the remedy.
     pub(super) fn of(open_files: u64) -> Result<Self, String> {
         if open_files < MIN_OPEN_FILES {
             return Err(format!(
                 "traffic goes straight to endpoints, and Services that use the PROXY protocol are refused, because the agent may open only {open_files} files, and the proxy of mode userspace needs {MIN_OPEN_FILES}: raise the hard limit of open files (LimitNOFILE of a systemd unit, or the limit that the container runtime sets), and restart the agent"
             ));
         }
-        // Each listener for datagrams also needs a descriptor, and sessions get only half of their
-        // part.
+        // Each listener for datagrams needs a descriptor too; sessions get half of their part.
         let part = (open_files - OTHER_DESCRIPTORS) / 4;
         Ok(Self { connections: part * 3 / 2, sessions: part / 2 })
     }

@@ -1,7 +1,6 @@
-//! The listeners for datagrams: one socket for each UDP address of a Service, at a port of its own.
-//!
-//! Rules change the destination of a datagram to the listener and the source of a reply back
-//! (`nftables/layout/datagrams.rs`). An address without a listener goes straight to endpoints.
+//! The listeners for datagrams: one socket for each UDP address of a Service, to which rules
+//! redirect (`nftables/layout/datagrams.rs`). An address without a listener goes straight to
+//! endpoints.
 
 use std::{
     collections::BTreeMap,
@@ -28,14 +27,12 @@ use super::{
 /// An address of a Service, and the map in which the rules find the address.
 type Frontend = (Lookup, SocketAddr);
 
-/// A listener that is open.
 #[derive(Debug, Clone, Copy)]
 struct DatagramListener {
     id: ListenerId,
     redirect: Redirect,
 }
 
-/// The listeners of one family.
 #[derive(Debug)]
 pub(super) struct DatagramListeners {
     family: Family,
@@ -83,9 +80,7 @@ impl DatagramListeners {
 
     /// Writes the changes since the last call, or all redirects in a full sync. A full sync also
     /// tries again to open listeners.
-    ///
-    /// # Errors
-    /// The kernel refuses the changes. The error says what the caller must do.
+    /// Errors: the kernel refuses the changes. The error says what the caller must do.
     pub(super) fn write<R: GatedRules>(
         &mut self,
         udp: &UdpProxy,

@@ -11,15 +11,11 @@ pub(super) trait ProxyGate {
     fn protocols(&self) -> &'static [Protocol];
 
     /// Closes the gate for some protocols, or keeps it closed.
-    ///
-    /// # Errors
-    /// The kernel has no gate, or does not answer. Try again after the next full sync.
+    /// Errors: the kernel has no gate, or does not answer. Try again after the next full sync.
     fn close(&mut self, family: Family, protocols: &[Protocol]) -> Result<(), String>;
 
     /// Opens the gate: new connections and all datagrams go to endpoints.
-    ///
-    /// # Errors
-    /// The kernel does not answer. The gate opens by itself.
+    /// Errors: the kernel does not answer. The gate opens by itself.
     fn open(&mut self, family: Family) -> Result<(), String>;
 }
 
@@ -40,7 +36,6 @@ impl ProxyGate for nftables::Gate {
 /// Connects to the gate in the network namespace of the calling thread.
 pub(super) type Connect = fn() -> Result<Box<dyn ProxyGate>, String>;
 
-/// Connects to the gate of nftables.
 pub(super) fn connect_to_nftables() -> Result<Box<dyn ProxyGate>, String> {
     let gate = nftables::Gate::connect().map_err(|error| error.to_string())?;
     Ok(Box::new(gate))

@@ -1,9 +1,6 @@
-//! The userspace dataplane: the rules of the nftables dataplane or of the iptables dataplane, and a
-//! proxy in this process that carries TCP connections, and with nftables also datagrams.
-//!
-//! The rules that lead straight to endpoints are always installed. Further rules lead TCP
-//! connections and datagrams to the proxy while the gate is closed. The proxy keeps the gate closed
-//! while it accepts connections (`proxy.rs`). `docs/userspace.md` shows the way of a packet.
+//! The userspace dataplane (`docs/userspace.md`): the rules of nftables or iptables straight to
+//! endpoints, and a proxy in this process, to which further rules lead TCP connections, with
+//! nftables also datagrams, while the gate is closed. The proxy keeps it closed (`proxy.rs`).
 
 mod access_log;
 mod capacity;
@@ -87,7 +84,6 @@ pub struct UserspaceFamily<R> {
     direct: R,
     ledger: UserspaceLedger,
     proxy: Arc<Proxy>,
-    /// The listeners for datagrams.
     datagrams: DatagramListeners,
     /// What the proxy removes after the next write of rules.
     obsolete: Vec<Operation>,
@@ -101,11 +97,8 @@ pub struct ProxiedStep<P> {
 }
 
 /// Connects to nftables and starts the proxy behind its rules, which listens and gets no
-/// connections yet. Changes no rules.
-///
-/// # Errors
-/// [`super::ErrorKind::Unavailable`] if the kernel lacks nftables or an expression, or refuses the
-/// proxy a socket or a thread. The message names it.
+/// connections yet. Changes no rules. Errors: [`super::ErrorKind::Unavailable`] if the kernel lacks
+/// nftables or an expression, or refuses the proxy a socket or a thread. The message names it.
 pub fn over_nftables(
     config: nftables::NftablesOptions,
     proxy: ProxySettings,
@@ -120,9 +113,7 @@ pub fn over_nftables(
 
 /// Finds the programs of iptables and starts the proxy behind their rules, which listens and gets
 /// no connections yet. Changes no rules in chains that receive packets.
-///
-/// # Errors
-/// [`super::ErrorKind::Unavailable`] if this machine lacks iptables or IP sets, or refuses
+/// Errors: [`super::ErrorKind::Unavailable`] if this machine lacks iptables or IP sets, or refuses
 /// the proxy a socket or a thread. The message names it.
 pub fn over_iptables(
     config: &iptables::IptablesOptions,
@@ -209,8 +200,7 @@ impl<R: GatedRules> Dataplane for UserspaceFamily<R> {
         ProxiedStep { direct: self.direct.plan(state, node, dirty), pools: self.ledger.changed(state, node, dirty) }
     }
 
-    /// The proxy knows a frontend before the rules lead there, and forgets the frontend after the
-    /// rules do not.
+    /// The proxy knows a frontend before the rules lead there, and forgets it afterwards.
     fn apply(
         &mut self,
         kernel: &mut R::Kernel,
@@ -290,8 +280,7 @@ impl Proxied<'_> {
     }
 }
 
-/// A source for full syncs of rules. What changes during the sync reaches the proxy before the
-/// rules.
+/// A source for full syncs of rules. Changes reach the proxy before the rules.
 struct Ahead<'a> {
     source: &'a dyn StateSource,
     proxied: RefCell<Proxied<'a>>,

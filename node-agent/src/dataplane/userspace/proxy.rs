@@ -41,13 +41,11 @@ use super::{
 const FIRST_PORT: u16 = 10245;
 /// Connections that wait until the proxy accepts them.
 const BACKLOG: i32 = 4096;
-/// How often the gate is renewed. The elements of the gate expire after 800 ms (nftables) or 1 s
-/// (IP sets).
+/// How often the gate is renewed. Its elements expire after 800 ms (nftables) or 1 s (IP sets).
 const RENEWAL: Duration = Duration::from_millis(200);
 /// The gate is renewed only if a thread of the proxy has begun a turn of its loop within this time.
 const HANG: Duration = Duration::from_millis(400);
-/// How long the agent waits until the gate is closed or open. A gate that nobody renews is open
-/// after this time.
+/// How long the agent waits until the gate is closed or open. Unrenewed, it is then open.
 const LONGEST_CHANGE: Duration = Duration::from_secs(1);
 /// If the proxy gets no connections this long after its start, this is reported as a problem.
 const LONGEST_START: Duration = Duration::from_secs(10);
@@ -55,10 +53,8 @@ const NO_ANSWER: &str = "the agent carries no connection until a control plane h
 /// The most threads of the proxy.
 const MAX_THREADS: usize = 4;
 
-/// The listeners of each family.
 type Listeners = HashMap<Family, BTreeMap<Lookup, SocketAddr>>;
 
-/// The proxy of this node.
 pub(super) struct Proxy {
     services: Arc<Services>,
     tcp: Arc<TcpProxy>,
@@ -83,8 +79,7 @@ struct GateState {
 }
 
 impl GateState {
-    /// Stores the result of a turn of the gate's thread. Returns true if the problem is another one
-    /// than before.
+    /// Stores the result of a turn of the gate's thread. True if the problem is new.
     fn record(&mut self, problem: Option<String>) -> bool {
         let (before, since) = match self.problem.take() {
             Some((sentence, since)) => (Some(sentence), since),
@@ -182,9 +177,8 @@ impl Proxy {
         Ok((Self { services, tcp, udp, gate, follower, shortage, wake, thread }, listeners))
     }
 
-    /// Keeps the gate of a family closed from now on. The rules and the table are complete. Waits
-    /// until the gate is closed, so that a node that reports its first sync carries connections. If
-    /// the proxy can carry nothing, the gate stays open.
+    /// Keeps the gate of a family closed from now on, and waits until it is, so that a node that
+    /// reports its first sync carries connections. If the proxy can carry nothing, it stays open.
     pub(super) fn serve(&self, family: Family) {
         if self.shortage.is_some() {
             return;
@@ -257,9 +251,8 @@ impl Proxy {
 }
 
 impl ConnectionProxy for Proxy {
-    /// Opens the gate, so that new connections and all datagrams go straight to endpoints, accepts
-    /// the connections that wait, and passes the replies to earlier datagrams. Connections that
-    /// remain open are reset when the proxy is dropped.
+    /// Opens the gate, accepts the connections that wait, and passes on the replies to earlier
+    /// datagrams. Dropping the proxy resets what remains open.
     fn drain(&self, limit: Duration) -> u64 {
         let until = Instant::now() + limit;
         lock(&self.gate).is_draining = true;
@@ -304,8 +297,7 @@ struct Keeper {
     connect: Connect,
     gate: Arc<Mutex<GateState>>,
     follower: Arc<OnceLock<TryWake>>,
-    /// If the proxy gets no connections until this time, this is a problem. `None` if the proxy can
-    /// carry nothing.
+    /// Without connections until then, there is a problem. `None` if the proxy can carry nothing.
     serves_by: Option<Instant>,
     /// True if the follower does not know of the last change of the problem.
     has_news: bool,
@@ -429,7 +421,6 @@ fn listen_all(tcp: &TcpProxy, family: Family) -> io::Result<BTreeMap<Lookup, Soc
     Lookup::ALL.into_iter().map(open).collect()
 }
 
-/// A TCP listener.
 fn listener(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = bind(address, Type::STREAM)?;
     socket.listen(BACKLOG)?;

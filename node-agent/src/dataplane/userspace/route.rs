@@ -31,10 +31,8 @@ impl Route {
     }
 
     /// Adds the route of a family if it is missing: another program may have removed it, and it
-    /// goes when the loopback device goes down.
-    ///
-    /// # Errors
-    /// The kernel refuses the route, for example while the loopback device is down. Try again.
+    /// goes when the loopback device goes down. Errors: the kernel refuses the route, for example
+    /// while the loopback device is down. Try again.
     pub(super) fn keep(&mut self, family: Family) -> Result<(), String> {
         let address = listener_address(family);
         let added = self

@@ -22,20 +22,15 @@ pub trait GatedRules: Dataplane {
     /// How the rules choose the listener of a connection.
     const LISTENING: Listening;
 
-    /// Sets the listeners for TCP connections.
     fn set_listeners(&mut self, listeners: BTreeMap<Lookup, SocketAddr>);
 
     /// Creates the gate, which is open, if the rules refer to a gate that must exist before them.
-    ///
-    /// # Errors
-    /// The kernel refuses the gate. The error says what the caller must do.
+    /// Errors: the kernel refuses the gate. The error says what the caller must do.
     fn prepare_gate(&self) -> Result<(), DataplaneError>;
 
     /// Removes and adds redirects of datagrams. With `replaces_all`, the kernel then has only the
     /// added redirects.
-    ///
-    /// # Errors
-    /// The kernel refuses the changes. The error says what the caller must do.
+    /// Errors: the kernel refuses the changes. The error says what the caller must do.
     fn change_redirects(
         &self,
         kernel: &mut Self::Kernel,

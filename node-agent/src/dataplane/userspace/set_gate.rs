@@ -51,9 +51,7 @@ pub(super) fn create(family: Family) -> Result<(), DataplaneError> {
 }
 
 /// Returns how many rules refer to the gate of a family, if it exists.
-///
-/// # Errors
-/// [`ErrorKind::Unavailable`] if a set of another program has the name of the gate.
+/// Errors: [`ErrorKind::Unavailable`] if a set of another program has the name of the gate.
 fn find(sets: &mut IpSets, family: Family) -> Result<Option<u32>, DataplaneError> {
     let wanted = specification(family);
     let Some(found) = sets.header(&wanted.name).map_err(of_sets)? else { return Ok(None) };
@@ -69,9 +67,7 @@ fn find(sets: &mut IpSets, family: Family) -> Result<Option<u32>, DataplaneError
 
 /// Checks that this machine has what the gate needs in these families. Tries a rule in a chain that
 /// receives no packets, unless rules of an earlier run match the gate.
-///
-/// # Errors
-/// [`ErrorKind::Unavailable`] if something is missing. The message names it.
+/// Errors: [`ErrorKind::Unavailable`] if something is missing. The message names it.
 pub(super) fn require(families: &[Family], variant: Variant) -> Result<(), DataplaneError> {
     for family in families.iter().copied().filter(|family| *family == Family::V4 || has_ipv6()) {
         let mut sets = IpSets::open().map_err(of_sets)?;
@@ -112,9 +108,9 @@ fn remove(family: Family) -> Result<(), DataplaneError> {
         Err(error) if error.kind == ErrorKind::Unavailable => return Ok(()),
         found => drop(found?),
     }
-    // A kube-proxy that runs removes the jumps to these chains when it replaces the chains of
-    // Services, and not these chains. Until then, or if it uses the other variant of iptables, the
-    // chains stay without rules. The set stays, too, so that the next attempt looks for them.
+    // A kube-proxy removes the jumps to these chains when it replaces the chains of Services, and
+    // not the chains. Until then they stay without rules, and the set, so that the next attempt
+    // looks again.
     let programs = [Variant::Legacy, Variant::Nft].map(|variant| Programs::new(family, variant));
     let delete = |programs: &Programs| programs.delete(&RulesLedger::cleanup_of_gates(&programs.existing_tables()?));
     DataplaneError::join_all(programs.iter().filter(|programs| programs.are_installed()).map(delete))?;

@@ -10,8 +10,7 @@ use super::{
 };
 use crate::bisect;
 
-/// Maximum number of attempts in one search. Finding one faulty service among 10,000 takes at most
-/// 28 attempts.
+/// Most attempts in one search. Finding one faulty service among 10,000 takes at most 28 attempts.
 const MAX_ATTEMPTS: u32 = 256;
 
 /// Bisects `suspects`, or all services that are not quarantined, by trying their rules.

@@ -1,10 +1,7 @@
-//! Notices when another program flushes tables of iptables, as a firewall does that reloads, so
-//! that the agent repairs the rules at once.
-//!
-//! For the nft variant, the kernel announces what is deleted. For the legacy variant, a thread
-//! compares the sizes of the built-in chains, which hold the jumps to the chains of the agent. The
-//! agent itself deletes nothing there. While its full sync runs, new jumps and lost notifications
-//! do not count, so the agent's own syncs wake nobody.
+//! Notices when another program flushes tables of iptables, so that the agent repairs the rules at
+//! once. For the nft variant, the kernel announces deletions. For the legacy variant, a thread
+//! compares the sizes of the built-in chains, from which the agent deletes nothing. New jumps and
+//! lost notifications do not count while its full sync runs.
 
 use std::{
     any::Any,

@@ -1,6 +1,5 @@
-//! Code that all dataplanes with iptables rules share. This code runs the programs that read and
-//! write rules, tests which matches the machine's iptables supports, and searches for services
-//! whose rules are rejected.
+//! What all dataplanes with iptables rules share: programs that read and write rules, tests of
+//! matches, and the search for services whose rules are rejected.
 
 pub(super) mod bisect;
 mod flushes;
@@ -46,7 +45,6 @@ impl FamilyRules {
         self.last_written = [written(RulesTable::Nat), written(RulesTable::Filter)];
     }
 
-    /// Returns the statistics from the tally of a ledger.
     pub(super) fn statistics(&self, tally: &Tally, counts_packets: bool) -> Statistics {
         let [nat, filter] = self.last_written;
         let rules = vec![
@@ -64,9 +62,8 @@ impl FamilyRules {
     }
 }
 
-/// Adds the result of a script to the report. `kept` lists the chains that could not be deleted.
-/// The report warns of a chain only if `is_new` returns true, so that a repair does not repeat the
-/// warning.
+/// Adds the result of a script to the report, with a warning for each chain in `kept` (not deleted)
+/// that `is_new`, so that a repair does not repeat it.
 pub(super) fn note_written(
     report: &mut Report,
     script: &Script,
@@ -79,10 +76,9 @@ pub(super) fn note_written(
     report.objects_written += script.chains_written() + script.chains_deleted();
 }
 
-/// What a full script that nobody writes would change. `recorded`, `found` and `planned` are the
-/// prefix lengths of address groups in the ledger, in the kernel and in the script. Another
-/// division than the programmed one is no change of another program, if the kernel has the
-/// programmed one.
+/// What a full script would change. `recorded`, `found` and `planned` are the prefix lengths of
+/// address groups in the ledger, the kernel and the script. Another division is no foreign change
+/// if the kernel has the programmed one.
 pub(super) fn differences(
     script: &Script,
     recorded: Option<u8>,
@@ -120,8 +116,7 @@ fn rules(variant: Variant, clean_up: fn(&Programs) -> Result<(), DataplaneError>
     })
 }
 
-/// The packet counters that rules increment. The kernel keeps a counter while a rule uses this
-/// counter.
+/// The packet counters that rules increment. The kernel keeps one while a rule uses it.
 pub(crate) fn packet_counters() -> Leftover {
     Leftover::new("packet counters", || {
         if !NFNETLINK_ACCT.is_present() {

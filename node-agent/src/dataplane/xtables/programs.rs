@@ -33,7 +33,6 @@ pub enum Variant {
     Nft,
 }
 
-/// The programs of one family and variant.
 #[derive(Debug, Clone)]
 pub(in crate::dataplane) struct Programs {
     family: Family,
@@ -46,16 +45,12 @@ impl Programs {
         Self { family, variant: if variant == Variant::Legacy { "legacy" } else { "nft" } }
     }
 
-    /// The family.
     pub(in crate::dataplane) fn family(&self) -> Family {
         self.family
     }
 
-    /// True if a full sync may write the rules of all services in many steps.
-    ///
-    /// Until a commit, the nft variant keeps its input in memory, about 1.5 KB per rule. It becomes
-    /// slower as this memory grows, so the rules are committed in many steps. The legacy variant
-    /// reads and writes the whole table at each commit, so many steps would be too slow.
+    /// True if a full sync may write the rules in many steps. The nft variant keeps about 1.5 KB
+    /// per rule until a commit; the legacy variant reads and writes the whole table at each commit.
     pub(in crate::dataplane) fn can_write_in_parts(&self) -> bool {
         self.variant == "nft"
     }
@@ -68,7 +63,6 @@ impl Programs {
         if tool.is_empty() { format!("{base}-{}", self.variant) } else { format!("{base}-{}-{tool}", self.variant) }
     }
 
-    /// True when the programs are installed.
     pub(in crate::dataplane) fn are_installed(&self) -> bool {
         Command::new(self.name("restore")).arg("--version").output().is_ok_and(|output| output.status.success())
     }
@@ -125,9 +119,8 @@ impl Programs {
         read.map_err(|error| DataplaneError::new(ErrorKind::Retry, format!("{program}: cannot read rules: {error}")))
     }
 
-    /// False for a legacy table that does not exist yet: a program that reads the table would
-    /// create it. Programs run in the network namespace of the thread that starts them, so this
-    /// function reads `/proc/thread-self/net` and not `/proc/net`.
+    /// False for a legacy table that does not exist yet: reading would create it. Reads
+    /// `/proc/thread-self/net`, because programs run in the network namespace of their thread.
     pub(super) fn may_have(&self, table: RulesTable) -> bool {
         let names = match self.family {
             Family::V4 => "/proc/thread-self/net/ip_tables_names",
@@ -146,7 +139,6 @@ impl Programs {
         restore.finish(Some(script))
     }
 
-    /// Starts the program that runs scripts.
     pub(in crate::dataplane) fn start(&self) -> Result<Restore, DataplaneError> {
         let program = self.name("restore");
         let mut child = Command::new(&program)
@@ -172,7 +164,6 @@ impl Programs {
         }
     }
 
-    /// True when a chain exists.
     pub(in crate::dataplane) fn has_chain(&self, table: RulesTable, chain: &str) -> Result<bool, DataplaneError> {
         let output = self.test(table, &["-S", chain, "1"])?;
         self.is_found(table, &output)
@@ -189,9 +180,8 @@ impl Programs {
         let mut arguments = vec!["-C", chain];
         arguments.extend(words.iter().map(String::as_str));
         let output = self.test(table, &arguments)?;
-        // If the target chain does not exist, the rule does not exist either. In this case the
-        // programs exit with the status for an invalid argument, and each variant prints a
-        // different message.
+        // Without the target chain there is no rule, and the programs exit with the status for an
+        // invalid argument.
         let target = words.iter().skip_while(|word| *word != "-j").nth(1);
         if output.status.code() == Some(EXIT_PARAMETER_PROBLEM)
             && let Some(target) = target
@@ -235,16 +225,14 @@ impl Restore {
         }
     }
 
-    /// Waits until the program has run all scripts. If `script` is the only one, the error names
-    /// the rejected line.
+    /// Waits until all scripts have run. If `script` is the only one, the error names the line.
     pub(in crate::dataplane) fn finish(mut self, script: Option<&Script>) -> Result<(), DataplaneError> {
         let flushed = self.stdin.take().map_or(Ok(()), |mut stdin| stdin.flush());
         let output = self.child.wait_with_output().map_err(|error| start_error(&self.program, &error))?;
         if !output.status.success() {
             return Err(classify(failure(&self.program, &offending_line(script, &output), &output)));
         }
-        // If the program did not read the whole script, its success does not mean that the rules
-        // are complete.
+        // If the program did not read the whole script, the rules may be incomplete.
         self.written.and(flushed).map_err(|error| {
             DataplaneError::new(ErrorKind::NeedsFullSync, format!("{}: cannot write rules: {error}", self.program))
         })
@@ -272,9 +260,8 @@ fn start_error(program: &str, error: &io::Error) -> DataplaneError {
     DataplaneError::new(ErrorKind::Retry, format!("cannot run {program}: {error}"))
 }
 
-/// Messages of iptables programs when the rules are not the cause of a failed write: the system was
-/// busy, or this process lacks a privilege. The exit status does not show the cause: the nft
-/// variant exits with 4 for everything that the kernel rejects.
+/// Messages of iptables programs when the rules are not the cause of a failed write. The exit
+/// status does not show it: the nft variant exits with 4 for everything.
 const OTHER_CAUSES: [&str; 7] = [
     "xtables lock",
     "Resource temporarily unavailable",
@@ -285,8 +272,7 @@ const OTHER_CAUSES: [&str; 7] = [
     "Operation not permitted",
 ];
 
-/// Changes the kind of an error of `iptables-restore` to [`ErrorKind::Rejected`] if the rules are
-/// the cause.
+/// Makes an error of `iptables-restore` [`ErrorKind::Rejected`] if the rules are the cause.
 fn classify(error: DataplaneError) -> DataplaneError {
     let is_rejection = !OTHER_CAUSES.iter().any(|words| error.message.contains(words));
     DataplaneError { kind: if is_rejection { ErrorKind::Rejected } else { error.kind }, ..error }
@@ -336,11 +322,5 @@ mod tests {
         ] {
             assert_eq!(kind(said), ErrorKind::Retry, "{said}");
         }
-    }
-
-    #[test]
-    fn rules_are_split_at_spaces_outside_of_comments() {
-        let words = split_rule(r#"-m comment --comment "kubernetes service portals" -j KUBE-SERVICES"#);
-        assert_eq!(words, ["-m", "comment", "--comment", "kubernetes service portals", "-j", "KUBE-SERVICES"]);
     }
 }

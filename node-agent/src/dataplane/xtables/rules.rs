@@ -17,16 +17,13 @@ use crate::bisect;
 /// A chain that the kernel refuses to delete.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Kept {
-    /// The table of the chain.
     pub(in crate::dataplane) table: RulesTable,
-    /// The name of the chain.
     pub(in crate::dataplane) name: String,
     /// A warning for the log: the chain, and the kernel's error.
     pub(in crate::dataplane) sentence: String,
 }
 
 impl Programs {
-    /// Reads our chains in all tables.
     pub(in crate::dataplane) fn existing_tables(&self) -> Result<ExistingTables, DataplaneError> {
         let mut tables = ExistingTables::default();
         for table in RulesTable::ALL {
@@ -35,7 +32,6 @@ impl Programs {
         Ok(tables)
     }
 
-    /// Reads all rules for a decoder.
     pub(in crate::dataplane) fn for_decoder(&self) -> Result<iptables::Rules, DataplaneError> {
         let mut rules = iptables::Rules::default();
         for table in RulesTable::ALL {
@@ -44,9 +40,8 @@ impl Programs {
         Ok(rules)
     }
 
-    /// Runs a script, and returns the chains that could not be deleted. The kernel does not delete
-    /// a chain while a rule of somebody else jumps to it. Such a chain stays in the kernel, without
-    /// rules. Everything else is written.
+    /// Runs a script, and returns the chains that could not be deleted because a foreign rule jumps
+    /// to them. They stay without rules.
     pub(in crate::dataplane) fn restore_leaving(&self, script: &Script) -> Result<Vec<Kept>, DataplaneError> {
         let rejected = match self.restore(script) {
             Ok(()) => return Ok(Vec::new()),
@@ -76,13 +71,11 @@ impl Programs {
                 Kept { table, name, sentence }
             })
         });
-        // A script changes one table after the other. A script that failed may have deleted chains
-        // before the failure.
+        // A script changes one table after the other, and may delete chains before it fails.
         kept.filter(|kept| self.has_chain(kept.table, &kept.name).unwrap_or(true)).collect()
     }
 
-    /// Describes the first missing jump or canary chain, if any. Flushing a table removes the
-    /// canary chain or the jumps.
+    /// Describes the first missing jump or canary chain, if any. A flush removes them.
     pub(in crate::dataplane) fn missing(&self, jumps: &[Jump]) -> Result<Option<String>, DataplaneError> {
         let in_words = |what: &str, table: RulesTable| format!("{what} of table {table} ({})", self.family());
         if !self.has_chain(RulesTable::Mangle, CANARY)? {
@@ -96,7 +89,6 @@ impl Programs {
         Ok(None)
     }
 
-    /// Removes all our rules and chains.
     pub(in crate::dataplane) fn cleanup(&self) -> Result<(), DataplaneError> {
         self.delete(&RulesLedger::cleanup(&self.existing_tables()?))
     }

@@ -1,6 +1,5 @@
-//! Leaves out SCTP ports if iptables cannot match SCTP on this machine, so that the other ports of
-//! services still work. The reason may be that the kernel lacks the module xt_sctp, or that the
-//! program lacks its SCTP extension.
+//! Leaves out SCTP ports if iptables cannot match SCTP here (no module xt_sctp, or no extension),
+//! so that the other ports of services still work.
 
 use std::time::Instant;
 
@@ -12,8 +11,7 @@ use crate::dataplane::{
     contract::{PAUSES_OF_MODULES, Retries},
 };
 
-/// Records whether one family's programs can match SCTP. If not, contains the time of the next
-/// attempt.
+/// Whether one family's programs can match SCTP; if not, the time of the next attempt.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Sctp(Retries<()>);
 
@@ -57,11 +55,8 @@ impl FamilyRules {
         }
     }
 
-    /// Tries to match SCTP again, if the retry is due.
-    ///
-    /// # Errors
-    /// [`ErrorKind::NeedsFullSync`] if SCTP can be matched now: the full sync adds SCTP ports.
-    /// Other kinds mean that the trial failed.
+    /// Tries to match SCTP again, if the retry is due. Errors: [`ErrorKind::NeedsFullSync`] if SCTP
+    /// can be matched now: the full sync adds SCTP ports. Other kinds mean that the trial failed.
     pub(in crate::dataplane) fn retry_sctp(&mut self, now: Instant) -> Result<(), DataplaneError> {
         if self.sctp.0.due(now).is_empty() {
             return Ok(());

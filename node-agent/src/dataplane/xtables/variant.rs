@@ -11,13 +11,9 @@ use super::{
 /// Chains that the kubelet creates to show which variant the node's software uses (KEP-3178).
 const KUBELET_CHAINS: [&str; 2] = [":KUBE-IPTABLES-HINT", ":KUBE-KUBELET-CANARY"];
 
-/// Returns the variant to use. For `Auto`, returns the only installed variant. If both variants are
-/// installed, returns the variant with the kubelet's chains, and nft if both have these chains. If
-/// neither variant has the chains, returns the variant with more rules, and nft if both have the
-/// same number of rules.
-///
-/// # Errors
-/// [`ErrorKind::Unavailable`] when the programs of the variant are not installed.
+/// Returns the variant to use. For `Auto`: the only installed one, else the one with the kubelet's
+/// chains, else the one with more rules, else nft. Errors: [`ErrorKind::Unavailable`] when its
+/// programs are not installed.
 pub(in crate::dataplane) fn choose(asked: Variant) -> Result<Variant, DataplaneError> {
     let is_installed = |variant| Programs::new(Family::V4, variant).are_installed();
     match asked {
@@ -41,7 +37,6 @@ fn detect(has_legacy: bool, has_nft: bool) -> Result<Variant, DataplaneError> {
     }
 }
 
-/// How this node uses a variant.
 #[derive(Debug, Default, Clone, Copy)]
 struct Use {
     by_kubelet: bool,

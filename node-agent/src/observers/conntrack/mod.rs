@@ -1,10 +1,6 @@
-//! Deletes stale UDP flows from the kernel's connection tracking table, after the rules are in
-//! place.
-//!
-//! [`headgate_core::conntrack`] decides which flows are stale. This module lists the UDP flows over
-//! netlink, and deletes the stale flows. This work runs in a separate thread, so that a large table
-//! does not delay programming. A failed pass is repeated until it succeeds. Each repetition
-//! includes the changes that arrived in the meantime.
+//! Deletes stale UDP flows ([`headgate_core::conntrack`]) over netlink, after the rules are in
+//! place, on a thread of its own. A failed pass is repeated, with the changes that arrived
+//! meanwhile.
 
 #[cfg(test)]
 mod tests;
@@ -58,7 +54,6 @@ impl Default for ConntrackMetrics {
 }
 
 impl ConntrackMetrics {
-    /// Registers all metrics of the cleanup.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let labels = "ip_family";
         let mut add = registry.adder(KUBE_PROXY);
@@ -83,9 +78,7 @@ impl ConntrackCleaner {
     /// Starts the thread, which works in the network namespace of the caller. `inputs` provides the
     /// addresses that answer NodePorts, and `interfaces` provides all addresses of the node.
     /// `earlier` is the state of the last run, so that flows to what was removed since end, too.
-    ///
-    /// # Errors
-    /// The operating system cannot start a thread.
+    /// Errors: the operating system cannot start a thread.
     pub fn start(
         metrics: ConntrackMetrics,
         inputs: watch::Receiver<NodeInputs>,
@@ -124,8 +117,7 @@ impl Observer for ConntrackCleaner {
     }
 }
 
-/// The thread that deletes stale flows. Dropping the worker stops the thread after the current
-/// pass.
+/// The thread that deletes stale flows. Dropping it stops the thread after a pass.
 #[derive(Debug)]
 struct Worker {
     cleanups: Option<mpsc::Sender<Cleanup>>,
@@ -133,8 +125,7 @@ struct Worker {
 }
 
 impl Worker {
-    /// Starts the thread. The thread calls `pass` for each cleanup, and repeats the call until the
-    /// pass succeeds.
+    /// Starts the thread. It calls `pass` for each cleanup, until the pass succeeds.
     fn start(pass: impl FnMut(&Cleanup) -> Result<(), SweepError> + Send + 'static) -> io::Result<Self> {
         let (cleanups, arrived) = mpsc::channel();
         let thread = thread::Builder::new().name("conntrack".into()).spawn(move || work(&arrived, pass))?;
@@ -246,8 +237,7 @@ impl Passes {
     }
 }
 
-// One pass over the connection tracking table: lists the UDP entries of a family and deletes the
-// stale ones.
+// One pass over the connection tracking table: deletes a family's stale UDP entries.
 
 /// Maximum number of attempts to get one list that the kernel does not interrupt. After the last
 /// attempt, the pass continues with the entries that it has read.
@@ -270,8 +260,7 @@ pub enum SweepError {
         /// The error of the last entry that stays.
         last: Refusal,
     },
-    /// The addresses of the node's interfaces are not known yet. Cleanup rules for NodePorts need
-    /// these addresses.
+    /// The addresses of the node's interfaces, which NodePorts need, are not known yet.
     #[error("the addresses of the node's interfaces are not known yet")]
     Addresses,
 }
@@ -298,9 +287,8 @@ pub struct NodeAddresses {
 impl NodeAddresses {
     /// Selects the addresses if the cleanup has rules for NodePorts. Otherwise the result is empty.
     /// `interfaces` are the addresses of the node's interfaces, or `None` while they are not known.
-    ///
-    /// # Errors
-    /// [`SweepError::Addresses`] if the addresses of the interfaces are needed but not known yet.
+    /// Errors: [`SweepError::Addresses`] if the addresses of the interfaces are needed but not
+    /// known yet.
     pub fn of(cleanup: &Cleanup, inputs: &NodeInputs, interfaces: Option<&[IpAddr]>) -> Result<Self, SweepError> {
         if !cleanup.needs_node_addresses() {
             return Ok(Self::default());
@@ -322,8 +310,7 @@ impl NodeAddresses {
     }
 
     fn contains(&self, address: IpAddr) -> bool {
-        // All of 127.0.0.0/8 is local, although the loopback interface has only the address
-        // 127.0.0.1.
+        // All of 127.0.0.0/8 is local, although `lo` has only 127.0.0.1.
         let is_loopback = address.is_ipv4() && address.is_loopback();
         self.own.contains(&address) || (is_loopback && self.own.contains(&LOCALHOST))
     }
@@ -332,9 +319,7 @@ impl NodeAddresses {
 const LOCALHOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
 /// Deletes the stale flows of a family, and adds to the counts in `swept`.
-///
-/// # Errors
-/// Stale flows may be left. `swept` counts the deleted flows. The caller should retry.
+/// Errors: stale flows may be left. `swept` counts the deleted flows. The caller should retry.
 pub fn sweep(
     cleanup: &Cleanup,
     family: Family,
@@ -373,7 +358,6 @@ pub fn sweep(
     deletions.kept.map_or(Ok(()), |(count, last)| Err(SweepError::Kept { count, last }))
 }
 
-/// Collects deletions and sends them in batches.
 struct Deletions {
     connection: Connection,
     waiting: Vec<Request>,

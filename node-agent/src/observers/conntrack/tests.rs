@@ -1,12 +1,7 @@
 #![allow(clippy::unwrap_used)]
-use std::{net::Ipv4Addr, sync::mpsc};
+use std::sync::mpsc;
 
-use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Service, ServiceKey, ServicePort,
-    conntrack::Suspects,
-    forwarding::{Entry, Fate},
-    frontends::Frontend,
-};
+use headgate_core::{Change, Dirty, Endpoint, EndpointPort, Service, ServiceKey, ServicePort, conntrack::Suspects};
 use headgate_netlink::Refusal;
 
 use super::*;
@@ -113,43 +108,9 @@ fn the_step_after_a_full_sync_searches_all_flows_of_its_services() {
     };
     step(vec![service(), endpoint(1), endpoint(2), endpoint(3)], true);
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), Suspects::Any);
-    // The full sync may have programmed endpoints that the tracker never saw, so this step
-    // suspects all flows.
+    // The full sync may have programmed endpoints unknown to the tracker: suspect all flows.
     step(vec![gone(1)], false);
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), Suspects::Any);
     step(vec![gone(2)], false);
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), answered_by(2));
-}
-
-/// What was removed while no agent ran is known from the state of the last run, or from its rules.
-#[test]
-fn flows_to_what_was_removed_while_the_agent_was_away_are_deleted() {
-    let to_frontend = Frontend::Address("10.96.0.10".parse().unwrap(), Protocol::Udp, 53);
-    let (mut earlier, mut dirty) = (State::default(), Dirty::default());
-    for change in [service(), endpoint(1)] {
-        earlier.apply(change, &mut dirty);
-    }
-    let mut table = Table::new(Family::V4);
-    let fate = Fate::to([(pod(1).address, 53).into()]);
-    table.entries.insert(to_frontend, Entry::always(&fate));
-    table.entries.insert(Frontend::Address("10.96.0.10".parse().unwrap(), Protocol::Tcp, 53), Entry::always(&fate));
-    let know: [&dyn Fn(&mut ConntrackCleaner); 2] =
-        [&|cleaner| cleaner.tracker.remember(&earlier), &|cleaner| cleaner.found(std::slice::from_ref(&table))];
-    for know in know {
-        let (cleanups, passes) = mpsc::channel();
-        let worker = Worker::start(move |cleanup| {
-            cleanups.send(cleanup.clone()).unwrap();
-            Ok(())
-        });
-        let mut cleaner = ConntrackCleaner::with(worker.unwrap());
-        know(&mut cleaner);
-        cleaner.plan(&State::default(), &NodeFacts::named("node-1"), Scope::All);
-        cleaner.applied();
-        let cleanup = passes.recv_timeout(GUARD).unwrap();
-        assert_eq!(suspects(&cleanup), answered_by(1));
-        let original = (Ipv4Addr::new(10, 96, 0, 10), 53).into();
-        assert!(cleanup.is_stale(original, (pod(1).address, 53).into(), |_| false));
-        assert!(!cleanup.is_stale(original, original, |_| false), "another program may use the address now");
-        assert!(cleaner.tracker.is_empty());
-    }
 }

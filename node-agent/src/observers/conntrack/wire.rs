@@ -7,8 +7,7 @@ use headgate_core::{Family, address_from_bytes};
 use headgate_netlink::{Request, attributes};
 
 const SUBSYSTEM: u16 = (libc::NFNL_SUBSYS_CTNETLINK as u16) << 8;
-/// `IPCTNL_MSG_CT_NEW`: the type of the messages in a list. A request of this type adds or changes
-/// an entry.
+/// `IPCTNL_MSG_CT_NEW`: the type of listed messages. A request adds or changes an entry.
 pub const MESSAGE_NEW: u16 = SUBSYSTEM;
 const MESSAGE_GET: u16 = SUBSYSTEM | 1;
 const MESSAGE_DELETE: u16 = SUBSYSTEM | 2;
@@ -41,7 +40,6 @@ const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
 const PROTOCOL_UDP: u8 = libc::IPPROTO_UDP as u8;
 
 /// Encodes `struct nfgenmsg` for a family.
-#[must_use]
 pub fn header(family: Family) -> [u8; 4] {
     let family = match family {
         Family::V4 => libc::AF_INET,
@@ -51,7 +49,6 @@ pub fn header(family: Family) -> [u8; 4] {
 }
 
 /// Returns the request to list the UDP entries of a family. Kernels before 5.8 list all entries.
-#[must_use]
 pub fn list(family: Family) -> Request {
     Request::new(MESSAGE_GET, FLAG_DUMP, &header(family))
         .nested(TUPLE_ORIGINAL, |tuple| {
@@ -77,7 +74,6 @@ pub struct UdpEntry<'a> {
 impl<'a> UdpEntry<'a> {
     /// Parses the payload of a message. Returns `None` if the entry is not UDP, or if a required
     /// attribute is missing or malformed.
-    #[must_use]
     pub fn parse(payload: &'a [u8]) -> Option<Self> {
         let (mut original, mut reply, mut id, mut zone) = (None, None, None, None);
         for (kind, value) in attributes(payload.get(4..)?) {
@@ -98,7 +94,6 @@ impl<'a> UdpEntry<'a> {
 
     /// Returns the request to delete this entry. The request includes the ID of the entry, so that
     /// the kernel does not delete a newer entry with an equal tuple.
-    #[must_use]
     pub fn delete(&self) -> Request {
         let request = Request::new(MESSAGE_DELETE, 0, &header(self.family))
             // The tuple is sent back as received, with the flag for nested attributes.
@@ -111,8 +106,7 @@ impl<'a> UdpEntry<'a> {
     }
 }
 
-/// Adds one part of a tuple. `CTA_TUPLE_IP` and `CTA_TUPLE_PROTO` are nested attributes; the zone
-/// is a plain attribute.
+/// Adds one part of a tuple. `CTA_TUPLE_IP` and `CTA_TUPLE_PROTO` are nested, the zone is not.
 fn put_nested(request: Request, (kind, value): (u16, &[u8])) -> Request {
     if kind == TUPLE_IP || kind == TUPLE_PROTOCOL {
         request.nested(kind, |part| attributes(value).fold(part, |part, (kind, value)| part.attribute(kind, value)))
@@ -144,60 +138,4 @@ fn udp_tuple(tuple: &[u8]) -> Option<(SocketAddr, SocketAddr)> {
 
 fn port(value: &[u8]) -> Option<u16> {
     value.try_into().ok().map(u16::from_be_bytes)
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-
-    fn hex(bytes: &[u8]) -> String {
-        bytes.chunks(4).map(|word| word.iter().map(|byte| format!("{byte:02x}")).collect::<String>() + " ").collect()
-    }
-
-    /// The expected bytes hold for little-endian machines: headers use the machine's byte order.
-    #[cfg(target_endian = "little")]
-    #[test]
-    fn list_requests_have_the_encoding_of_the_kernel() {
-        let expected = "02000000 10000180 0c000280 05000100 11000000 0c001980 08000100 08000000 ";
-        assert_eq!(hex(list(Family::V4).payload()), expected);
-    }
-
-    fn entry(zone: bool, protocol: u8) -> Vec<u8> {
-        let tuple = |from: [u8; 4], to: [u8; 4], from_port: u16, to_port: u16| {
-            move |tuple: Request| {
-                tuple.nested(TUPLE_IP, |ip| ip.attribute(1, &from).attribute(2, &to)).nested(TUPLE_PROTOCOL, |part| {
-                    part.attribute(PROTOCOL_NUMBER, &[protocol])
-                        .attribute(SOURCE_PORT, &from_port.to_be_bytes())
-                        .attribute(DESTINATION_PORT, &to_port.to_be_bytes())
-                })
-            }
-        };
-        let request = Request::new(MESSAGE_NEW, 0, &header(Family::V4))
-            .nested(TUPLE_ORIGINAL, tuple([10, 244, 0, 9], [10, 96, 0, 10], 4000, 53))
-            .nested(TUPLE_REPLY, tuple([10, 244, 0, 1], [10, 244, 0, 9], 5353, 4000))
-            .attribute(3, &[0, 0, 1, 0x8e])
-            .attribute(ID, &[1, 2, 3, 4]);
-        let request = if zone { request.attribute(ZONE, &[0, 7]) } else { request };
-        request.payload().to_vec()
-    }
-
-    #[test]
-    fn an_entry_is_parsed_and_deleted_by_its_tuple_and_id() {
-        let bytes = entry(true, 17);
-        let entry = UdpEntry::parse(&bytes).unwrap();
-        assert_eq!(entry.original_destination, "10.96.0.10:53".parse().unwrap());
-        assert_eq!(entry.reply_source, "10.244.0.1:5353".parse().unwrap());
-        let delete = entry.delete();
-        let found: Vec<_> = attributes(&delete.payload()[4..]).collect();
-        assert_eq!(found[0], (TUPLE_ORIGINAL, entry.original_tuple));
-        assert_eq!(found[1..], [(ID, &[1, 2, 3, 4][..]), (ZONE, &[0, 7][..])]);
-    }
-
-    #[test]
-    fn tcp_entries_and_malformed_payloads_are_ignored() {
-        assert_eq!(UdpEntry::parse(&entry(false, 6)), None);
-        assert_eq!(UdpEntry::parse(&[]), None);
-        assert_eq!(UdpEntry::parse(&entry(false, 17)[..60]), None);
-    }
 }

@@ -1,8 +1,6 @@
 //! Active health checks of endpoints: sockets, timers and metrics.
-//!
-//! [`headgate_core::endpoint_health`] decides when each endpoint is checked, and what a result
-//! means. The checker writes failing endpoints into the node's facts. The reconcile loop then
-//! programs the services whose endpoints began to fail or recovered. Endpoint checks work with
+//! [`headgate_core::endpoint_health`] decides when to check and what a result means. Failing
+//! endpoints are in the node's facts, by which the reconcile loop programs their services, with
 //! every dataplane.
 
 #[cfg(test)]
@@ -30,15 +28,13 @@ use crate::{
 
 /// Maximum number of checks that run at a time. Further checks wait.
 pub const MAX_RUNNING: usize = 256;
-/// How many lines about the endpoints of a namespace the log gets at once, and the time after which
-/// it gets one more.
+/// How many lines about a namespace's endpoints the log gets at once, and when it gets one more.
 const LINES_AT_ONCE: u32 = 10;
 const LINE_INTERVAL: Duration = Duration::from_secs(6);
 
 /// Returns the observer that collects the endpoints to check, and the checker. The caller runs the
 /// checker on the async runtime. `namespaces` are those in which Services may ask for checks:
 /// names, or `*` for all.
-#[must_use]
 pub fn new(
     namespaces: Vec<String>,
     timing: CheckTiming,
@@ -57,16 +53,14 @@ pub fn new(
     (follower, Checker { mailbox, shared, metrics, checks, reported, started, lines })
 }
 
-/// Checks endpoints in the network namespace of the runtime's threads, at most [`MAX_RUNNING`] at a
-/// time.
+/// Checks endpoints in the runtime's network namespace, at most [`MAX_RUNNING`] at a time.
 #[derive(Debug)]
 pub struct Checker {
     mailbox: Mailbox<ServiceTargets>,
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
     checks: FairChecks,
-    /// A copy of the failing endpoints in the node's facts. The checker locks the state only if the
-    /// failing endpoints change.
+    /// A copy of the failing endpoints in the node's facts. Only changes lock the state.
     reported: FailingEndpoints,
     started: Instant,
     /// The lines of the log about each namespace.
@@ -210,12 +204,10 @@ fn targets(
 pub struct EndpointCheckMetrics {
     checks: family::Family<Labels<1>, Counter>,
     checked: Gauge,
-    /// Number of endpoints that fail.
     failing: Gauge,
 }
 
 impl EndpointCheckMetrics {
-    /// Registers all metrics of endpoint checks.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         let help = "Active health checks of endpoints";
@@ -232,7 +224,6 @@ impl EndpointCheckMetrics {
         self.checks.get_or_create(&[("result", result)]).inc();
     }
 
-    /// Sets the number of endpoints that are checked, and the number of endpoints that fail.
     pub(crate) fn counted(&self, checked: usize, failing: usize) {
         self.checked.set(i64::try_from(checked).unwrap_or(i64::MAX));
         self.failing.set(i64::try_from(failing).unwrap_or(i64::MAX));

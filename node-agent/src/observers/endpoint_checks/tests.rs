@@ -97,49 +97,6 @@ fn listen(on: &str) -> (TcpListener, SocketAddr) {
 }
 
 #[tokio::test]
-async fn endpoints_that_refuse_connections_fail_until_they_accept_again() {
-    let mut world = World::start();
-    let (first, second, third) = (listen("127.0.0.1:0"), listen("127.0.0.2:0"), listen("[::1]:0"));
-    let addresses = [first.1, second.1, third.1];
-    drop(second.0);
-    world.step([service("tcp")].into_iter().chain(addresses.map(endpoint)));
-    world.expect(&[second.1]).await;
-    assert_eq!(world.metrics.failing.get(), 1);
-    let generation = world.version;
-    assert!(world.shared.has_moved_since(Some(generation)), "the failing endpoint has to be programmed");
-
-    let second = listen(&second.1.to_string());
-    world.expect(&[]).await;
-    // All endpoints fail, and the node's facts contain all of them. `headgate_core` decides which
-    // endpoints are used in this case.
-    drop((first, second, third));
-    world.expect(&addresses).await;
-    assert_eq!(world.metrics.failing.get(), 3);
-
-    world.step([Change::RemoveEndpoint(key(), addresses[0].ip())]);
-    world.expect(&addresses[1..]).await;
-    world.step([service("")]);
-    world.expect(&[]).await;
-    world.wait(|world| world.metrics.failing.get() == 0, "no endpoint fails").await;
-}
-
-#[tokio::test]
-async fn checks_continue_after_an_endpoint_is_replaced() {
-    let mut world = World::start();
-    let (_listener, good) = listen("127.0.0.1:0");
-    let (refusing, bad) = listen("127.0.0.2:0");
-    drop(refusing);
-    world.step([service("tcp"), endpoint(good), endpoint(bad)]);
-    world.expect(&[bad]).await;
-    let (refusing, other) = listen("127.0.0.3:0");
-    drop(refusing);
-    world.step([Change::RemoveEndpoint(key(), bad.ip()), endpoint(other)]);
-    world.expect(&[other]).await;
-    world.step([Change::RemoveService(key())]);
-    world.wait(|world| world.metrics.failing.get() == 0, "no endpoint fails").await;
-}
-
-#[tokio::test]
 async fn failing_endpoints_are_kept_when_a_service_is_recreated_at_once_and_dropped_when_it_is_deleted() {
     let mut world = World::start();
     let (_listener, good) = listen("127.0.0.1:0");

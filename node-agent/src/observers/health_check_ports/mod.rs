@@ -52,7 +52,6 @@ pub struct HealthCheckMetrics {
 }
 
 impl HealthCheckMetrics {
-    /// Registers both metrics.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         let help = "Sockets that listen at health-check node ports";
@@ -70,7 +69,6 @@ pub type HealthCheckPorts = Follower<HealthCheckPort>;
 /// `inputs` provides the addresses that answer. If a change in `backlog` has waited for longer than
 /// `patience`, the proxy as a whole does not work, and every port answers 503. The ports share the
 /// limits of `connections`.
-#[must_use]
 pub fn new(
     metrics: HealthCheckMetrics,
     inputs: watch::Receiver<NodeInputs>,
@@ -85,8 +83,7 @@ pub fn new(
 
 // The HTTP answer at one health-check node port.
 
-/// The header with the number of local endpoints. Load balancers may use this number as the node's
-/// weight.
+/// The header with the number of local endpoints. Load balancers may weigh by it.
 const WEIGHT_HEADER: &str = "x-load-balancing-endpoint-weight";
 
 /// The page at one socket. It shows the number of local endpoints of one service in one family.
@@ -119,14 +116,12 @@ impl PortPage {
 
 // The server that opens and closes the sockets as the wanted ports change.
 
-/// Time between two attempts to open a socket. Also the time between two checks for changed
-/// addresses of the node.
+/// Time between two attempts to open a socket, and two checks of the node's addresses.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
 
 /// The sockets take at most this part of the limit of open files.
 const PART_OF_OPEN_FILES: u64 = 8;
 
-/// A wanted socket: a service, and the address and port.
 type Socket = (Arc<ServiceKey>, SocketAddr);
 
 /// Serves all health-check node ports of this node.
@@ -180,9 +175,8 @@ impl PortServer {
         }
     }
 
-    /// Opens and closes sockets, and tries again to open those that failed: their ports may be free
-    /// now. Closes the unwanted sockets before it opens new sockets, so that a service can get a
-    /// port that another service had.
+    /// Opens and closes sockets, and tries failed ones again. Closes first, so that a service can
+    /// get a port that another one had.
     async fn update_sockets(&mut self) {
         let wanted = self.sockets();
         let (keep, close): (BTreeMap<_, _>, BTreeMap<_, _>) =
@@ -266,30 +260,5 @@ fn unspecified(family: Family) -> IpAddr {
     match family {
         Family::V4 => Ipv4Addr::UNSPECIFIED.into(),
         Family::V6 => Ipv6Addr::UNSPECIFIED.into(),
-    }
-}
-
-#[cfg(test)]
-mod page_tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-
-    fn status(local_endpoints: u32, is_healthy: bool) -> (StatusCode, String) {
-        let key = Arc::new(ServiceKey::new("shop", "web"));
-        let backlog = Arc::new(Backlog::default());
-        backlog.queue_other();
-        let patience = if is_healthy { Duration::from_secs(3_600) } else { Duration::ZERO };
-        let response = PortPage { key, local_endpoints: local_endpoints.into(), backlog, patience }.answer();
-        let header = |name: &str| response.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
-        assert_eq!(header("content-type").as_deref(), Some("application/json"));
-        assert_eq!(header("x-content-type-options").as_deref(), Some("nosniff"));
-        (response.status(), header(WEIGHT_HEADER).unwrap())
-    }
-
-    #[test]
-    fn the_answer_is_200_only_with_local_endpoints_and_a_healthy_proxy() {
-        assert_eq!(status(2, true), (StatusCode::OK, "2".to_owned()));
-        assert_eq!(status(0, true), (StatusCode::SERVICE_UNAVAILABLE, "0".to_owned()));
-        assert_eq!(status(2, false), (StatusCode::SERVICE_UNAVAILABLE, "2".to_owned()));
     }
 }

@@ -112,8 +112,7 @@ fn value(kind: Kind) -> String {
     }
 }
 
-/// With `HEADGATE_WRITE_DOCS`, which `make docs` sets, this test writes the pages instead of
-/// comparing them.
+/// With `HEADGATE_WRITE_DOCS` (`make docs`), this test writes the pages.
 #[test]
 fn documents_are_current() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");

@@ -55,30 +55,6 @@ fn a_control_plane_is_required_except_for_flags_that_make_the_agent_exit() {
 }
 
 #[test]
-fn tls_files_that_are_missing_are_named() {
-    let options = parse(&["--control-plane=https://a:1", "--tls-key=/k"]).unwrap();
-    let error = options.control_planes().unwrap_err().to_string();
-    assert!(error.ends_with("missing: --tls-cert, --tls-ca"), "{error}");
-}
-
-#[test]
-fn plaintext_needs_the_flag_and_an_allowed_ip_address() {
-    let refused = |arguments: &[&str]| parse(arguments).unwrap().control_planes().unwrap_err().to_string();
-    assert!(refused(&["--control-plane=http://127.0.0.1:1"]).contains("--insecure-loopback"));
-    assert!(refused(&["--control-plane=http://10.0.0.1:1", "--insecure-loopback"]).contains("10.0.0.1"));
-    assert!(refused(&["--control-plane=http://localhost:1", "--insecure-loopback"]).contains("localhost"));
-    let two = parse(&["--control-plane=http://[::1]:1,http://198.18.0.1:2", "--insecure-loopback"]).unwrap();
-    assert_eq!(two.control_planes().unwrap().0.len(), 2);
-}
-
-#[test]
-fn at_most_one_cluster_cidr_per_family_is_accepted() {
-    assert!(refused(&["--cluster-cidr=10.0.0.0/8,10.1.0.0/16"]).contains("one CIDR per family"));
-    let both = settings(&["--cluster-cidr=10.0.0.0/8,fd00::/48"]);
-    assert!(matches!(&both.detect_local, DetectLocal::ClusterCidr(cidrs) if cidrs.len() == 2));
-}
-
-#[test]
 fn node_names_are_lower_case_dns_names() {
     let name = |flag: &str, name: &str| {
         let options = parse(&["--cleanup", flag, name]).unwrap();
@@ -137,49 +113,6 @@ fn all_flags_are_listed_with_their_values() {
     assert_eq!(value("oom-score-adj"), Some("-999"));
     assert_eq!(value("machine-id-file"), Some("/etc/machine-id,/var/lib/dbus/machine-id"));
     assert_eq!((value("help"), value("version"), value("tls-key")), (None, None, Some("")));
-}
-
-#[test]
-fn flags_without_effect_are_accepted_and_named_in_one_warning() {
-    let arguments = "--kubeconfig=/k --master=x --kube-api-qps=5.5 -v=4 --ipvs-scheduler=rr --feature-gates=A=true";
-    let configured = configured(&arguments.split(' ').collect::<Vec<_>>());
-    let warning = configured.warning.unwrap();
-    for part in
-        ["--kubeconfig (the agent holds no API credentials", "--master (", "--v (", "--feature-gates A (Headgate does"]
-    {
-        assert!(warning.contains(part), "{part} is not in {warning}");
-    }
-    assert!(settings(&["--feature-gates=AllowServiceExternalIPs=true"]).allow_external_ips);
-    assert!(!settings(&["--feature-gates=AllowServiceExternalIPs=false"]).allow_external_ips);
-    assert_eq!(super::tests::configured(&[]).warning, None);
-}
-
-#[test]
-fn http_servers_can_be_switched_off_and_bound_to_other_addresses() {
-    let moved = settings(&["--healthz-bind-address=", "--metrics-bind-address=127.0.0.1"]);
-    assert_eq!(moved.healthz_bind_address, None);
-    let drain_address = |value: &str| parse(&["--cleanup", &format!("--drain-address={value}")]).unwrap().drain_address;
-    assert_eq!((drain_address(""), drain_address("[::]:10261")), (None, Some("[::]:10261".parse().unwrap())));
-    assert_eq!(moved.metrics_bind_address, Some("127.0.0.1:10249".parse().unwrap()));
-    let v6 = settings(&["--bind-address=::"]);
-    assert_eq!(v6.healthz_bind_address, Some("[::]:10256".parse().unwrap()));
-    assert_eq!(v6.metrics_bind_address, Some("[::1]:10249".parse().unwrap()));
-    // kube-proxy calls these flags deprecated.
-    let ports = settings(&["--healthz-port=0", "--metrics-port=9", "--metrics-bind-address=192.0.2.1"]);
-    assert_eq!(ports.healthz_bind_address, None);
-    assert_eq!(ports.metrics_bind_address, Some("192.0.2.1:9".parse().unwrap()));
-    assert_eq!(settings(&["--metrics-port=9"]).metrics_bind_address, Some("127.0.0.1:10249".parse().unwrap()));
-    assert!(refused(&["--healthz-bind-address=x:y"]).contains("--healthz-bind-address: \"x:y\" is not an address"));
-}
-
-#[test]
-fn detect_local_modes_by_interface_require_a_name() {
-    assert!(refused(&["--detect-local-mode=BridgeInterface"]).contains("--pod-bridge-interface: is needed"));
-    let prefix = settings(&["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth"]);
-    assert_eq!(prefix.detect_local, DetectLocal::InterfaceNamePrefix("veth".into()));
-    let unused = configured(&["--detect-local-mode=NodeCIDR", "--cluster-cidr=10.0.0.0/8"]);
-    assert_eq!(unused.settings.detect_local, DetectLocal::NodeCidr);
-    assert!(unused.warning.unwrap().contains("--cluster-cidr (not used while --detect-local-mode is NodeCIDR)"));
 }
 
 #[test]

@@ -4,7 +4,6 @@ use headgate_core::{Endpoint, EndpointPort, Protocol, Service, ServicePort};
 
 use super::*;
 
-/// A Service with this number of ports and of endpoints, all of which have all ports.
 fn large(name: &str, ports: u16, endpoints: u8) -> Vec<Change> {
     let key = ServiceKey::new("prod", name);
     let port = |number| ServicePort { name: "p".into(), protocol: Protocol::Tcp, port: number, node_port: 0 };

@@ -13,13 +13,14 @@ use headgate_core::{
 
 use self::fake_kernel::FakeKernel;
 use super::*;
-use crate::dataplane::{RulesDifferences, RulesVerification};
+use crate::{
+    dataplane::{RulesDifferences, RulesVerification},
+    metric_registry::MetricRegistry,
+};
 
-/// A dataplane with a real ledger and a kernel in memory. The first partial sync fails as if
-/// another process held the lock.
+/// A dataplane with a real ledger and a kernel in memory.
 struct LedgerFamily {
     ledger: RulesLedger,
-    failures_left: u32,
     /// Called before a verification reads the state, with the number of earlier calls.
     during: During,
     /// What the next checks find. Later checks find nothing.
@@ -78,10 +79,6 @@ impl Dataplane for LedgerFamily {
     }
 
     fn apply(&mut self, kernel: &mut LedgerKernel, script: Script) -> Result<Report, DataplaneError> {
-        if self.failures_left > 0 {
-            self.failures_left -= 1;
-            return Err(retry());
-        }
         kernel.0.lock().unwrap().restore(&script.to_string()).unwrap();
         Ok(Report::default())
     }
@@ -102,28 +99,20 @@ fn existing(kernel: &FakeKernel) -> ExistingTables {
     ExistingTables::parse(&RulesTable::ALL.map(|table| kernel.save(table)).concat())
 }
 
-/// A loop with [`LedgerFamily`].
-fn ledger_loop(
-    kernel: &Arc<Mutex<FakeKernel>>,
-    corruption: &Arc<Mutex<Option<State>>>,
-    failures_left: u32,
-    timing: Timing,
-) -> Loop {
+fn ledger_loop(kernel: &Arc<Mutex<FakeKernel>>, corruption: &Arc<Mutex<Option<State>>>, timing: Timing) -> Loop {
     let during: During = Arc::new(Mutex::new(|_| ()));
-    let dataplane = ledger_dataplane(kernel, corruption, failures_left, &during, &Findings::default());
+    let dataplane = ledger_dataplane(kernel, corruption, &during, &Findings::default());
     Loop::of(dataplane, in_memory::dataplane().1, AgentState::new("node-1"), timing)
 }
 
 fn ledger_dataplane(
     kernel: &Arc<Mutex<FakeKernel>>,
     corruption: &Arc<Mutex<Option<State>>>,
-    failures_left: u32,
     during: &During,
     findings: &Findings,
 ) -> Box<dyn NodeDataplane> {
     let make = |family| LedgerFamily {
         ledger: RulesLedger::new(ruleset(RenderConfig::new(family))),
-        failures_left,
         during: Arc::clone(during),
         findings: Arc::clone(findings),
         corruption: Arc::clone(corruption),
@@ -146,7 +135,7 @@ fn a_verification_finds_a_wrong_ledger_and_a_changed_kernel_and_repairs_both() {
     let kernel = Arc::new(Mutex::new(FakeKernel::default()));
     let corruption = Arc::new(Mutex::new(None));
     // Only requests verify, so that the test sees each result.
-    let run = ledger_loop(&kernel, &corruption, 0, Timing { sync_period: Duration::from_secs(3600), ..timing() });
+    let run = ledger_loop(&kernel, &corruption, Timing { sync_period: Duration::from_secs(3600), ..timing() });
     run.snapshot(1, vec![service("web", 80), endpoint("web", 1, 8080), service("db", 5432), endpoint("db", 9, 5432)]);
     run.wait_programmed(1);
     assert_eq!(verified(&run), Vec::<String>::new());
@@ -190,7 +179,7 @@ fn a_verification_finds_a_wrong_ledger_and_a_changed_kernel_and_repairs_both() {
 fn a_verification_makes_one_full_sync_for_each_rule_that_it_does_not_understand() {
     let kernel = Arc::new(Mutex::new(FakeKernel::default()));
     let timing = Timing { sync_period: Duration::from_secs(3600), ..timing() };
-    let run = ledger_loop(&kernel, &Arc::default(), 0, timing);
+    let run = ledger_loop(&kernel, &Arc::default(), timing);
     let repairs = || run.metrics.repairs.get();
     run.snapshot(1, vec![service("web", 80), endpoint("web", 1, 8080)]);
     run.wait_programmed(1);
@@ -220,19 +209,6 @@ fn a_verification_makes_one_full_sync_for_each_rule_that_it_does_not_understand(
     assert!(!kernel.lock().unwrap().save(RulesTable::Nat).contains(foreign));
 }
 
-#[test]
-fn a_change_whose_first_attempt_fails_is_in_the_kernel_when_it_is_reported_as_programmed() {
-    let kernel = Arc::new(Mutex::new(FakeKernel::default()));
-    let run = ledger_loop(&kernel, &Arc::default(), 1, timing());
-    run.snapshot(1, vec![service("web", 80), endpoint("web", 1, 8080)]);
-    run.wait_programmed(1);
-    run.batch(2, vec![endpoint("web", 2, 8080)]);
-    run.wait_programmed(2);
-    let nat = kernel.lock().unwrap().save(RulesTable::Nat);
-    let translations = nat.lines().filter(|line| line.contains("DNAT --to-destination")).count();
-    assert_eq!(translations, 2, "{nat}");
-}
-
 /// A loop that the test steps.
 struct Stepped {
     reconciler: Reconciler,
@@ -251,7 +227,7 @@ impl Stepped {
         let (seen, state) = (Arc::clone(&kernel), Arc::clone(&shared));
         let during: During = Arc::new(Mutex::new(move |parts| during(&state, &seen, parts)));
         let findings: Findings = Arc::new(Mutex::new(findings.into_iter().collect()));
-        let dataplane = ledger_dataplane(&kernel, &Arc::default(), 0, &during, &findings);
+        let dataplane = ledger_dataplane(&kernel, &Arc::default(), &during, &findings);
         let metrics = SyncMetrics::default();
         let (mut reconciler, _) = Reconciler::new(dataplane, Arc::clone(&shared), metrics.clone(), timing());
         let add = |number| {
@@ -374,7 +350,6 @@ fn notifications_are_not_lost_twice_when_the_check_of_another_family_fails() {
     let findings: Findings = Arc::new(Mutex::new([Ok(Finding::Unknown), Err(retry())].into()));
     let make = |family| LedgerFamily {
         ledger: RulesLedger::new(ruleset(RenderConfig::new(family))),
-        failures_left: 0,
         during: Arc::new(Mutex::new(|_| ())),
         findings: Arc::clone(&findings),
         corruption: Arc::default(),

@@ -39,8 +39,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Receives the first `cut` messages of a stream, and loses the rest. Returns the number of
-    /// messages in the stream.
+    /// Receives the first `cut` messages of a stream, and loses the rest. Returns their number.
     fn follow(&mut self, replica: &Replica, cut: usize) -> usize {
         let resume = self.hello();
         let messages = replica.stream(resume.as_ref());
@@ -116,22 +115,6 @@ fn a_resume_by_digests_replaces_only_the_buckets_that_differ() {
 }
 
 #[test]
-fn equal_digests_remove_nothing_and_an_empty_cluster_everything() {
-    let mut agent = Agent::following(&replica(7));
-    let twin = replica(8);
-    let resume = agent.hello();
-    let messages = twin.stream(resume.as_ref());
-    assert_eq!(messages.len(), 2, "the stream consists of Welcome and a SnapshotEnd without buckets");
-    messages.into_iter().for_each(|message| agent.receive(message).unwrap());
-    agent.assert_holds(&twin);
-    assert_eq!(agent.held.state().service_count(), 2);
-    let empty = Replica::new(9, 1);
-    let _ = agent.hello();
-    empty.stream(None).into_iter().for_each(|message| agent.receive(message).unwrap());
-    agent.assert_holds(&empty);
-}
-
-#[test]
 fn a_snapshot_of_buckets_in_mid_stream_replaces_only_these_buckets() {
     let mut replica = replica(7);
     let mut agent = Agent::following(&replica);
@@ -197,17 +180,6 @@ fn incomplete_or_malformed_snapshots_are_violations() {
     assert_eq!(violation_of(chunk(&[Change::RemoveService(key("a"))])), other("a snapshot contains removals"));
     assert_eq!(violation_of(chunk(&[Change::RemoveServiceCidr("c".into())])), other("a snapshot contains removals"));
     assert_eq!(violation_of(batch(0, 1, &[])), other(BATCH_IN_SNAPSHOT));
-}
-
-#[test]
-fn versions_never_decrease_within_an_epoch() {
-    let mut agent = Agent::following(&replica(7));
-    assert_eq!(agent.receive(end(1, vec![3], 0)), Err(other("version 1 was sent after version 2 of the same epoch")));
-    // In another epoch, versions start again from 1.
-    let mut young = Replica::new(8, 4);
-    young.commit(vec![service("web", 80)]);
-    agent.follow(&young, usize::MAX);
-    agent.assert_holds(&young);
 }
 
 #[test]
@@ -393,8 +365,7 @@ fn hello_states_the_source_position_of_the_agents_own_node() {
     let resume = held.resume().unwrap();
     assert_eq!((resume.epoch, resume.digests), (0, None), "the agent holds only the Node");
     assert_eq!(position_in_hello(&held, Kind::Nodes), Some(20));
-    // If the source was restored from a backup, the replica sends a lower position after a bounded
-    // wait.
+    // With a source from a backup, the replica sends a lower position after a bounded wait.
     held.node_position = at(Kind::Nodes, 10);
     assert_eq!(position_in_hello(&held, Kind::Nodes), Some(10));
     // A folder has one position for all kinds. `Hello` states the higher of two positions: the
@@ -406,7 +377,6 @@ fn hello_states_the_source_position_of_the_agents_own_node() {
     }
 }
 
-/// A machine that holds version 3 of epoch 7 and resumes by log, and the effects of `Welcome`.
 fn resuming_by_log(head_version: u64) -> (Machine, Vec<Effect>) {
     let mut machine = Machine::new("node-1".into());
     machine.begin(Some((7, 3)));
@@ -436,20 +406,6 @@ fn a_resume_by_log_is_complete_at_the_head_that_welcome_named() {
 }
 
 #[test]
-fn a_resume_by_snapshot_is_complete_at_the_end_of_the_snapshot() {
-    let replica = replica(7);
-    let mut agent = Agent::new();
-    agent.hello();
-    let effects: Vec<bool> = replica
-        .stream(None)
-        .into_iter()
-        .map(|message| has_resumed(&agent.machine.on_message(message).unwrap()))
-        .collect();
-    assert!(effects.len() > 3 && effects.iter().rev().skip(1).all(|resumed| !resumed), "{effects:?}");
-    assert_eq!(effects.last(), Some(&true));
-}
-
-#[test]
 fn a_rejection_outlives_a_stream_that_breaks_before_its_snapshot() {
     let (one, other) = (replica(7), replica(8));
     let mut agent = Agent::following(&one);
@@ -467,30 +423,6 @@ fn a_rejection_outlives_a_stream_that_breaks_before_its_snapshot() {
     assert_eq!(agent.nacks[0].rejections[0].resource, resource);
     agent.follow(&other, usize::MAX);
     assert!(!agent.machine.rejections.contains(&resource), "the other replica has no such Service");
-}
-
-#[test]
-fn a_step_states_whether_a_rejection_is_in_force() {
-    let mut agent = Agent::following(&replica(7));
-    let mut has_rejections = |mut message: v1::ServerMessage, is_bad: bool| {
-        if let (true, Some(Body::Batch(wire))) = (is_bad, &mut message.body) {
-            wire.changes.as_mut().unwrap().services[0].ports.clear();
-        }
-        let effects = agent.machine.on_message(message).unwrap();
-        let steps = effects.into_iter().filter_map(|effect| match effect {
-            Effect::Apply(step) => Some(step.has_rejections),
-            _ => None,
-        });
-        steps.collect::<Vec<_>>()
-    };
-    assert_eq!(has_rejections(batch(2, 3, &[service("bad", 1)]), true), [true]);
-    assert_eq!(has_rejections(batch(3, 4, &[endpoint("web", 7, 1)]), false), [true], "the rejection is still in force");
-    assert_eq!(has_rejections(batch(4, 5, &[service("bad", 1)]), false), [false]);
-    let foreign = v1::Node { name: "node-2".into(), ..v1::Node::default() };
-    let own_node = v1::OwnNode { revision: 1, node: Some(foreign), ..v1::OwnNode::default() };
-    assert_eq!(has_rejections(message(Body::OwnNode(own_node)), false), [false; 0]);
-    // A rejected Node is not included, because each stream sends the Node again.
-    assert_eq!(has_rejections(batch(5, 6, &[endpoint("web", 8, 1)]), false), [false]);
 }
 
 fn any_change() -> impl Strategy<Value = Change> {
@@ -532,18 +464,5 @@ proptest! {
         agent.follow(&replicas[1], usize::MAX);
         agent.assert_holds(&replicas[1]);
         prop_assert!(agent.nacks.is_empty());
-    }
-
-    /// No message makes the agent panic.
-    #[test]
-    fn random_messages_never_panic(bodies in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..60), 1..20)) {
-        use prost::Message as _;
-        let mut agent = Agent::following(&replica(7));
-        for bytes in bodies {
-            if let Ok(message) = v1::ServerMessage::decode(bytes.as_slice()) && agent.receive(message).is_err() {
-                let _ = agent.hello();
-                let _ = agent.receive(replica(7).welcome(ResumeMode::Full));
-            }
-        }
     }
 }

@@ -9,8 +9,7 @@ use super::{
 /// set is full, or if the element to delete does not exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DynamicSet {
-    /// The set. The kernel rejects verdict maps, and sets with a size that are neither dynamic nor
-    /// have timeouts.
+    /// The set. No verdict map; one with a size must be dynamic or have timeouts.
     pub set: String,
     /// The operation.
     pub operation: DynamicSetOperation,
@@ -108,8 +107,7 @@ pub enum Expression {
     },
     /// `immediate` into the verdict register: ends the rule with a verdict.
     Verdict(Verdict),
-    /// `numgen`: generates a 4-byte number in the machine's byte order, at least `offset` and less
-    /// than `offset + modulus`.
+    /// `numgen`: a 4-byte number in the machine's byte order, `offset..offset + modulus`.
     NumberGenerator {
         /// How numbers are generated.
         generator: Generator,
@@ -129,8 +127,7 @@ pub enum Expression {
         length: u32,
         /// The number of different results, at least 1.
         modulus: u32,
-        /// Hosts with the same seed compute the same hash for a key. Without a seed, the kernel
-        /// selects a random seed.
+        /// Hosts with the same seed hash a key alike. Without one, the seed is random.
         seed: Option<u32>,
         /// The smallest result.
         offset: u32,
@@ -159,8 +156,7 @@ pub enum Expression {
         /// How an address or port is selected.
         flags: NatFlags,
     },
-    /// `masq`: translates the source to the address of the outgoing interface, and ends the rule
-    /// with a verdict.
+    /// `masq`: translates the source to the outgoing interface's address, and ends the rule.
     Masquerade {
         /// The registers that hold the ports.
         port: Option<RegisterRange>,
@@ -200,8 +196,7 @@ pub enum Expression {
         /// Sends the packet to this group of `nfnetlink_log` instead of the kernel's log.
         group: Option<u16>,
     },
-    /// `notrack`: exempts the packet from connection tracking. Allowed only in hooks before
-    /// connection tracking.
+    /// `notrack`: exempts the packet from connection tracking, in hooks before that.
     NoTrack,
     /// An expression that this crate does not know, as the kernel lists it.
     Unknown {
@@ -214,13 +209,11 @@ pub enum Expression {
 
 impl Expression {
     /// Ends the rule unless the register equals the value.
-    #[must_use]
     pub fn equal(register: Register, value: Value) -> Self {
         Self::Compare { register, comparison: Comparison::Equal, value }
     }
 
     /// A counter that starts at zero.
-    #[must_use]
     pub fn counter() -> Self {
         Self::Counter { packets: 0, bytes: 0 }
     }

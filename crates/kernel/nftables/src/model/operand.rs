@@ -42,12 +42,9 @@ numbered! {
 
     /// The header that a payload expression reads.
     pub enum PayloadBase: u32 {
-        /// The link-layer header.
-        LinkLayer = 0,
         /// The IPv4 or IPv6 header.
         Network = 1,
-        /// The TCP, UDP or other transport header. Packets without a transport header, such as
-        /// fragments, do not match.
+        /// The TCP, UDP or other transport header. Fragments, for example, do not match.
         Transport = 2,
     }
 
@@ -59,22 +56,12 @@ numbered! {
         Protocol = 1,
         /// The packet mark, 4 bytes.
         Mark = 3,
-        /// The index of the incoming interface, 4 bytes.
-        InputInterface = 4,
-        /// The index of the outgoing interface, 4 bytes.
-        OutputInterface = 5,
         /// The name of the incoming interface, 16 bytes.
         InputInterfaceName = 6,
-        /// The name of the outgoing interface, 16 bytes.
-        OutputInterfaceName = 7,
-        /// The user ID of the sending socket, 4 bytes.
-        SocketUser = 10,
         /// `NFPROTO_IPV4` or `NFPROTO_IPV6`, 1 byte.
         NfProtocol = 15,
         /// The transport protocol, 1 byte.
         L4Protocol = 16,
-        /// The packet type, such as `PACKET_HOST`, 1 byte.
-        PacketType = 19,
         /// A random number, 4 bytes.
         Random = 24,
     }
@@ -89,34 +76,20 @@ numbered! {
         Status = 2,
         /// The connection's mark, 4 bytes.
         Mark = 3,
-        /// The time until the connection expires in milliseconds, 4 bytes.
-        Expiration = 5,
-        /// `NFPROTO_IPV4` or `NFPROTO_IPV6`, 1 byte.
-        L3Protocol = 7,
         /// The source address: 4 bytes in IPv4 tables, otherwise 16. Needs a direction.
         Source = 8,
         /// The destination address: 4 bytes in IPv4 tables, otherwise 16. Needs a direction.
         Destination = 9,
         /// The transport protocol, 1 byte.
         Protocol = 10,
-        /// The source port, 2 bytes. Needs a direction.
-        SourcePort = 11,
         /// The destination port, 2 bytes. Needs a direction.
         DestinationPort = 12,
-        /// The IPv4 source address, 4 bytes, in tables of any family (Linux 4.17). Needs a
-        /// direction.
-        SourceIp = 19,
         /// The IPv4 destination address, 4 bytes, in tables of any family (Linux 4.17). Needs a
         /// direction.
         DestinationIp = 20,
-        /// The IPv6 source address, 16 bytes, in tables of any family (Linux 4.17). Needs a
-        /// direction.
-        SourceIp6 = 21,
         /// The IPv6 destination address, 16 bytes, in tables of any family (Linux 4.17). Needs a
         /// direction.
         DestinationIp6 = 22,
-        /// The ID of the connection, 4 bytes.
-        Id = 23,
     }
 
     /// Direction of a connection's tuple.
@@ -127,8 +100,7 @@ numbered! {
         Reply = 1,
     }
 
-    /// How a register is compared with a value. Bytes are compared in order, starting with the
-    /// first byte.
+    /// How a register is compared with a value, from the first byte on.
     pub enum Comparison: u32 {
         /// Equal.
         Equal = 0,
@@ -154,12 +126,8 @@ numbered! {
 
     /// The result that a routing query returns.
     pub enum FibResult: u32 {
-        /// The index of the interface, 4 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists,
-        /// 1 byte.
+        /// The interface, 4 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists, 1 byte.
         Interface = 1,
-        /// The name of the interface, 16 bytes. With `NFTA_FIB_F_PRESENT`: whether a route exists,
-        /// 1 byte.
-        InterfaceName = 2,
         /// The type of the address (`RTN_LOCAL` is 2), 4 bytes.
         AddressType = 3,
     }
@@ -226,7 +194,6 @@ impl FibFlags {
     pub const DESTINATION: Self = Self(2);
 
     /// Whether all flags of `other` are set.
-    #[must_use]
     pub fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
     }
@@ -245,8 +212,7 @@ impl NatFlags {
     pub const FULLY_RANDOM: Self = Self(16);
 }
 
-/// The registers that hold the first and the last address or port of a range. Both may be the same
-/// register.
+/// The registers with the first and the last address or port of a range. May be the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RegisterRange {
     /// The register that holds the first address or port.

@@ -30,7 +30,6 @@ macro_rules! expressions {
         $name:literal $variant:ident { $($number:literal: $field:ident $(= $default:expr)?),* }
         $(also { $($only_written:literal: $value:expr),+ })?
     )+) => {
-        /// The kernel's name of an expression in the table.
         fn name_in_table(expression: &Expression) -> Option<&'static str> {
             match expression {
                 $(Expression::$variant { .. } => Some($name),)+
@@ -79,8 +78,7 @@ expressions! {
     "notrack" NoTrack {}
 }
 
-/// Attributes of an expression that must be 0 or absent, because this crate does not represent
-/// them.
+/// Attributes of an expression that must be 0 or absent: this crate lacks them.
 fn unrepresented(name: &str) -> &'static [u16] {
     match name {
         // Shifts. Since Linux 6.13: a second source register.
@@ -95,7 +93,6 @@ fn unrepresented(name: &str) -> &'static [u16] {
 
 impl Expression {
     /// The kernel's name of the expression.
-    #[must_use]
     pub fn name(&self) -> &str {
         match self {
             Self::SetPayload { .. } => "payload",
@@ -124,8 +121,7 @@ impl Field for Expression {
     }
 }
 
-/// Reads an expression. Expressions that this crate cannot represent become
-/// [`Expression::Unknown`].
+/// Reads an expression. Those that this crate lacks become [`Expression::Unknown`].
 pub(super) fn read(bytes: &[u8]) -> Result<Expression, Malformed> {
     let fields = Fields::of(bytes)?;
     let name = String::read(&fields, NAME)?;
@@ -299,8 +295,7 @@ impl Field for NatFlags {
     }
 
     fn read(fields: &Fields<'_>, kind: u16) -> Result<Self, Malformed> {
-        /// `NF_NAT_RANGE_MAP_IPS` and `NF_NAT_RANGE_PROTO_SPECIFIED`. The kernel derives both flags
-        /// from the registers.
+        /// `NF_NAT_RANGE_MAP_IPS` and `NF_NAT_RANGE_PROTO_SPECIFIED`. The kernel derives both.
         const IMPLIED: u32 = 3;
         Ok(Self(fields.get(kind, read_be32)?.unwrap_or_default() & !IMPLIED))
     }

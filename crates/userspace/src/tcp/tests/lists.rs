@@ -1,5 +1,4 @@
-//! Lists of connections, counters that outlive the endpoints of a Service, and what is told at the
-//! end of a connection.
+//! Lists of connections, counters that outlive the endpoints of a Service, and ends of connections.
 
 use std::sync::Mutex;
 

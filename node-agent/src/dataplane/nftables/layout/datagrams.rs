@@ -1,8 +1,6 @@
-//! The rules that send datagrams to the proxy of mode userspace, and replies back.
-//!
-//! These rules change each datagram by itself, before connection tracking, and exempt it from
-//! connection tracking. So a reply comes from the address that the client used, however late, and
-//! the gate decides about each datagram, also about those of old clients.
+//! The rules that send datagrams to the proxy of mode userspace, and replies back: each by itself,
+//! before connection tracking and exempt from it. So a reply has the address that the client used,
+//! however late, and the gate decides about each datagram.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -84,9 +82,8 @@ impl Builder<'_> {
         layout.add_chain(REPLIES, vec![reply, end(Verdict::Drop)]);
     }
 
-    /// Sends a datagram to the listener for its destination, if there is one. A datagram to an
-    /// address of the node is not changed: the datagram may be a reply to a masqueraded client,
-    /// which only connection tracking knows.
+    /// Sends a datagram to the listener for its destination, unless it goes to an address of the
+    /// node: it may be a reply to a masqueraded client.
     fn redirect_datagram(&self, lookup: Lookup, listener: IpAddr) -> Option<RuleContent> {
         let to = self.expressions;
         let mut rule = vec![

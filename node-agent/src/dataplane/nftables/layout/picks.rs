@@ -29,7 +29,6 @@ const CLIENT: Register = Register::word(7 + PORT_WORD);
 const BY_CLIENT: &str = "by-client-of-";
 const PROXY_ONLY: &str = "proxy-only";
 
-/// The chain of a [`Pick`].
 fn pick_chain(pick: &Pick) -> String {
     let Pick { lookup, affinity_timeout_seconds, selection } = pick;
     let selection = match selection {
@@ -43,7 +42,6 @@ fn pick_chain(pick: &Pick) -> String {
     }
 }
 
-/// Returns the pick whose chain has this name. `None` if no pick has such a chain.
 pub(in super::super) fn pick_of_chain(name: &str) -> Option<Pick> {
     Lookup::ALL.into_iter().find_map(|lookup| {
         let rest = name.strip_prefix(lookup_map(lookup))?.strip_prefix('-')?;
@@ -70,7 +68,6 @@ pub(in super::super) fn clients_map(timeout_seconds: u32) -> String {
     format!("{CLIENTS}{timeout_seconds}s")
 }
 
-/// Whether a set is a map of recorded clients.
 pub(in super::super) fn is_clients_map(name: &str) -> bool {
     name.starts_with(CLIENTS)
 }
@@ -80,13 +77,11 @@ fn recordings_set(timeout_seconds: u32) -> String {
     format!("recordings-{timeout_seconds}s")
 }
 
-/// The map of the endpoints that a pick draws from.
 fn endpoints_map(pick: &Pick) -> &'static str {
     if pick.affinity_timeout_seconds.is_some() { names::AFFINITY_ENDPOINTS } else { names::ENDPOINTS }
 }
 
 impl Builder<'_> {
-    /// The map that records the clients of one affinity timeout.
     pub(super) fn clients_set(&self, timeout: u32) -> Set {
         let address = address_type(self.config.family);
         let (key, data) = ([DataType::Mark, address], [DataType::Mark, address, DataType::Port]);
@@ -94,7 +89,6 @@ impl Builder<'_> {
         clients.with_timeout_ms(u64::from(timeout) * 1000).dynamic()
     }
 
-    /// The set that bounds how many clients each Service port records.
     pub(super) fn recordings_set(&self, timeout: u32) -> Set {
         let recordings = Set::new(&self.table, recordings_set(timeout), &[DataType::Mark]);
         // After this time, the kernel would grant a port its whole burst again.
@@ -110,11 +104,9 @@ impl Builder<'_> {
         all
     }
 
-    /// Adds the chain of a pick.
-    ///
-    /// `nft` 1.0.6 aborts when the first word of a lookup's result lies in the data of a record.
-    /// Therefore an endpoint follows two unused words in the map of endpoints with affinity, and
-    /// one unused word in a record.
+    /// Adds the chain of a pick. `nft` 1.0.6 aborts when the first word of a lookup's result lies
+    /// in the data of a record: so two unused words precede an endpoint with affinity, and one does
+    /// in a record.
     pub(super) fn add_pick(&self, pick: &Pick, layout: &mut Layout) {
         let Pick { lookup, affinity_timeout_seconds, selection } = *pick;
         let to = self.expressions;
@@ -162,9 +154,8 @@ impl Builder<'_> {
         layout.elements.insert((picks_map(pick.lookup), pick_key(pick)), Some(Verdict::Jump(chain)));
     }
 
-    /// Sends a client to a selected endpoint and records it. If the port has recorded too many
-    /// clients, or the map is full, the rule ends: the next rule sends the client on without a
-    /// record.
+    /// Sends a client to a selected endpoint and records it. If too many are recorded, the rule
+    /// ends, and the next rule sends the client on without a record.
     fn recording(&self, pick: &Pick, timeout: u32, text: &str) -> RuleContent {
         let to = self.expressions;
         let clients = clients_map(timeout);
@@ -197,8 +188,7 @@ impl Builder<'_> {
         let group = endpoint.after(to.address_bytes()).after(4);
         let mut all = self.client(lookup);
         // The kernel renews the timeout of a record and keeps its data, but the rule must name
-        // data. If the record expires at this moment, the data of the rule make a record that leads
-        // to no member, unless the client is one.
+        // data. If the record expires now, they lead to no member.
         all.push(to.destination_port(CLIENT.after(4).after(to.address_bytes())));
         all.extend(self.target(lookup, Register::word(group.index() - GROUP_WORD)));
         all.extend(to.endpoint_placeholders(endpoint));

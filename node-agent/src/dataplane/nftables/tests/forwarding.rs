@@ -66,7 +66,6 @@ fn the_tables_of_services_of_all_shapes_decode_to_the_expected_table() {
     }
 }
 
-/// A Service without NodePorts.
 fn without_node_ports(family: Family, number: u8) -> Service {
     let mut service = service(family, number);
     service.ports.iter_mut().for_each(|port| port.node_port = 0);
@@ -203,23 +202,6 @@ fn deleted_elements_are_found_and_name_the_service() {
     }
     assert!(corrupted > 30, "{corrupted} elements");
     assert_eq!(sentences(&verify(&mut rig)), Vec::<String>::new());
-}
-
-#[test]
-fn a_swapped_address_is_found() {
-    let mut rig = programmed(Family::V4, true);
-    let table = table_name(Family::V4);
-    let element = rig.elements("endpoints").remove(0);
-    let mut swapped = element.clone();
-    let Some(nftables_netlink::ElementData::Value(value)) = &mut swapped.data else { panic!("{element:?}") };
-    value.0[3] = 250;
-    let mut transaction = Transaction::new();
-    transaction.delete_elements(&table, "endpoints", [element]);
-    transaction.add_elements(&table, "endpoints", [swapped]);
-    rig.kernel.commit(&transaction).unwrap();
-    let comparison = verify(&mut rig);
-    assert_eq!(comparison.services().len(), 1, "{:?}", sentences(&comparison));
-    assert!(sentences(&comparison).iter().any(|sentence| sentence.contains("10.244.0.250:8080")));
 }
 
 #[test]

@@ -28,7 +28,6 @@ use super::super::{
 /// The protocols, with their numbers.
 pub(super) const PROTOCOLS: [(Protocol, u8); 3] = [(Protocol::Tcp, 6), (Protocol::Udp, 17), (Protocol::Sctp, 132)];
 
-/// An address of the family, which ends with `last`: `[network, last]`.
 pub(super) fn address(family: Family, network: u8, last: u8) -> IpAddr {
     match family {
         Family::V4 => [10, network, 0, last].into(),
@@ -95,8 +94,7 @@ pub(super) fn shapes(family: Family) -> Vec<Service> {
     all
 }
 
-/// A Service with consistent-hash. It has only one port, because each port has thousands of
-/// elements.
+/// A Service with consistent-hash. One port: each has thousands of elements.
 pub(super) fn hashed_service(family: Family, number: u8) -> Service {
     let mut service = service(family, number);
     service.ports.rotate_left(usize::from(number) % PROTOCOLS.len());
@@ -218,7 +216,6 @@ impl Rig {
         dump::read(&mut self.kernel, &table_name(self.family)).unwrap().unwrap()
     }
 
-    /// The elements of a set, by their keys.
     pub(super) fn elements(&mut self, set: &str) -> Vec<nftables_netlink::Element> {
         let mut elements = self.kernel.elements(&table_name(self.family), set).unwrap();
         elements.sort_by(|a, b| a.key.cmp(&b.key));
