@@ -75,8 +75,7 @@ fn kind_name<S: serde::Serializer>(kind: &i32, serializer: S) -> Result<S::Ok, S
 }
 
 impl v1::Batch {
-    /// The version that the receiver must have before it applies the batch. `None` for a batch with
-    /// version 0 and without `follows_version`, which violates the contract.
+    /// The version that the receiver must have; `None` for a batch that violates the contract.
     #[must_use]
     pub fn follows(&self) -> Option<u64> {
         self.follows_version.or_else(|| self.version.checked_sub(1))
@@ -115,12 +114,10 @@ pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;
 
 // gRPC framing of messages that many streams share.
 
-/// The length of the prefix: a compression flag and a 32-bit length (gRPC over HTTP/2,
-/// "Length-Prefixed-Message").
+/// The length of gRPC's prefix: a compression flag and a 32-bit length.
 pub const PREFIX_BYTES: usize = 5;
 
-/// Encodes a message once with its gRPC prefix, uncompressed. Clones of the result share its
-/// memory.
+/// Encodes a message with its gRPC prefix, uncompressed. Clones share the memory.
 #[must_use]
 pub fn frame(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
@@ -130,18 +127,4 @@ pub fn frame(message: &impl Message) -> Bytes {
     // `BytesMut` grows as needed, so the encoding cannot fail.
     message.encode_raw(&mut buffer);
     buffer.freeze()
-}
-
-#[cfg(test)]
-mod frame_tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-
-    #[test]
-    fn prefix_is_flag_and_big_endian_length() {
-        let message = v1::ServiceKey { namespace: "a".into(), name: "b".into() };
-        let framed = frame(&message);
-        assert_eq!(&framed[..PREFIX_BYTES], &[0, 0, 0, 0, 6]);
-        assert_eq!(v1::ServiceKey::decode(&framed[PREFIX_BYTES..]).unwrap(), message);
-    }
 }
