@@ -12,8 +12,7 @@ use crate::objects::PodId;
 pub struct TriggeredChange {
     /// The new value of a resource, or the key of a removed resource.
     pub change: Change,
-    /// The oldest `endpoints.kubernetes.io/last-change-trigger-time` of the slices that caused the
-    /// change of an endpoint, in milliseconds since the Unix epoch; 0 when unknown.
+    /// The oldest trigger time of the slices behind an endpoint's change, Unix ms; 0 if unknown.
     pub trigger_unix_ms: u64,
 }
 
@@ -104,8 +103,7 @@ impl SourceKind {
     }
 }
 
-/// One step of the source. Changes are grouped by Service. A new endpoint precedes its Service.
-/// Removed Services and ServiceCIDRs are last.
+/// One step of the source, by Service: endpoints first, removals last.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Transaction {
     /// Changes for every agent.
@@ -140,22 +138,19 @@ pub struct Problem {
     pub origin: String,
 }
 
-/// Receives what a source reads. The store implements this trait, and some tests implement it with
-/// a list. No method blocks.
+/// Receives what a source reads: the store, or in tests a list. No method blocks.
 pub trait Sink: Send + Sync + 'static {
     /// Applies one step. The steps arrive in the order of the source, one at a time.
     fn commit(&self, transaction: Transaction);
 
-    /// Every kind has been listed and committed, so serving may begin. A source calls this method
-    /// once.
+    /// Every kind has been listed and committed, so serving may begin. Called once.
     fn synced(&self);
 
     /// The source has just shown that the committed objects of a kind are current: it sent a
     /// complete list, a change or a bookmark, or a version that shows that nothing has changed.
     fn heard(&self, kind: SourceKind);
 
-    /// Sets whether the source is cut off: `Some` gives the reason, and `None` means that changes
-    /// arrive again. Before the first call the source counts as not cut off.
+    /// Sets whether the source is cut off, and why. At first it counts as not cut off.
     fn cut_off(&self, problem: Option<String>);
 
     /// Sets whether a request to the source has failed or is late, so that the source may soon be
@@ -172,7 +167,6 @@ pub trait Sink: Send + Sync + 'static {
     /// A source with a server then asks the server for the server's current position.
     fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>>;
 
-    /// Counts a refused object, a lost watch or an invalid answer. `reason` is a value of a small
-    /// fixed set, such as `watch_expired` or `malformed_object`.
+    /// Counts a refused object, lost watch or invalid answer. `reason` is of a small set.
     fn count_error(&self, kind: SourceKind, reason: &'static str);
 }

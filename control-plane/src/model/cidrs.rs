@@ -8,7 +8,6 @@ use super::{
 };
 use crate::objects;
 
-/// Reads a ServiceCIDR.
 pub(super) fn read(object: &objects::ServiceCidr) -> Reading<ServiceCidr> {
     let mut findings = Findings::default();
     if findings.checked("metadata.name", parse::subdomain(&object.metadata.name)).is_none() {

@@ -1,5 +1,4 @@
-//! Problems of objects: the findings about an object while it is read, the list of all present
-//! problems, and the rule for invalid objects.
+//! Findings about an object, the list of all problems, and the rule for invalid objects.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -20,18 +19,15 @@ const MAX_TEXT_BYTES: usize = 1_000;
 /// The part of an object that a finding concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reach {
-    /// A part of the object, such as an entry of a list. The part is left out, and the rest of the
-    /// object is used. The text says so, or says which setting applies instead.
+    /// A part of the object is left out, such as an entry of a list. The text says what follows.
     Part(&'static str),
-    /// The object as a whole.
     Object,
 }
 
 /// The findings about one object.
 #[derive(Debug, Default)]
 pub(super) struct Findings {
-    /// At most [`MAX_SHOWN`] findings, each with its field and a message. Findings about the object
-    /// as a whole are kept first.
+    /// At most [`MAX_SHOWN`] fields with messages, first those about the object as a whole.
     kept: Vec<(Reach, String, String)>,
     total: usize,
 }
@@ -58,14 +54,12 @@ impl Findings {
         self.add(Reach::Part(instead), field, message);
     }
 
-    /// Adds a finding about a Headgate annotation that cannot be read. `instead` says which setting
-    /// applies instead.
+    /// Adds a finding about an unreadable Headgate annotation. `instead` is what applies then.
     pub(super) fn annotation(&mut self, name: &str, message: impl Into<String>, instead: &'static str) {
         self.part(format_args!("metadata.annotations[{name}]"), message, instead);
     }
 
-    /// Adds a finding about the object as a whole. With such a finding, the object cannot be used
-    /// as written.
+    /// Adds a finding about the object as a whole, which cannot be used as written.
     pub(super) fn object(&mut self, field: impl Display, message: impl Into<String>) {
         self.add(Reach::Object, field, message);
     }
@@ -85,8 +79,7 @@ impl Findings {
         self.kept.iter().all(|(reach, ..)| *reach != Reach::Object)
     }
 
-    /// Turns the findings into problems of an object. `consequence` ends the messages of findings
-    /// about the object as a whole.
+    /// Turns findings into problems. `consequence` ends those about the object as a whole.
     pub(super) fn into_problems(self, key: &ObjectKey, origin: &str, consequence: &str) -> Vec<Problem> {
         let object = key.to_string();
         let problem = |(reach, field, message): (Reach, String, String)| {
@@ -112,8 +105,7 @@ fn cut(mut text: String) -> String {
     text
 }
 
-/// The problem that stands for those which are not shown; `None` if all are shown. It follows the
-/// others in the sorted list.
+/// The problem that stands for those not shown, if any; it is the last in the sorted list.
 pub(super) fn and_more(object: &str, origin: &str, more: usize) -> Option<Problem> {
     let message = format!("{more} more problems are not shown: correct the ones that are shown first");
     let (object, field, origin) = (object.to_owned(), "…".to_owned(), origin.to_owned());
@@ -123,7 +115,6 @@ pub(super) fn and_more(object: &str, origin: &str, more: usize) -> Option<Proble
 /// The subject of a problem.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Subject {
-    /// One object.
     Object(ObjectKey),
     /// The slices of a service, if they contradict each other.
     Slices(ServiceKey),
@@ -135,7 +126,6 @@ pub(super) enum Subject {
     Location(String),
 }
 
-/// All present problems.
 #[derive(Debug, Default)]
 pub(super) struct Problems {
     /// The problems of each subject, sorted. Their number is bounded.
@@ -146,8 +136,7 @@ pub(super) struct Problems {
 }
 
 impl Problems {
-    /// Replaces the problems of a subject; an empty list removes all problems of the subject.
-    /// Returns the number of new problems.
+    /// Replaces the problems of a subject. Returns the number of new ones.
     pub(super) fn set(&mut self, subject: Subject, mut problems: Vec<Problem>) -> usize {
         if let Subject::Location(location) = &subject
             && let more @ 1.. = problems.len().saturating_sub(MAX_SHOWN)
@@ -196,8 +185,7 @@ impl Problems {
             return None;
         }
         let mut problems: Vec<Problem> = self.by_subject.values().flatten().cloned().collect();
-        // A stable sort is fast here, because the problems of each kind of object are nearly
-        // sorted.
+        // A stable sort is fast here: problems of a kind are nearly sorted.
         problems.sort();
         Some(problems)
     }
@@ -225,7 +213,6 @@ impl Problems {
 pub(super) struct Reading<T> {
     /// The usable value, if there is one.
     pub(super) value: Option<T>,
-    /// The findings about the object.
     pub(super) findings: Findings,
 }
 
@@ -257,7 +244,6 @@ impl<T> Reading<T> {
 /// The result of [`Reading::take_in`].
 #[derive(Debug)]
 pub(super) struct Outcome {
-    /// The findings about the object.
     pub(super) findings: Findings,
     /// The last part of each message about a problem that concerns the object as a whole.
     pub(super) consequence: &'static str,
@@ -266,8 +252,7 @@ pub(super) struct Outcome {
 /// The values in use, and the values before the pending changes.
 #[derive(Debug)]
 pub(super) struct ObjectSet<K, V> {
-    /// The value in use of each object, and whether this value is good. A good value comes from the
-    /// object as written, except for invalid entries and annotations.
+    /// The value in use of each object, and whether it is as written but for invalid entries.
     held: HashMap<K, (V, bool)>,
     before: HashMap<K, Option<V>>,
 }
@@ -285,7 +270,6 @@ impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
         reading.take_in(has_good, |value, is_good| self.set(key, value, is_good))
     }
 
-    /// The value in use of an object.
     pub(super) fn get(&self, key: &K) -> Option<&V> {
         self.held.get(key).map(|(value, _)| value)
     }
@@ -303,7 +287,6 @@ impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
         self.held.keys()
     }
 
-    /// Sets or removes a value.
     fn set(&mut self, key: K, value: Option<V>, is_good: bool) {
         let old = match value {
             Some(value) => {
@@ -323,8 +306,7 @@ impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
         self.before.entry(key).or_insert(old.map(|(value, _)| value));
     }
 
-    /// The values that have changed since the last call, in order of key; `None` for a removed
-    /// object.
+    /// The values that changed since the last call, in order; `None` for a removed object.
     pub(super) fn take_changes(&mut self) -> Vec<(K, Option<V>)> {
         let mut changes: Vec<(K, Option<V>)> = std::mem::take(&mut self.before)
             .into_iter()

@@ -1,5 +1,4 @@
-//! The types of objects, with the fields of the API; the pod of an endpoint, and what a pod with
-//! the readiness gate of Headgate needs.
+//! The types of objects, the pod of an endpoint, and what a pod with our readiness gate needs.
 
 use std::{
     hash::{BuildHasher as _, RandomState},
@@ -29,8 +28,7 @@ pub struct EndpointSlice {
     pub endpoints: Vec<SliceEndpoint>,
 }
 
-/// One endpoint of an EndpointSlice. The type is small, because all endpoints of a cluster are in
-/// memory while a list is decoded.
+/// One endpoint of an EndpointSlice, small because a decoded list holds a cluster's endpoints.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SliceEndpoint {
@@ -278,8 +276,7 @@ api_types! {
 /// The key of the hashes. It is random, so that nobody can choose names with equal hashes.
 static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
-/// The UID and the name of a pod, as hashes that only this process understands. The default value
-/// means that the endpoint belongs to no pod.
+/// The UID and name of a pod, as hashes of this process; the default value means no pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct PodId {
     uid: u64,
@@ -293,8 +290,7 @@ impl PodId {
         Self { uid: HASHER.hash_one(uid), name: HASHER.hash_one(name) }
     }
 
-    /// The pod in this namespace. Objects of other namespaces cannot name it, whatever UID they
-    /// give.
+    /// The pod in this namespace, which objects of others cannot name, whatever UID they give.
     #[must_use]
     pub fn in_namespace(self, namespace: &str) -> Self {
         let name = if self.is_none() { self.name } else { HASHER.hash_one((namespace, self.name)) };
@@ -326,8 +322,7 @@ impl PodId {
     }
 }
 
-/// The fields of `targetRef` that are read. A `targetRef` without UID, as people write it, counts
-/// too: the name then identifies the pod.
+/// The fields of `targetRef` that are read. Without UID, the name identifies the pod.
 #[derive(Deserialize)]
 struct TargetRef<'a> {
     #[serde(borrow, default)]
@@ -401,26 +396,6 @@ impl Pod {
 
     fn condition(&self, name: &str) -> Option<&PodCondition> {
         self.status.conditions.iter().find(|condition| condition.condition_type == name)
-    }
-}
-
-#[cfg(test)]
-mod pod_tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use crate::objects::SliceEndpoint;
-
-    #[test]
-    fn only_a_target_ref_of_a_pod_names_a_pod() {
-        let read = |target: &str| {
-            let text = format!(r#"{{"addresses": ["10.0.0.1"], "targetRef": {target}}}"#);
-            serde_json::from_str::<SliceEndpoint>(&text).unwrap().pod
-        };
-        assert_eq!(read(r#"{"kind": "Pod", "name": "web-1", "uid": "u\u0031"}"#), PodId::new("u1", "web-1"));
-        assert_eq!(read(r#"{"kind": "Pod", "name": "web-1"}"#), PodId::new("", "web-1"));
-        for other in [r#"{"kind": "VirtualMachine", "name": "web-1", "uid": "u1"}"#, r#"{"kind": "Pod"}"#, "null"] {
-            assert!(read(other).is_none(), "{other}");
-        }
     }
 }
 

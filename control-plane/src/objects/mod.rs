@@ -88,8 +88,7 @@ impl ObjectKind {
         version.split_once('/').map_or_else(|| resource.to_owned(), |(group, _)| format!("{resource}.{group}"))
     }
 
-    /// The kind that `apiVersion` and `kind` name together; `None` for all other kinds, such as a
-    /// `Service` of another API group, and for pods.
+    /// The kind of `apiVersion` and `kind`; `None` for all others, and for pods.
     #[must_use]
     pub fn of(api_version: &str, kind: &str) -> Option<Self> {
         let newest = if api_version == "networking.k8s.io/v1beta1" { "networking.k8s.io/v1" } else { api_version };
@@ -121,8 +120,7 @@ pub struct ObjectKey {
 }
 
 impl ObjectKey {
-    /// Creates a key. An object of a namespaced kind that gives no namespace is in `default`, as
-    /// with `kubectl apply`.
+    /// Creates a key, in the namespace `default` if a namespaced object gives none.
     #[must_use]
     pub fn new(kind: ObjectKind, namespace: &str, name: &str) -> Self {
         let namespace = match (kind.is_namespaced(), namespace) {
@@ -255,8 +253,7 @@ pub struct Metadata<L = Labels> {
 }
 
 impl Metadata {
-    /// The namespace of a namespaced object: `default` if the object gives no namespace, as with
-    /// `kubectl apply`.
+    /// The namespace of a namespaced object, `default` if it gives none.
     #[must_use]
     pub fn namespace_or_default(&self) -> &str {
         if self.namespace.is_empty() { "default" } else { &self.namespace }
@@ -310,8 +307,7 @@ type Labels = Marks<true>;
 /// The annotations that are read.
 pub type Annotations = Marks<false>;
 
-/// The labels or annotations that are read ([`keys`]). All others are ignored, whatever their
-/// values are.
+/// The labels or annotations that are read ([`keys`]). Others may have any value.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Marks<const ARE_LABELS: bool>(Vec<(Box<str>, String)>);
 

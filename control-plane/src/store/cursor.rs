@@ -1,5 +1,4 @@
-//! The place of a stream in the store. A cursor needs a few words of memory, however far behind the
-//! stream is.
+//! The place of a stream in the store: a few words of memory.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -37,8 +36,7 @@ pub struct Resume {
 }
 
 impl Resume {
-    /// Decodes the message; `None` if the digests do not consist of one sum and one count for each
-    /// bucket.
+    /// Decodes the message; `None` unless there is a sum and a count for each bucket.
     #[must_use]
     pub fn from_wire(wire: &v1::Resume) -> Option<Self> {
         let digests = match &wire.digests {
@@ -112,8 +110,7 @@ struct Walk {
 }
 
 impl Cursor {
-    /// The version that the receiver has reached when it has applied all messages that were sent so
-    /// far.
+    /// The version that the receiver has after all messages that were sent.
     #[must_use]
     pub fn version(&self) -> u64 {
         self.version
@@ -131,8 +128,7 @@ impl Cursor {
         self.snapshots
     }
 
-    /// Number of buckets of the snapshot to which the next message belongs; `None` if the next
-    /// message does not belong to a snapshot.
+    /// Number of buckets of the next message's snapshot; `None` if it belongs to none.
     #[must_use]
     pub fn snapshot_buckets(&self) -> Option<usize> {
         match &self.phase {
@@ -196,13 +192,11 @@ impl Walk {
     }
 
     fn end_marker(&self, inner: &Inner) -> Bytes {
-        // The list is empty for a full snapshot, which contains all buckets. After a comparison of
-        // digests, an empty list means that no bucket differed.
+        // Empty for a full snapshot, but after digests it means that none differed.
         let buckets = self.buckets.iter().flatten().copied().map(u32::from).collect();
         server_frame(v1::server_message::Body::SnapshotEnd(v1::SnapshotEnd {
             version: self.version,
-            // Buckets may be newer than `version`, and the positions must cover the newest bucket
-            // (discovery.proto, section 6).
+            // Positions must cover the newest bucket (discovery.proto, section 6).
             positions: positions_to_wire(inner.shared_positions()),
             buckets,
             resource_count: self.resources,
@@ -211,16 +205,14 @@ impl Walk {
 }
 
 impl Store {
-    /// Chooses the cheapest way for an agent to continue from the state that it holds. Returns the
-    /// resume mode and a cursor.
+    /// Chooses the cheapest way for an agent to continue from what it holds.
     #[must_use]
     pub fn cursor(&self, resume: Option<&Resume>) -> (ResumeMode, Cursor) {
         let inner = self.read();
         let full =
             || (ResumeMode::Full, Cursor::at(0, CursorPhase::Snapshot(Walk::new(inner.version, None)), inner.version));
         let Some(resume) = resume else { return full() };
-        // Until the source has been listed, the state is incomplete, and no agent can resume from
-        // the log.
+        // Before the source is listed, the state is incomplete.
         let is_ours = resume.epoch == self.epoch() && self.is_synced();
         if is_ours && (inner.log.floor()..=inner.version).contains(&resume.version) {
             return (ResumeMode::Log, Cursor::at(resume.version, CursorPhase::Follow, inner.version));
@@ -230,8 +222,7 @@ impl Store {
         (ResumeMode::Digests, Cursor::at(0, CursorPhase::Snapshot(walk), inner.version))
     }
 
-    /// Makes a cursor between batches send these buckets in full, with everything that has changed
-    /// since the cursor's version. Returns false if the cursor is not between batches.
+    /// Sends these buckets in full, with all changes. False if the cursor is within a batch.
     pub fn send_again(&self, cursor: &mut Cursor, buckets: &BTreeSet<u16>) -> bool {
         if !cursor.is_complete() || buckets.is_empty() {
             return false;
@@ -319,8 +310,7 @@ impl Store {
         let changes = present_all(&inner.state, entries, references);
         let positions = inner.moved_positions(start);
         let span = Span { previous_version: start, version: inner.version, is_urgent: self.is_in_hurry() };
-        // The lock is released before the copied values are encoded, so that commits do not wait
-        // for the encoding.
+        // Commits do not wait for the encoding of the copied values.
         drop(inner);
         Delta::encode(span, &positions, changes, self.limits.part_bytes, &self.split_budget)
     }

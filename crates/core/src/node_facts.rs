@@ -58,8 +58,7 @@ pub struct FailingEndpoints {
 }
 
 impl FailingEndpoints {
-    /// Replaces the failing endpoints of a service. Returns true if the failing endpoints changed.
-    /// The caller then plans the service again.
+    /// Replaces a service's failing endpoints. If true, the caller plans the service again.
     pub fn set(&mut self, key: &Arc<ServiceKey>, failing: BTreeSet<SocketAddr>) -> bool {
         if failing.is_empty() {
             return self.services.remove(key).is_some();

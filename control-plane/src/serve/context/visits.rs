@@ -26,8 +26,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::Context;
 
-/// After this number of visits, the visiting task yields to other tasks. These visits take a
-/// fraction of a millisecond.
+/// After so many visits, a fraction of a millisecond, the task yields to others.
 const VISITS_PER_TURN: usize = 32;
 
 /// The lower and upper bound of the time between two visits when nothing happens.
@@ -43,15 +42,13 @@ pub(crate) trait Visit: Send + Sync {
         false
     }
 
-    /// Ends the item at once, without a message to the peer. The default does nothing, because
-    /// items without this method end together with their server.
+    /// Ends the item at once, without a message. The default is for items of a server.
     fn abort(&self) {}
 }
 
 /// The streams, connections and responses that are visited.
 pub(crate) struct Visits {
-    /// One shard for each worker of the runtime, and then the shard of the items that are visited
-    /// only once in a tick.
+    /// A shard for each worker, and then one for items that are visited once in a tick.
     shards: Box<[Mutex<Slots>]>,
     next: AtomicUsize,
     tick: Duration,
@@ -64,8 +61,7 @@ struct Slots {
     free: Vec<usize>,
 }
 
-/// While a value of this type exists, all streams are visited whenever a position of the source
-/// moves.
+/// While this value exists, streams are visited whenever a position of the source moves.
 pub(crate) struct PositionWait(Arc<Visits>);
 
 impl Drop for PositionWait {
@@ -152,8 +148,7 @@ impl Visits {
         }
     }
 
-    /// Visits the streams of a shard, including streams that are added meanwhile. Late streams are
-    /// visited after all other streams.
+    /// Visits the streams of a shard, also those added meanwhile, and the late ones last.
     async fn sweep(&self, shard: usize) {
         let mut turn: Vec<Arc<dyn Visit>> = Vec::with_capacity(VISITS_PER_TURN);
         let mut late: Vec<Arc<dyn Visit>> = Vec::new();
@@ -186,8 +181,7 @@ impl Drop for Visited {
         let stream = slots.entries[self.slot].take();
         slots.free.push(self.slot);
         drop(slots);
-        // The stream is dropped after the lock is released. `stream` may be the last reference, and
-        // dropping the stream may call other streams and `Visits`.
+        // Dropping the last reference may call other streams and `Visits`, so not under the lock.
         drop(stream);
     }
 }
@@ -224,16 +218,14 @@ async fn visit_all(context: &Context, shard: usize) {
             () = change(&mut lifecycle) => {}
             () = change(&mut source) => {}
             () = change(&mut moves) => {
-                // Positions move with each bookmark. After such a move, only streams that wait for
-                // a position need a visit.
+                // Bookmarks move positions, for which only some streams wait.
                 if visits.position_waits.load(Ordering::Acquire) == 0 && !head.has_changed().unwrap_or(false) {
                     continue;
                 }
             }
             _ = tick.tick() => context.warnings.tick(Instant::now()),
         }
-        // The versions are marked as seen before the visits, so that a change during the visits
-        // causes further visits.
+        // Marked before the visits, so that a change meanwhile causes further visits.
         head.mark_unchanged();
         moves.mark_unchanged();
         visits.sweep(shard).await;
@@ -249,8 +241,7 @@ async fn change<T>(receiver: &mut watch::Receiver<T>) {
 
 // The signal that wakes one stream, and reports that the Node of the stream's agent changed.
 
-/// Wakes the task that serves a stream, for events that concern only this stream. For events that
-/// concern all streams, such as a new version, [`Visits`] visits every stream.
+/// Wakes the task of one stream. [`Visits`] visits all of them after a new version.
 #[derive(Debug)]
 pub(crate) struct Signal {
     waker: AtomicWaker,
@@ -263,8 +254,7 @@ impl Signal {
         Self { waker: AtomicWaker::new(), node_changed: AtomicBool::new(true) }
     }
 
-    /// Sets the task to wake. The task must call this method before looking for work. Otherwise,
-    /// the task could miss a signal.
+    /// Sets the task to wake, before it looks for work, so that it misses no signal.
     pub(crate) fn register(&self, waker: &Waker) {
         self.waker.register(waker);
     }
@@ -282,8 +272,7 @@ impl Signal {
 
     /// Returns true once after each change of the Node, and once for a new signal.
     pub(crate) fn take_node_change(&self) -> bool {
-        // The load precedes the swap, because the value is usually false. A write would slow down
-        // other cores that read this memory.
+        // The value is usually false, and a write would slow down other cores that read it.
         self.node_changed.load(Ordering::Acquire) && self.node_changed.swap(false, Ordering::AcqRel)
     }
 }
@@ -291,39 +280,5 @@ impl Signal {
 impl Visit for Signal {
     fn visit(&self, _: Instant) {
         self.wake();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A stream that records its visits.
-    struct Recorder {
-        name: usize,
-        is_late: bool,
-        visits: Arc<Mutex<Vec<usize>>>,
-    }
-
-    impl Visit for Recorder {
-        fn visit(&self, _: Instant) {
-            self.visits.lock().unwrap_or_else(PoisonError::into_inner).push(self.name);
-        }
-
-        fn is_late(&self) -> bool {
-            self.is_late
-        }
-    }
-
-    #[tokio::test]
-    async fn each_stream_is_visited_once_and_late_streams_are_visited_last() {
-        let all = Arc::new(Visits { shards: Box::new([Mutex::default(), Mutex::default()]), ..Visits::new([]) });
-        let visits = Arc::new(Mutex::default());
-        let stream = |name| Recorder { name, is_late: name % 3 == 0, visits: Arc::clone(&visits) };
-        let visited: Vec<Visited> = (0..10 * VISITS_PER_TURN).map(|name| all.add(Arc::new(stream(name)))).collect();
-        all.sweep(0).await;
-        let in_time = (0..visited.len()).filter(|name| name % 3 != 0);
-        let late = (0..visited.len()).filter(|name| name % 3 == 0);
-        assert_eq!(*visits.lock().unwrap_or_else(PoisonError::into_inner), in_time.chain(late).collect::<Vec<_>>());
     }
 }

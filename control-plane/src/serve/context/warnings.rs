@@ -19,8 +19,7 @@ const MAX_LOGGED: u32 = 10;
 /// How long further warnings are counted before their number is logged.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// The maximum number of networks and clients whose warnings are counted within [`INTERVAL`], and
-/// of those that are named.
+/// The most networks and clients that are counted and named within [`INTERVAL`].
 const MAX_SOURCES: usize = 1024;
 const MAX_NAMED: usize = 10;
 
@@ -31,16 +30,11 @@ pub(crate) enum Warning {
     Rejected,
     /// An agent could not program its kernel.
     ApplyFailed,
-    /// An agent receives this replica's older state, because the replica's source did not reach the
-    /// agent's position.
+    /// An agent receives older state: the source did not reach the agent's position.
     WentBack,
-    /// A stream was refused.
     StreamRefused,
-    /// A request to Inspect or reflection was refused.
     RequestRefused,
-    /// A connection was refused.
     ConnectionRefused,
-    /// A TLS handshake failed.
     Handshake,
     /// An agent got no certificate.
     Enrolment,
@@ -50,8 +44,7 @@ pub(crate) enum Warning {
     Stalled,
 }
 
-/// For each kind, the log message for the warnings that were left out. The log line also contains
-/// their number.
+/// The log message for the warnings of each kind that were left out, with their number.
 const SUMMARIES: [(Warning, &str); 10] = [
     (Warning::Rejected, "more NACKs from agents; `headgatectl agents` shows what each agent rejects"),
     (
@@ -90,8 +83,7 @@ impl Warnings {
         self.admit_from(None::<&str>, warning, now)
     }
 
-    /// As [`Self::admit`], for a warning that a network or client causes. The log names those that
-    /// cause most.
+    /// As [`Self::admit`], for a network or client, which is named if it causes most.
     pub(crate) fn admit_from(&self, source: Option<impl Display>, warning: Warning, now: Instant) -> bool {
         self.end_interval(warning, now);
         let mut kind = self.kind(warning);
@@ -106,8 +98,7 @@ impl Warnings {
         is_admitted
     }
 
-    /// Logs how many warnings were left out in intervals that have ended. Call this method
-    /// regularly.
+    /// Logs how many warnings were left out in ended intervals. To be called regularly.
     pub(crate) fn tick(&self, now: Instant) {
         for (warning, _) in SUMMARIES {
             self.end_interval(warning, now);

@@ -26,8 +26,7 @@ pub(crate) struct Record {
     pub(crate) degraded: Vec<String>,
     /// The last verification that the agent reported.
     reported: Option<Verified>,
-    /// The last verification that a client has asked for. The replica may have seen differences
-    /// that the agent does not see.
+    /// The last verification on request: the replica may see what the agent does not.
     requested: Option<Verified>,
     pub(crate) programmed_version: u64,
     has_acknowledged: bool,
@@ -75,8 +74,7 @@ impl Record {
         if self.is_lost() { 0 } else { self.programmed_version }
     }
 
-    /// Returns true if the agent has acknowledged a state on this stream and its kernel has not
-    /// lost that state.
+    /// True if the agent has acknowledged a state here that its kernel has not lost.
     pub(crate) fn has_state(&self) -> bool {
         self.has_acknowledged && !self.is_lost()
     }
@@ -85,15 +83,13 @@ impl Record {
         !self.last_error.is_empty() && self.failed_version <= self.programmed_version
     }
 
-    /// Returns the reports that decide the node's state. The replica has known the versions up to
-    /// `settled` for more than a second.
+    /// What decides the node's state. Versions up to `settled` are older than a second.
     pub(crate) fn reported(&self, settled: u64) -> Reported {
         let is_settled = self.kernel_version() >= settled;
         Reported { has_state: self.has_state(), is_failing: self.is_failing(), is_settled }
     }
 
-    /// Returns true if the agent's last attempt to program its kernel failed, or the agent rejects
-    /// a resource.
+    /// True if the agent last failed to program its kernel, or rejects a resource.
     pub(crate) fn is_failing(&self) -> bool {
         !self.last_error.is_empty() || !self.rejections.is_empty()
     }
@@ -103,8 +99,7 @@ impl Record {
         self.stalled_until.is_some()
     }
 
-    /// Returns the verification to show: the last one. Differences that a request found stay until
-    /// a later request finds none.
+    /// The verification to show, the last one, or differences that a request found.
     pub(crate) fn verified(&self) -> Option<&Verified> {
         let replaces = |reported: &&Verified| {
             self.requested.as_ref().is_none_or(|requested| {
@@ -114,7 +109,6 @@ impl Record {
         self.reported.as_ref().filter(replaces).or(self.requested.as_ref())
     }
 
-    /// Returns true if the verification to show found differences.
     pub(crate) fn has_drift(&self) -> bool {
         self.verified().is_some_and(|verified| verified.drift_count > 0)
     }
@@ -143,8 +137,7 @@ impl Record {
         }
     }
 
-    /// Applies a verification that a client has asked for, with a result other than `unverified`.
-    /// Repaired differences do not count.
+    /// Applies a verification on request that succeeded. Repaired differences do not count.
     pub(crate) fn verified_on_request(&mut self, verification: &v1::NodeVerification) {
         let is_repaired = verification.is_repaired;
         let drift = if is_repaired { &[][..] } else { &verification.drift };
@@ -173,7 +166,6 @@ impl Record {
         self.last_error = format!("version {}, attempt {}: {}", failed.version, failed.attempts, clip(&failed.error));
     }
 
-    /// Applies rejections and withdrawals.
     pub(crate) fn nack(&mut self, nack: &v1::Nack) {
         Arc::make_mut(&mut self.rejections).nack(nack);
     }
@@ -206,8 +198,7 @@ const MAX_TEXT_BYTES: usize = 512;
 /// The maximum number of rejections that people see.
 const MAX_SHOWN: usize = 64;
 
-/// The maximum number of remembered rejections, 16 bytes each. A Service with many endpoints is one
-/// rejection for each endpoint.
+/// The most remembered rejections, 16 bytes each, one for each endpoint of a Service.
 const MAX_REMEMBERED: usize = 4_096;
 
 /// The key of the hashes. It is random, so that nobody can choose names with equal hashes.
@@ -230,7 +221,6 @@ impl Rejections {
         &self.shown
     }
 
-    /// True if the agent rejects nothing.
     pub(crate) fn is_empty(&self) -> bool {
         self.in_force == 0 && self.remembered.is_empty()
     }
@@ -257,8 +247,7 @@ impl Rejections {
         }
     }
 
-    /// Applies rejections and withdrawals. A resource that was rejected before is listed once, with
-    /// the newer reason.
+    /// Applies rejections and withdrawals, each resource once with its newest reason.
     pub(super) fn nack(&mut self, nack: &v1::Nack) {
         if !nack.withdrawn.is_empty() && !self.remembered.is_empty() {
             let withdrawn: BTreeSet<&str> = nack.withdrawn.iter().map(|resource| clip(resource)).collect();
@@ -272,8 +261,7 @@ impl Rejections {
                 self.remembered.insert((service_of(resource), hash(resource)));
             }
         }
-        // A peer can send any number of rejections. Only the last ones are shown, so earlier ones
-        // are skipped to save time.
+        // Only the last ones are shown, of any number that a peer may send.
         for rejection in &nack.rejections[nack.rejections.len().saturating_sub(MAX_SHOWN)..] {
             let rejection = v1::Rejection {
                 resource: clip(&rejection.resource).to_owned(),
@@ -292,8 +280,7 @@ fn hash(text: &str) -> u64 {
     HASHER.hash_one(text)
 }
 
-/// The hash of the Service to which a rejected resource belongs: of NAMESPACE/NAME, or of the name
-/// alone if the resource names only this.
+/// The hash of a rejected resource's Service: of NAMESPACE/NAME, or of the name alone.
 fn service_of(resource: &str) -> u64 {
     match resource.split_once(' ') {
         Some(("Service", key)) => hash(key),
@@ -308,8 +295,18 @@ pub(crate) fn clip(text: &str) -> &str {
 }
 
 #[cfg(test)]
-mod tests {
+mod rejections_tests {
     use super::*;
+
+    fn nack(rejections: &[String], withdrawn: &[String], in_force: u64) -> v1::Nack {
+        let rejection = |resource: &String| v1::Rejection { resource: resource.clone(), ..v1::Rejection::default() };
+        let rejections = rejections.iter().map(rejection).collect();
+        v1::Nack { rejections, withdrawn: withdrawn.to_vec(), in_force, ..v1::Nack::default() }
+    }
+
+    fn services(numbers: std::ops::Range<usize>) -> Vec<String> {
+        numbers.map(|number| format!("Service prod/web-{number}")).collect()
+    }
 
     #[test]
     fn an_ack_says_when_the_kernel_had_each_version() {
@@ -328,63 +325,6 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_that_a_request_found_stays_until_a_later_request_finds_none() {
-        let reported = |drift_count, ago_ms| v1::AgentStatus {
-            verified: Some(v1::Verified { ago_ms, drift_count, ..v1::Verified::default() }),
-            ..v1::AgentStatus::default()
-        };
-        let requested = |drift_count, is_repaired| v1::NodeVerification {
-            drift_count,
-            is_repaired,
-            ..v1::NodeVerification::default()
-        };
-        let shown = |record: &Record| record.verified().map(|verified| verified.drift_count);
-        let mut record = Record::default();
-        record.status(&reported(2, 60_000));
-        assert_eq!(shown(&record), Some(2));
-        record.verified_on_request(&requested(0, false));
-        assert_eq!(shown(&record), Some(0), "the request is newer than the report");
-        record.verified_on_request(&requested(1, false));
-        record.status(&reported(0, 0));
-        assert!(record.has_drift(), "the agent does not see what the replica sees");
-        record.verified_on_request(&requested(1, true));
-        assert!(!record.has_drift());
-    }
-}
-
-#[cfg(test)]
-mod rejections_tests {
-    use super::*;
-
-    fn nack(rejections: &[String], withdrawn: &[String], in_force: u64) -> v1::Nack {
-        let rejection = |resource: &String| v1::Rejection { resource: resource.clone(), ..v1::Rejection::default() };
-        let rejections = rejections.iter().map(rejection).collect();
-        v1::Nack { rejections, withdrawn: withdrawn.to_vec(), in_force, ..v1::Nack::default() }
-    }
-
-    fn services(numbers: std::ops::Range<usize>) -> Vec<String> {
-        numbers.map(|number| format!("Service prod/web-{number}")).collect()
-    }
-
-    #[test]
-    fn rejections_concern_their_services_beyond_the_number_that_is_shown() {
-        let mut rejections = Rejections::default();
-        rejections.nack(&nack(&services(0..80), &[], 80));
-        let web = |number: usize| ServiceKey::new("prod", &format!("web-{number}"));
-        assert_eq!(rejections.shown().len(), MAX_SHOWN);
-        assert!(rejections.concern(&web(3)), "it is not shown, but known");
-        rejections.nack(&nack(&[], &services(79..80), 79));
-        assert!(rejections.concern(&web(3)) && !rejections.concern(&web(79)) && !rejections.concern(&web(80)));
-        let others = ["Endpoint prod/api 10.0.0.1", "endpoints of service dns"].map(str::to_owned);
-        rejections.nack(&nack(&others, &services(0..79), 2));
-        assert!(
-            rejections.concern(&ServiceKey::new("prod", "api")) && rejections.concern(&ServiceKey::new("x", "dns"))
-        );
-        assert!(!rejections.concern(&web(3)));
-        assert!(rejections.reason(&ServiceKey::new("prod", "api")).starts_with("rejected Endpoint prod/api 10.0.0.1"));
-    }
-
-    #[test]
     fn forgotten_rejections_concern_every_service_until_they_are_withdrawn() {
         let mut rejections = Rejections::default();
         let (all, kept) = (services(0..MAX_REMEMBERED + 10), MAX_REMEMBERED as u64);
@@ -397,13 +337,6 @@ mod rejections_tests {
         assert!(!rejections.concern(&other) && !rejections.is_empty());
         rejections.nack(&nack(&[], &all, 0));
         assert!(rejections.is_empty() && rejections.shown().is_empty());
-    }
-
-    #[test]
-    fn a_rejection_that_never_arrived_counts() {
-        let mut rejections = Rejections::default();
-        rejections.nack(&nack(&services(0..1), &[], 2));
-        assert!(rejections.concern(&ServiceKey::new("test", "other")));
     }
 
     #[test]

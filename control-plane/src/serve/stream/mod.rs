@@ -1,5 +1,4 @@
-//! The messages of one stream of deltas: what the replica sends to the agent, and what the agent
-//! answers. [`super::transport`] reads and writes the connection.
+//! The messages of one stream of deltas, whose connection [`super::transport`] reads and writes.
 
 mod session;
 mod snapshot_queue;

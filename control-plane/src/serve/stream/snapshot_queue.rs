@@ -20,8 +20,7 @@ use crate::{
     serve::context::{Signal, Visit},
 };
 
-/// The maximum number of buckets of all snapshots that are sent at the same time: 64 full
-/// snapshots, or more partial snapshots.
+/// The most buckets of all snapshots that are sent at a time: 64 full ones, or more others.
 const MAX_BUCKETS_IN_FLIGHT: usize = 64 * BUCKETS;
 
 /// How long a stream may send its snapshot while other streams wait.
@@ -40,13 +39,11 @@ struct SnapshotTurns {
     next_ticket: u64,
     /// The waiting streams by ticket: the number of buckets, and how to wake the stream.
     waiting: BTreeMap<u64, (usize, Weak<Signal>)>,
-    /// The snapshots that are being sent, by ticket: the number of buckets, and the end of the
-    /// turn. Tickets are admitted in order, so the first turn ends first.
+    /// The snapshots being sent, by ticket: buckets, and the end of the turn, in order.
     admitted: BTreeMap<u64, (usize, Instant)>,
 }
 
-/// The place of a stream in the queue, or its turn. The stream returns the ticket with
-/// [`SnapshotQueue::leave`].
+/// A stream's place in the queue, or its turn, until [`SnapshotQueue::leave`].
 #[derive(Debug, Default)]
 pub(crate) struct Ticket(Option<u64>);
 
@@ -88,8 +85,7 @@ impl SnapshotQueue {
         is_admitted
     }
 
-    /// Ends the turn of a ticket, or removes the ticket from the queue. Does nothing for a ticket
-    /// without a turn or a place in the queue.
+    /// Ends the turn of a ticket, or its place in the queue, if it has one.
     pub(crate) fn leave(&self, ticket: &mut Ticket, now: Instant) {
         let Some(number) = ticket.0.take() else { return };
         let mut queue = self.queue();
@@ -128,8 +124,7 @@ impl SnapshotTurns {
         }
     }
 
-    /// Admits streams from the head of the queue while there is room, and wakes them. `own` is the
-    /// ticket of the caller, which need not be woken.
+    /// Admits streams while there is room, and wakes them, except the caller with `own`.
     fn admit(&mut self, now: Instant, own: Option<u64>) {
         while let Some(first) = self.waiting.first_entry() {
             // A snapshot that is larger than the limit is sent alone.
@@ -187,25 +182,6 @@ mod tests {
             let queue = self.queue.queue();
             (queue.admitted.len(), queue.waiting.len(), queue.free_buckets)
         }
-    }
-
-    #[test]
-    fn streams_are_served_in_order() {
-        let rig = QueueRig::new(10);
-        let mut readers: Vec<SlowReader> = std::iter::repeat_with(SlowReader::new).take(4).collect();
-        let answers: Vec<bool> = readers.iter_mut().map(|reader| rig.ask(reader, 5)).collect();
-        assert_eq!(answers, [true, true, false, false]);
-        // A small snapshot that is requested later does not overtake larger snapshots.
-        let mut small = SlowReader::new();
-        assert!(!rig.ask(&mut small, 1));
-        rig.queue.leave(&mut readers[1].0, rig.now);
-        assert!(rig.ask(&mut readers[2], 5) && !rig.ask(&mut readers[3], 5) && !rig.ask(&mut small, 1));
-        rig.queue.leave(&mut readers[3].0, rig.now);
-        rig.queue.leave(&mut readers[0].0, rig.now);
-        assert!(rig.ask(&mut small, 1));
-        rig.queue.leave(&mut readers[2].0, rig.now);
-        rig.queue.leave(&mut small.0, rig.now);
-        assert_eq!(rig.levels(), (0, 0, 10));
     }
 
     #[test]

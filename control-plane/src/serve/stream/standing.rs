@@ -26,11 +26,7 @@ use crate::{
 /// The reason why a stream ends after the answer.
 pub(crate) const ANSWERED: &str = "standing";
 
-/// Returns the answer, with its gRPC prefix.
-///
-/// # Errors
-///
-/// The end of the stream, if the request is not accepted.
+/// Returns the answer with its gRPC prefix, or the end of the stream if the request is refused.
 pub(crate) fn standing(
     streams: &Streams,
     peer: &Peer,

@@ -37,7 +37,6 @@ pub(crate) use wire::BackOff;
 /// Capacity of the channel from the watches to the model. A watch waits while the channel is full.
 const WAITING_UPDATES: usize = 1_024;
 
-/// Maximum time to connect to the server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Watches the API server of `client` until `shutdown`, and passes its changes to `sink`.
@@ -87,8 +86,7 @@ pub async fn follow(
     }
 }
 
-/// Creates a client for the API server that the kubeconfig file names. Without a file, the client
-/// uses the API server of the cluster in which the pod of this program runs.
+/// Creates a client for the API server of the kubeconfig file, or of the pod's cluster.
 pub(crate) async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
     // The installation fails only if a provider is already installed, which is harmless.
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -111,8 +109,7 @@ async fn config(kubeconfig: Option<&Path>) -> Result<Config, SourceError> {
     config.map_err(|error| refused(error.to_string()))
 }
 
-/// The name and port of the API server of [`client`]; `None` if no client can be created, as
-/// [`client`] reports.
+/// The name and port of the API server of [`client`], if that can be created.
 pub(crate) async fn api_server(kubeconfig: Option<&Path>) -> Option<(String, u16)> {
     let url = config(kubeconfig).await.ok()?.cluster_url;
     let port = url.port_u16().unwrap_or(if url.scheme_str() == Some("http") { 80 } else { 443 });
@@ -124,8 +121,7 @@ struct Applier {
     sink: Arc<dyn Sink>,
     model: Model,
     positions: BTreeMap<SourceKind, u64>,
-    /// The position of the last bookmark of each kind. A list or a change that arrives later
-    /// removes the position.
+    /// The last bookmark's position of each kind, until a later list or change.
     bookmarks: BTreeMap<SourceKind, u64>,
     /// When the oldest uncommitted list or change arrived; `None` if there is no such update.
     received: Option<std::time::Instant>,
@@ -182,8 +178,7 @@ impl Applier {
         }
     }
 
-    /// Commits the changes. Until every kind has been listed once, only problems are passed on: a
-    /// part of the cluster's state must not be served.
+    /// Commits the changes, but only problems until every kind has been listed once.
     fn commit(&mut self) {
         super::show_problems(&*self.sink, &mut self.model);
         let received = self.received.take();
@@ -224,12 +219,10 @@ pub fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
 /// Upper bound of the updates in one commit.
 const MAX_TOGETHER: usize = 4_096;
 
-/// Updates that arrive within this time of one another are committed together, because a Service
-/// and its slices change together.
+/// Updates so close to one another, as of a Service and its slices, are committed together.
 const LINGER: Duration = Duration::from_millis(1);
 
-/// The longest time that an update waits for further updates. After a pause of this length, the
-/// next update does not wait.
+/// The longest wait for further updates, and the pause after which there is none.
 const LONGEST_LINGER: Duration = Duration::from_millis(5);
 
 /// Gathers the updates of one channel.
@@ -277,7 +270,6 @@ const TICK: Duration = Duration::from_secs(1);
 /// While the server sends nothing, a probe is sent each time this many ticks have passed.
 const PROBE_TICKS: u32 = 5;
 
-/// How long the answer to a probe may take.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// After so many silent ticks the source is cut off: two probes have failed.
@@ -304,8 +296,7 @@ struct ContactState {
     /// Ticks since the server last sent anything.
     silent_ticks: u32,
     probe_problem: String,
-    /// Kinds whose requests fail: the time of the first failure, and the last message. Without a
-    /// message, the kind is listed because its watch has not reached the version of the server.
+    /// Kinds whose requests fail: since when, and why; without a message, behind the server.
     failing: BTreeMap<ObjectKind, (Instant, Option<String>)>,
     /// Kinds whose watch is stuck.
     stuck: BTreeSet<ObjectKind>,
@@ -390,8 +381,7 @@ impl Contact {
         }
     }
 
-    /// Checks the source every [`TICK`], and probes the server while the server is silent. Never
-    /// returns.
+    /// Checks the source every [`TICK`], and probes a silent server, for ever.
     async fn run(self: Arc<Self>, client: Client) {
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -488,17 +478,6 @@ mod gather_tests {
     use super::*;
 
     #[tokio::test]
-    async fn an_update_after_a_pause_does_not_wait() {
-        let (sender, mut updates) = mpsc::channel(8);
-        let mut gatherer = Gatherer::default();
-        sender.try_send(2).unwrap();
-        let batch = gatherer.together(1, &mut updates).now_or_never();
-        assert_eq!(batch, Some(vec![1, 2]), "updates that have arrived are committed together, at once");
-        tokio::time::sleep(LONGEST_LINGER).await;
-        assert_eq!(gatherer.together(3, &mut updates).now_or_never(), Some(vec![3]));
-    }
-
-    #[tokio::test]
     async fn updates_of_a_burst_are_gathered_for_a_bounded_time() {
         let (sender, mut updates) = mpsc::channel(8);
         let recently = || Gatherer { last: Some(Instant::now()) };
@@ -523,71 +502,5 @@ mod gather_tests {
         assert!(batch.len() > 1);
         drop(updates);
         ending.await.unwrap();
-    }
-}
-
-#[cfg(test)]
-mod contact_tests {
-    use headgate_core::node_state::SourceState;
-
-    use super::*;
-    use crate::{
-        metrics::Metrics,
-        store::{Limits, Store},
-    };
-
-    fn rig() -> (Arc<Store>, Arc<Contact>) {
-        let store = Arc::new(Store::new(Limits::default(), Arc::new(Metrics::default())));
-        store.synced();
-        let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);
-        (store, Contact::new(sink))
-    }
-
-    #[test]
-    fn silence_and_failed_requests_raise_doubt_before_the_verdict() {
-        let (store, contact) = rig();
-        let states = || (store.source_state(), store.source_state_for_others());
-        let (following, in_doubt, cut_off) = (
-            (SourceState::Following, SourceState::Following),
-            (SourceState::Following, SourceState::CutOff),
-            (SourceState::CutOff, SourceState::CutOff),
-        );
-        assert_eq!(states(), following);
-        contact.failed(ObjectKind::Node, "refused");
-        assert_eq!(states(), in_doubt);
-        contact.answered(ObjectKind::Node);
-        contact.behind(ObjectKind::Node);
-        assert_eq!(states(), following, "a list that is under way raises no doubt");
-        contact.answered(ObjectKind::Node);
-        let probes: Vec<u32> = (1..=SILENT_TICKS)
-            .filter(|tick| {
-                let wanted = if *tick <= PROBE_TICKS + 1 { following } else { in_doubt };
-                assert_eq!(states(), wanted, "before tick {tick}");
-                contact.tick()
-            })
-            .collect();
-        assert_eq!((states(), probes), (cut_off, vec![5, 10]), "two probes have failed");
-        contact.touched();
-        assert_eq!(states(), following);
-        for _ in 1..SILENT_TICKS {
-            contact.tick();
-        }
-        contact.answered(ObjectKind::Node);
-        contact.tick();
-        assert_eq!(states(), following, "a watch has received something after the probes were sent");
-    }
-
-    #[test]
-    fn a_stuck_watch_cuts_the_source_off_until_a_watch_brings_something() {
-        let (store, contact) = rig();
-        contact.stuck(ObjectKind::Pod);
-        assert_eq!(store.source_state(), SourceState::Following, "the kind is optional");
-        contact.stuck(ObjectKind::Service);
-        assert_eq!(store.source_state(), SourceState::CutOff);
-        contact.answered(ObjectKind::Service);
-        contact.delivered(ObjectKind::Node);
-        assert_eq!(store.source_state(), SourceState::CutOff, "the watch of Services has brought nothing");
-        contact.delivered(ObjectKind::Service);
-        assert_eq!(store.source_state(), SourceState::Following);
     }
 }

@@ -31,12 +31,10 @@ pub(super) enum Line {
     Object {
         /// The change; `None` for a pod without the readiness gate of Headgate.
         event: Option<Event>,
-        /// The object's resourceVersion.
         version: String,
     },
     /// All changes up to this version have been sent.
     Bookmark {
-        /// The resourceVersion.
         version: String,
         /// The initial state of a streaming list is complete.
         ends_initial_state: bool,
@@ -70,10 +68,7 @@ struct ListMetadata {
     annotations: Option<BTreeMap<String, String>>,
 }
 
-/// Decodes one line of a watch.
-///
-/// # Errors
-/// A description, if the line is not an event of this kind.
+/// Decodes one line of a watch, or says why it is no event of this kind.
 pub(super) fn line(kind: ObjectKind, text: &[u8]) -> Result<Line, String> {
     let raw: RawLine<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     match raw.event.as_ref() {
@@ -125,16 +120,13 @@ struct RawPage<'a> {
     items: Vec<&'a RawValue>,
 }
 
-/// Reads `items`, where `null` means an empty list. The field must be present: an answer without it
-/// is not a list, and must not count as an empty list.
+/// Reads `items`: `null` is empty, but without the field the answer is not a list.
 fn required_items<'de: 'a, 'a, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<&'a RawValue>, D::Error> {
     Ok(Option::<Vec<&'a RawValue>>::deserialize(deserializer)?.unwrap_or_default())
 }
 
-/// Decodes one page of a list. Returns also the token for the next page.
-///
-/// # Errors
-/// A description, if the text is not a list, or an item has no name, namespace or resourceVersion.
+/// Decodes one page of a list, with the token for the next. Fails if it is no list, or an item has
+/// no name, namespace or resourceVersion.
 pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<(Listed, Option<String>), String> {
     let raw: RawPage<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     if raw.metadata.resource_version.is_empty() {
@@ -150,8 +142,7 @@ pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<(Listed, Option<Stri
     Ok((Listed { events, version: raw.metadata.resource_version }, continue_token))
 }
 
-/// False for a pod without the readiness gate of Headgate. The gates of a pod never change, so such
-/// a pod never gets an effect.
+/// False for a pod without our readiness gate, which it can never get.
 fn has_effect(event: &Event) -> bool {
     !matches!(event, Event::Apply(object) if matches!(&**object, Object::Pod(pod) if !pod.has_gate()))
 }
@@ -211,11 +202,8 @@ impl Lines {
         Self { body, buffer: BytesMut::new(), searched_bytes: 0 }
     }
 
-    /// The next line without its line end; `None` when the body has ended after a complete line.
-    ///
-    /// # Errors
-    /// The connection broke, the body ended in the middle of a line, or a line is too long. The
-    /// watch can be resumed.
+    /// The next line without its line end; `None` after a complete body. After an error, the watch
+    /// can be resumed.
     pub(super) async fn next(&mut self) -> Result<Option<Bytes>, Failure> {
         loop {
             let found = self.buffer[self.searched_bytes..].iter().position(|byte| *byte == b'\n');
@@ -291,8 +279,7 @@ impl Failure {
         Self::new("connection_lost", "the answer ended in the middle of an object")
     }
 
-    /// Nothing arrived for `time`. `what` is the first part of the message, such as "nothing
-    /// arrived in a watch".
+    /// Nothing arrived for `time`. The message begins with `what`.
     pub(super) fn silent(what: &str, time: Duration) -> Self {
         Self::new("timeout", format!("{what} for {} seconds", time.as_secs()))
     }
@@ -354,8 +341,7 @@ impl Failure {
         Self::answer(kind, "watch", code, Some(status))
     }
 
-    /// Whether the server sent an error of its own, or a line that cannot be decoded. The same may
-    /// happen at each attempt to continue at this version.
+    /// Whether an error of the server's own may come again at this version.
     pub(super) fn is_fault_of_server(&self) -> bool {
         matches!(self.reason, "malformed_answer" | "server_error" | "refused")
     }
@@ -368,8 +354,7 @@ impl Failure {
     }
 }
 
-/// Pauses between retries: random times between 0 and a bound that doubles with each failure. The
-/// pauses are random so that replicas do not retry together.
+/// Pauses between retries: random, so that replicas differ, up to a bound that doubles.
 #[derive(Debug, Default)]
 pub(crate) struct BackOff {
     failures: u32,
@@ -382,67 +367,16 @@ impl BackOff {
         Self { failures: 0, rng }
     }
 
-    /// Returns to the first bound.
     pub(super) fn reset(&mut self) {
         self.failures = 0;
     }
 
-    /// The time to wait before the next retry. `retry_after` is the pause that the server asks for.
-    /// A random pause is added to `retry_after`.
+    /// The time to wait before the next retry, after `retry_after` if the server asks for it.
     pub(crate) fn pause(&mut self, retry_after: Option<Duration>) -> Duration {
         let bound = FIRST_PAUSE.saturating_mul(1 << self.failures.min(16)).min(LONGEST_PAUSE);
         self.failures = self.failures.saturating_add(1);
         let drawn = bound.mul_f64(self.rng.f64());
         retry_after.map_or(drawn, |asked| asked.min(LONGEST_PAUSE) + drawn)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-
-    #[test]
-    fn an_object_that_cannot_be_decoded_is_an_event() {
-        let text = br#"{"kind":"ServiceList","metadata":{"resourceVersion":"7"},"items":[
-            {"metadata":{"name":"a","namespace":"x","resourceVersion":"1"},"spec":{"ports":[{"port":"eighty"}]}},
-            {"metadata":{"name":"b","namespace":"x","resourceVersion":"2","labels":null},"spec":{"ports":null}}]}"#;
-        let (page, _) = page(ObjectKind::Service, text).unwrap();
-        assert_eq!(page.version, "7");
-        assert!(
-            matches!(&page.events[0], Event::Undecodable { key, field, .. }
-            if key.to_string() == "Service x/a" && field == "spec.ports[0].port"),
-            "{:?}",
-            page.events[0]
-        );
-        assert!(matches!(&page.events[1], Event::Apply(_)));
-    }
-
-    #[test]
-    fn an_answer_that_is_not_a_list_is_an_error() {
-        for text in ["{}", "[]", r#"{"metadata":{}}"#, r#"{"metadata":{"resourceVersion":"1"}}"#, "<html>"] {
-            assert!(page(ObjectKind::Node, text.as_bytes()).is_err(), "{text}");
-        }
-        let empty = r#"{"metadata":{"resourceVersion":"1"},"items":null}"#;
-        assert!(page(ObjectKind::Node, empty.as_bytes()).unwrap().0.events.is_empty());
-    }
-
-    #[test]
-    fn each_type_of_line_is_decoded() {
-        let read = |text: &str| line(ObjectKind::Node, text.as_bytes());
-        let node = r#"{"object":{"metadata":{"name":"n","resourceVersion":"5"}},"type":"ADDED"}"#;
-        assert!(
-            matches!(read(node).unwrap(), Line::Object { event: Some(Event::Apply(_)), version } if version == "5")
-        );
-        let end = r#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"9",
-            "annotations":{"k8s.io/initial-events-end":"true"}}}}"#;
-        assert!(matches!(read(end).unwrap(), Line::Bookmark { ends_initial_state: true, .. }));
-        let gone = r#"{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Expired"}}"#;
-        assert!(matches!(read(gone).unwrap(), Line::Error(status) if status.code == 410));
-        for text in ["}", "{}", r#"{"type":"ADDED","object":{"metadata":{"name":"n"}}}"#, r#"{"type":"X","object":{}}"#]
-        {
-            assert!(read(text).is_err(), "{text}");
-        }
     }
 }
 

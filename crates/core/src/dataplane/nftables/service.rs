@@ -12,8 +12,7 @@ use crate::{
     state::frontends::Frontend,
 };
 
-/// True if connections to a frontend are sent to the endpoints for policy Local. False for policy
-/// Cluster.
+/// True for connections that go to the endpoints for policy Local, false for policy Cluster.
 type IsLocal = bool;
 
 /// The elements and the endpoints of one service port, before its groups have numbers.
@@ -25,8 +24,7 @@ pub(in super::super) struct PortPlan {
     pub(in super::super) local: Vec<((IpAddr, u16), Weight)>,
     /// Frontends whose connections are sent to a group.
     pub(in super::super) services: Vec<(Frontend, IsLocal)>,
-    /// Frontends for which connections of local pods and of the node itself are sent to the
-    /// endpoints for policy Cluster.
+    /// Frontends at which local pods and the node use the endpoints for policy Cluster.
     pub(in super::super) inside: Vec<Frontend>,
     /// True if only a proxy can carry connections to the endpoints.
     pub(in super::super) is_proxy_only: bool,
@@ -147,8 +145,7 @@ pub struct NftablesConfig {
     pub family: Family,
     /// Masquerading. nftables mode uses no packet mark, so it ignores [`MasqueradeConfig::bit`].
     pub masquerade: MasqueradeConfig,
-    /// True if rules can hash the client's address. Otherwise Services that select
-    /// [`crate::model::LoadBalancing::ConsistentHash`] use random slots.
+    /// True if rules can hash the client's address. Otherwise slots are random.
     pub can_hash: bool,
     /// True if the kernel counts the connections and the traffic of each frontend.
     pub counts_services: bool,
