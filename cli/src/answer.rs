@@ -37,8 +37,7 @@ pub enum Failure {
     /// The certificates cannot be created.
     #[error(transparent)]
     Certs(#[from] CertsError),
-    /// Nodes differ or are not verified, or settings of kube-proxy are invalid. The output names
-    /// them.
+    /// Nodes differ or are not verified, or settings of kube-proxy are invalid.
     #[error("{0}")]
     Faulty(String),
     /// kube-proxy's configuration cannot be read.
@@ -56,11 +55,6 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Returns whether the reader of the answer has closed the pipe.
-    pub(crate) fn is_closed_pipe(&self) -> bool {
-        matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
-    }
-
     /// The exit code. A command that succeeds ends with 0.
     ///
     /// - 1: no replica answers, or another error; `verify`: differences, or nodes that are not
@@ -118,26 +112,21 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Writes a formatted answer.
     pub(crate) fn write(&mut self, text: &str) -> Result<(), Failure> {
         Ok(self.out.write_all(text.as_bytes())?)
     }
 
-    /// Writes an answer as JSON, like [`write_json`].
     pub(crate) fn write_json(&mut self, answer: &impl Serialize) -> Result<(), Failure> {
         write_json(self.out, answer)
     }
 }
 
-/// Writes an answer as indented JSON and a line feed. Field names and units are the same as in
-/// `headgate.v1.Inspect`. The JSON always contains every field, so that programs can rely on each
-/// field.
+/// Writes an answer as indented JSON, always with every field of `headgate.v1.Inspect`.
 pub(crate) fn write_json(out: &mut dyn Write, answer: &impl Serialize) -> Result<(), Failure> {
     let value = serde_json::to_value(answer).map_err(io::Error::from)?;
     Ok(writeln!(out, "{}", render::plain_json(&format!("{value:#}")))?)
 }
 
-/// The current time in milliseconds since the Unix epoch.
 pub(crate) fn now_unix_ms() -> u64 {
     units::milliseconds(std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default())
 }

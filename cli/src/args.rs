@@ -161,8 +161,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// The Service that the command selects; empty if it selects none. An error describes the
-    /// correct usage.
+    /// The selected Service, empty if none is. An error describes the correct usage.
     pub fn selected(&self) -> Result<Selected, String> {
         let (service, namespace) = match self {
             Self::Services(of) | Self::Endpoints(of) | Self::Watch(of) => (of.service.as_deref(), &of.namespace),
@@ -407,8 +406,7 @@ pub struct Selected {
 }
 
 impl Selected {
-    /// Resolves a Service that is given as NAMESPACE/NAME, or as NAME with a namespace. An error
-    /// describes the correct usage.
+    /// Resolves NAMESPACE/NAME, or NAME with a namespace. An error describes the correct usage.
     fn resolve(service: Option<&str>, flag: Option<&str>) -> Result<Self, String> {
         let (namespace, name) = match service.map(|service| service.split_once('/').ok_or(service)) {
             None => (flag.unwrap_or_default(), ""),
@@ -435,20 +433,6 @@ mod tests {
 
     fn resolve(service: Option<&str>, namespace: Option<&str>) -> Result<(String, String), String> {
         Selected::resolve(service, namespace).map(|selected| (selected.namespace, selected.name))
-    }
-
-    fn pair(namespace: &str, name: &str) -> Result<(String, String), String> {
-        Ok((namespace.to_owned(), name.to_owned()))
-    }
-
-    #[test]
-    fn a_service_can_be_given_as_namespace_and_name_or_with_the_namespace_flag() {
-        assert_eq!(resolve(None, None), pair("", ""));
-        assert_eq!(resolve(None, Some("prod")), pair("prod", ""));
-        assert_eq!(resolve(Some("web"), None), pair("default", "web"));
-        assert_eq!(resolve(Some("web"), Some("prod")), pair("prod", "web"));
-        assert_eq!(resolve(Some("prod/web"), None), pair("prod", "web"));
-        assert_eq!(resolve(Some("prod/web"), Some("prod")), pair("prod", "web"));
     }
 
     #[test]

@@ -20,11 +20,9 @@ use tonic::{
 use crate::{args::TlsArgs, units};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The timeout of a handshake, and of the first part of each answer. If many agents connect at
-/// once, the replica delays handshakes.
+/// The timeout of a handshake, which a busy replica delays, and of an answer's first part.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// The interval of keepalives, which detect a replica that fails silently, for example during
-/// `watch`.
+/// The interval of keepalives, which detect a silent replica.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The begin of the URL of a Unix socket. Its rights decide who may open it.
@@ -299,12 +297,10 @@ fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     None
 }
 
-/// Returns the error for a request whose connection broke. In TLS 1.3 a client learns only after
-/// its handshake that the server rejects its certificate.
+/// The error for a broken connection. In TLS 1.3, only this shows a rejected certificate.
 fn broken(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     let broken = causes(status).find(|cause| cause.is::<tonic::transport::Error>())?;
-    // The TLS alert with the reason is lost if the connection closes before the client reads the
-    // alert.
+    // The alert with the reason is lost if the connection closes before it is read.
     let advice = if server.starts_with("https://") {
         "The replica has stopped, or rejects the TLS handshake; the log of the replica names the reason. The certificate of --tls-cert and --tls-key must be \
          valid now, have the extended key usage clientAuth, and be signed by an authority of the replica's --tls-client-ca."
@@ -314,13 +310,11 @@ fn broken(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     Some(unreachable(server, chain(broken), advice))
 }
 
-/// An error and its causes.
 fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
     std::iter::successors(Some(error), |cause| (*cause).source())
 }
 
-/// Joins the messages of an error and its causes, without repetitions. Omits the outermost message
-/// "transport error", which adds no information to its causes.
+/// Joins the messages of an error and its causes, without tonic's "transport error".
 pub fn chain(error: &(dyn Error + 'static)) -> String {
     errors::chain(error).trim_start_matches("transport error: ").to_owned()
 }
@@ -328,8 +322,6 @@ pub fn chain(error: &(dyn Error + 'static)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const NO_TLS: TlsArgs = TlsArgs { tls_ca: None, tls_cert: None, tls_key: None, tls_server_name: None };
 
     #[test]
     fn connections_without_tls_are_allowed_only_to_loopback_and_test_addresses() {
@@ -342,64 +334,5 @@ mod tests {
         {
             assert!(!may_be_plain(host), "{host}");
         }
-    }
-
-    #[test]
-    fn errors_about_unusable_urls_say_what_to_write() {
-        let refusal = |server: &str| endpoint(server, &NO_TLS).map(drop).unwrap_err().to_string();
-        assert!(refusal("http://10.0.0.1:7444").contains("write https:// and give --tls-ca"));
-        assert!(refusal("https://10.0.0.1:7444").contains("--tls-ca"));
-        assert!(refusal("ftp://10.0.0.1").contains("write https://HOST:7444"));
-        assert!(refusal("not a url").contains("is not a valid URL"));
-        endpoint("http://[::1]:7444", &NO_TLS).unwrap();
-    }
-
-    #[test]
-    fn the_error_for_a_missing_tls_file_names_its_option() {
-        let folder = std::env::temp_dir();
-        let tls = TlsArgs { tls_ca: Some(folder.join("headgatectl-no-such-file")), ..NO_TLS };
-        let error = endpoint("https://10.0.0.1:7444", &tls).map(drop).unwrap_err();
-        assert!(matches!(error, ConnectError::File { option: "tls-ca", .. }), "{error}");
-    }
-
-    /// A URL at which no program listens. The returned socket keeps the port.
-    fn closed() -> (String, tokio::net::TcpSocket) {
-        let socket = tokio::net::TcpSocket::new_v4().unwrap();
-        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
-        (format!("http://{}", socket.local_addr().unwrap()), socket)
-    }
-
-    /// The URL of a server that answers each request with the error UNIMPLEMENTED.
-    async fn server() -> String {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
-        let incoming = tonic::transport::server::TcpIncoming::from(listener);
-        let server = tonic::transport::Server::builder().add_routes(tonic::service::Routes::default());
-        tokio::spawn(server.serve_with_incoming(incoming));
-        url
-    }
-
-    #[tokio::test(flavor = "multi_thread")]
-    async fn the_first_replica_that_answers_is_used() {
-        let (closed, _port) = closed();
-        // This server ends each connection, so it answers no request.
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let broken = format!("http://{}", listener.local_addr().unwrap());
-        tokio::spawn(async move { while listener.accept().await.is_ok() {} });
-        let (first, second) = (server().await, server().await);
-        let used = async |servers: &[&String]| {
-            let servers: Vec<String> = servers.iter().map(|server| (*server).clone()).collect();
-            connect(&servers, &NO_TLS).await.map(|replica| replica.server)
-        };
-        assert_eq!(used(&[&first, &second]).await.unwrap(), first);
-        assert_eq!(used(&[&closed, &broken, &second, &first]).await.unwrap(), second);
-        let error = used(&[&closed]).await.unwrap_err().to_string();
-        assert!(error.starts_with(&format!("cannot reach {closed}: ")), "{error}");
-        let error = used(&[&closed, &broken]).await.unwrap_err().to_string();
-        assert!(error.starts_with("no replica of --server answers:\n"), "{error}");
-        assert!(error.contains(&format!("\ncannot reach {closed}: ")), "{error}");
-        assert!(error.contains(&format!("\ncannot reach {broken}: ")), "{error}");
-        let wrong = "ftp://host".to_owned();
-        assert!(matches!(used(&[&closed, &wrong]).await, Err(ConnectError::Usage(_))));
     }
 }

@@ -89,15 +89,6 @@ mod tests {
     }
 
     #[test]
-    fn beside_a_file_the_table_asks_to_check_the_file() {
-        let arguments = ["--config=/config.conf", "--proxy-mode=ipvs"].map(str::to_owned);
-        let shown = table(&migration::check_arguments(&arguments));
-        assert!(shown.contains("no effect     --config is given, and the file"), "{shown}");
-        assert!(shown.contains("get configmap kube-proxy -o yaml | headgatectl migrate check -"), "{shown}");
-        assert!(!shown.contains("stays") && !shown.contains("other default kube-proxy"), "{shown}");
-    }
-
-    #[test]
     fn long_values_lose_their_middle_in_the_table() {
         let value = format!("10.0.0.0/8{}end", "é".repeat(100_000));
         let arguments =

@@ -1,5 +1,4 @@
-//! Answers as tables with aligned columns and without borders. A line below a table describes each
-//! problem.
+//! Answers as tables with aligned columns, and a line below for each problem.
 
 mod explain;
 mod nodes;
@@ -131,8 +130,7 @@ pub fn migration(lines: &[Line], is_wide: bool, style: Style) -> String {
     table.trim_fmt() + "\n"
 }
 
-/// Replaces the middle of a text with more than `max` bytes. Breaking a very long text into the
-/// lines of a cell takes very long.
+/// Replaces the middle of a text beyond `max` bytes, which would take long to break into lines.
 fn shortened(text: &str, max: usize) -> Cow<'_, str> {
     if text.len() <= max {
         return text.into();

@@ -12,8 +12,7 @@ use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
 use crate::{agents, drain, explain, migrate, node, verify, wait};
 
-/// Runs one command and writes its answer to `out`. If the reader closes the pipe early (`| head`),
-/// the command ends without an error.
+/// Runs one command and writes its answer to `out`, until the reader closes the pipe.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let done = match &args.command {
         Command::Certs(certs) => local(certs::make(certs), args.output, out),
@@ -22,7 +21,7 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
         _ => ask(args, style, out).await,
     };
     match done {
-        Err(failure) if failure.is_closed_pipe() => Ok(()),
+        Err(Failure::Output(error)) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         result => result,
     }
 }

@@ -176,21 +176,4 @@ mod tests {
         let all_verified = judged(vec![node("a", "verified"), absent(&[], 0)], false);
         assert_eq!(all_verified, (0, "1 of 1 nodes verified".into(), String::new()));
     }
-
-    #[test]
-    fn if_only_nodes_without_an_agent_are_missing_the_exit_code_is_4() {
-        let messages = || vec![node("a", "verified"), absent(&["b", "c\u{7}"], 12)];
-        let (code, summary, error) = judged(messages(), false);
-        assert_eq!((code, summary.as_str()), (4, "1 of 13 nodes verified, 12 without an agent"));
-        assert!(error.starts_with("these Nodes have no agent: b, c\\u{7} and 10 more: "), "{error}");
-        assert_eq!(judged(messages(), true).0, 0);
-        assert_eq!(judged(vec![absent(&[], 0)], false).0, 4);
-        assert_eq!(judged(vec![absent(&[], 0)], true).0, 0);
-    }
-
-    #[test]
-    fn a_named_node_that_does_not_exist_is_an_error() {
-        let wanted = VerifyArgs { node: Some("x".into()), limit: 50, allow_absent: true };
-        assert!(matches!(Found::of(Vec::new()).result(&wanted), Err(Failure::NotFound(_))));
-    }
 }

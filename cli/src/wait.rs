@@ -157,16 +157,6 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_that_is_done_counts_the_nodes() {
-        let done = WaitAnswer { done: true, nodes: 3, programmed: 3, ..WaitAnswer::default() };
-        assert_eq!(judged(&done, false), (0, "service prod/web: 3 nodes have programmed it, 120ms\n".into()));
-        let absent = vec![laggard("node-c", "it never had an agent")];
-        let done = WaitAnswer { nodes: 2, programmed: 1, absent, absent_count: 1, ..done };
-        let text = "service prod/web: 1 node has programmed it, 120ms\n  node-c: no agent: it never had an agent\n";
-        assert_eq!(judged(&done, true), (0, text.into()));
-    }
-
-    #[test]
     fn agents_that_lag_are_named_and_the_exit_code_is_3() {
         let answer = WaitAnswer {
             waiting_for: "nodes".into(),
@@ -191,37 +181,5 @@ mod tests {
         let unknown =
             WaitAnswer { laggards: vec![Laggard { version: 0, ..laggard("b", "its source is behind") }], ..answer };
         assert!(judged(&unknown, false).1.contains("\n  b: its source is behind\n"));
-    }
-
-    #[test]
-    fn if_only_nodes_without_an_agent_are_missing_the_exit_code_is_4() {
-        let absent = vec![laggard("node-c", "lost its stream 4m ago")];
-        let answer = WaitAnswer {
-            waiting_for: "nodes".into(),
-            nodes: 3,
-            programmed: 2,
-            absent,
-            absent_count: 1,
-            ..WaitAnswer::default()
-        };
-        let (code, text) = judged(&answer, false);
-        assert!(
-            code == 4 && text.ends_with("2 of 3 nodes have programmed it\n  node-c: no agent: lost its stream 4m ago")
-        );
-        // Without any node, nothing is proven.
-        let empty = WaitAnswer { done: true, ..WaitAnswer::default() };
-        let (code, text) = judged(&empty, false);
-        assert!(code == 4 && text.contains("no Node and no agent is known"), "{text}");
-        assert_eq!(judged(&empty, true).0, 0);
-    }
-
-    #[test]
-    fn a_service_that_is_not_known_is_no_matter_of_nodes() {
-        for waiting_for in ["source", "service", "endpoint"] {
-            let answer =
-                WaitAnswer { waiting_for: waiting_for.into(), absent_count: 1, nodes: 1, ..WaitAnswer::default() };
-            let (code, text) = judged(&answer, true);
-            assert!(code == 3 && text.contains("\n  the "), "{text}");
-        }
     }
 }

@@ -1,5 +1,4 @@
-//! The metrics of the control plane. All names begin with `headgate_`, and values are in base units
-//! (seconds, bytes).
+//! The metrics of the control plane, named `headgate_…`, in base units (seconds, bytes).
 
 use std::{
     fmt,
@@ -34,8 +33,7 @@ impl Drop for CountedPod {
 /// Defines the metrics by a table: field, type, name without its prefix, labels, and meaning.
 macro_rules! metrics {
     ($($field:ident: $kind:ty = $name:literal $([$($label:ident),+])?, $meaning:literal;)+) => {
-        /// All metrics of a replica. The number of label values is bounded: names of nodes and
-        /// services are never label values.
+        /// All metrics of a replica. Names of nodes and services are never label values.
         #[derive(Debug)]
         pub struct Metrics {
             registry: Registry,
@@ -209,8 +207,7 @@ pub(crate) fn kind_name(kind: SourceKind) -> &'static str {
     }
 }
 
-// Descriptions of all metrics. Each metric is described when it is registered.
-// `docs/control-plane-metrics.md` is generated from these descriptions.
+// Descriptions of all metrics, from which `docs/control-plane-metrics.md` is made.
 
 /// Upper bounds of the histograms' buckets, in seconds. The smallest bounds suit a quiet fleet in
 /// one rack, and the largest bounds suit nodes that are stuck.

@@ -43,11 +43,7 @@ pub struct ControlPlane {
 
 impl ControlPlane {
     /// Starts the server and the source. Returns once the ports are bound; agents wait until the
-    /// source has been listed.
-    ///
-    /// # Errors
-    ///
-    /// [`RunError`], when options or ports cannot be used.
+    /// source has been listed. Fails when options or ports cannot be used.
     pub async fn start(options: &Options, shutdown: CancellationToken) -> Result<Self, RunError> {
         options.check_source()?;
         let security = options.security()?;
@@ -68,12 +64,8 @@ impl ControlPlane {
         Ok(Self { running, store, source: tokio::spawn(run), shutdown })
     }
 
-    /// Runs until `shutdown` is cancelled or the source fails. Before the server stops, it asks
-    /// agents to move to another replica.
-    ///
-    /// # Errors
-    ///
-    /// [`RunError::Source`], when the source cannot be read at all.
+    /// Runs until `shutdown` is cancelled, when agents are asked to move to another replica. Fails
+    /// with [`RunError::Source`] when the source cannot be read at all.
     pub async fn run(mut self) -> Result<(), RunError> {
         let source = tokio::select! {
             ended = &mut self.source => Some(ended),
@@ -92,11 +84,8 @@ impl ControlPlane {
     }
 }
 
-/// Starts a control plane and runs it until `shutdown` is cancelled.
-///
-/// # Errors
-///
-/// [`RunError`]. A retry helps only after the cause that the error names is corrected.
+/// Starts a control plane and runs it until `shutdown` is cancelled. A retry after [`RunError`]
+/// helps only after the cause is corrected.
 pub async fn run(options: &Options, shutdown: CancellationToken) -> Result<(), RunError> {
     ControlPlane::start(options, shutdown).await?.run().await
 }

@@ -1,5 +1,4 @@
-//! Conversion from the wire to [`headgate_core`]. Unusable resources are reported, and the other
-//! resources are converted.
+//! Conversion from the wire to [`headgate_core`]. Unusable resources are reported.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -393,8 +392,7 @@ pub fn reserved_from_wire(wire: &[v1::ReservedFrontend]) -> Result<BTreeSet<Fron
     wire.iter().map(frontend).collect::<Checked<_>>().map_err(|fault| fault.rejection("Node reserved".to_owned()))
 }
 
-/// Converts digests from a `Hello`. Returns `None` if the numbers of sums and of counts do not both
-/// equal the number of buckets.
+/// Converts digests from a `Hello`; `None` unless there is a sum and a count for each bucket.
 #[must_use]
 pub fn digests_from_wire(wire: &v1::BucketDigests) -> Option<Digests> {
     if wire.sums.len() != 16 * BUCKETS || wire.counts.len() != BUCKETS {
@@ -474,8 +472,7 @@ fn non_zero_port(number: u32, field: &str) -> Checked<u16> {
 }
 
 fn protocol_from_wire(number: i32, field: &str) -> Checked<Protocol> {
-    // Contract, 12: an unknown protocol must not be read as the enum's zero value, TCP. The rule
-    // would match the wrong packets.
+    // Contract, 12: an unknown protocol must not be read as TCP, the enum's zero value.
     from_number(&PROTOCOLS, number).ok_or_else(|| Fault::new(field, format!("protocol {number} is unknown")))
 }
 
@@ -513,8 +510,7 @@ impl Known {
         self.placements.extend(placements.map(|placement| (reference::placement(&placement), placement)));
     }
 
-    /// Returns true if a [`Known::add`] is due. Until then, values of removed resources stay in the
-    /// tables.
+    /// Returns true if a [`Known::add`] is due, which drops values of removed resources.
     pub(crate) fn has_learned_much(&self) -> bool {
         self.services.len() + self.placements.len() > 2 * self.held.unwrap_or_default() + LEARNED_MUCH
     }
@@ -578,26 +574,6 @@ fn from_number<T: Copy, W: Copy + Into<i32>>(table: &[(T, W)], number: i32) -> O
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::encode::ChangesBuilder;
-
-    #[test]
-    fn endpoints_of_different_messages_share_equal_values() {
-        let mut decoder = Decoder::default();
-        let mut received = |last: u8| {
-            let port = EndpointPort::new("http", Protocol::Tcp, 8080);
-            let mut endpoint = Endpoint::new([10, 1, 0, last].into(), Arc::from([port]));
-            endpoint.placement = Placement::on("node-1").into();
-            let mut message = ChangesBuilder::default();
-            message.endpoint(&ServiceKey::new("prod", "web"), &endpoint, 0);
-            let (changes, _) = decoder.changes(message.finish()).unwrap();
-            let [Change::Endpoint(_, received)] = changes.as_slice() else { panic!("{changes:?}") };
-            assert_eq!(*received, endpoint);
-            received.clone()
-        };
-        let (one, other) = (received(1), received(2));
-        assert!(Arc::ptr_eq(&one.placement, &other.placement));
-        assert!(Arc::ptr_eq(&one.ports, &other.ports));
-    }
 
     #[test]
     fn addresses_without_a_meaning_on_other_machines_are_rejected_and_other_resources_are_used() {

@@ -16,8 +16,7 @@ use prost::Message;
 
 use crate::{PROTOCOLS, PROXY_PROTOCOLS, v1};
 
-/// The parts of an endpoint's change that can be sent as references (discovery.proto, section 13).
-/// Parts with `None` are sent in full.
+/// The parts of an endpoint's change that are sent as references (discovery.proto, section 13).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct References {
     /// A reference to the service's key.
@@ -111,8 +110,7 @@ impl ChangesBuilder {
         self.resources
     }
 
-    /// An upper estimate of the encoded size in bytes. Callers use this estimate to limit the size
-    /// of messages.
+    /// An upper estimate of the encoded size in bytes, to limit the size of messages.
     #[must_use]
     pub fn estimated_bytes(&self) -> usize {
         self.estimated_bytes
@@ -129,8 +127,7 @@ impl ChangesBuilder {
         self.estimated_bytes += bytes;
     }
 
-    /// Returns the entry of a service, and creates it if necessary. The entry keeps the oldest
-    /// known trigger time.
+    /// Returns the entry of a service, perhaps a new one. It keeps the oldest trigger time.
     fn group(&mut self, key: &ServiceKey, trigger_unix_ms: u64, references: References) -> &mut v1::ServiceEndpoints {
         if self.last_group.as_ref() != Some(key) {
             let group = match references.service {

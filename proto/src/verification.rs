@@ -1,5 +1,4 @@
-//! What a forwarding table depends on, for the comparison outside of the agent (discovery.proto,
-//! section 19).
+//! What a forwarding table depends on, outside of the agent (discovery.proto, section 19).
 
 use std::{
     collections::BTreeSet,
@@ -30,8 +29,7 @@ use crate::{
 /// The maximum number of Services whose failing endpoints a message contains.
 const MAX_FAILING: usize = 1_000;
 
-/// The maximum number of addresses in a list of a message. Larger lists would make the comparison
-/// expensive.
+/// The maximum number of addresses in a list, so that a comparison stays cheap.
 const MAX_ADDRESSES: usize = 1_024;
 
 /// What the forwarding table of a node depends on, beside the resources.
@@ -82,8 +80,7 @@ impl ServiceDigests {
 }
 
 impl NodeView {
-    /// Adds the digest of a Service's part of the forwarding table, in all families of the node. A
-    /// node without SCTP leaves out its ports.
+    /// Adds the digest of a Service's forwarding table, perhaps without SCTP, in all families.
     pub fn add_table(&self, state: &State, key: &Arc<ServiceKey>, has_sctp: bool, digests: &mut Digests) {
         for mut table in self.tables(state, key) {
             table.entries.retain(|frontend, _| has_sctp || frontend.protocol() != Protocol::Sctp);
@@ -207,42 +204,4 @@ fn socket_to_wire(endpoint: &SocketAddr) -> Bytes {
 fn socket_from_wire(bytes: &[u8]) -> Option<SocketAddr> {
     let (address, port) = bytes.split_last_chunk()?;
     Some(SocketAddr::new(address_from_bytes(address)?, u16::from_be_bytes(*port)))
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-
-    #[test]
-    fn a_view_survives_the_wire() {
-        let mut facts = NodeFacts::named("node-a");
-        facts.zone = Some("zone-a".into());
-        facts.addresses = vec!["192.0.2.1".parse().unwrap(), "2001:db8::1".parse().unwrap()];
-        let key = Arc::new(ServiceKey::new("ns", "web"));
-        let policy = DialPolicy::new(vec!["10.244.0.0/16".parse().unwrap()], facts.addresses.clone());
-        facts.dialled = Arc::new(DialPolicy { has_proxy: true, ..policy });
-        facts.failing.set(&key, ["10.0.0.1:80".parse().unwrap(), "[fd00::1]:80".parse().unwrap()].into());
-        let settings = NodeSettings {
-            mode: Mode::Userspace,
-            masquerade: MasqueradeConfig {
-                detector_v4: Some(LocalDetector::InterfaceNamePrefix(String::new())),
-                ..MasqueradeConfig::default()
-            },
-            node_ports_v4: NodePortAddresses::Only(Vec::new()),
-            node_ports_v6: NodePortAddresses::All,
-            localhost_node_ports: false,
-        };
-        let view = NodeView { facts, settings, families: Family::BOTH.into() };
-        let back = NodeView::from_wire("node-a", &view.to_wire()).unwrap();
-        assert_eq!((&back.facts, &back.families), (&view.facts, &view.families));
-        assert_eq!(format!("{:?}", back.settings), format!("{:?}", view.settings));
-        let unknown = v1::NodeView { mode: "x".into(), ..view.to_wire() };
-        assert!(NodeView::from_wire("node-a", &unknown).unwrap_err().contains("mode"));
-        let mut short = view.to_wire();
-        let none = v1::NodeView { families: Vec::new(), ..view.to_wire() };
-        assert!(NodeView::from_wire("node-a", &none).unwrap_err().contains("families"));
-        short.failing[0].endpoints[0] = Bytes::from_static(&[1, 2, 3]);
-        assert!(NodeView::from_wire("node-a", &short).unwrap_err().contains("failing"));
-    }
 }

@@ -5,7 +5,6 @@ use headgate_core::ServiceCidr;
 use super::parse::{self, Findings, Reading};
 use crate::objects;
 
-/// Reads a ServiceCIDR.
 pub(super) fn read(object: &objects::ServiceCidr) -> Reading<ServiceCidr> {
     let mut findings = Findings::default();
     if findings.checked("metadata.name", parse::subdomain(&object.metadata.name)).is_none() {

@@ -40,10 +40,6 @@ struct Before {
     trigger_unix_ms: u64,
 }
 
-/// A version of a slice, and whether this version is good. A good version is used as written,
-/// except for invalid entries.
-type HeldSlice = (Arc<Slice>, bool);
-
 /// The slice that counts, and a slice that contradicts the first slice.
 pub(super) type Conflict = [Arc<ObjectKey>; 2];
 
@@ -75,7 +71,6 @@ impl Size {
 /// The sizes of the slices of a service.
 #[derive(Debug, Default)]
 struct Sizes {
-    /// The number of ports of the Service.
     service_ports: usize,
     /// The slices in the order of their names, also those that are left out.
     slices: Vec<Size>,
@@ -179,14 +174,12 @@ struct Carriers {
 #[derive(Debug, Default)]
 pub(super) struct Endpoints {
     /// The good version of each slice, or another one.
-    held: HashMap<Arc<ObjectKey>, HeldSlice>,
-    /// The slices in use: those held, without the ones for which their services' budget has no
-    /// room.
+    held: HashMap<Arc<ObjectKey>, (Arc<Slice>, bool)>,
+    /// The slices in use, without those beyond their services' budget.
     slices: HashMap<Arc<ObjectKey>, Arc<Slice>>,
     sizes: HashMap<ServiceKey, Sizes>,
     pub(super) settings: Arc<ModelSettings>,
-    /// The services that have changed, or whose number of endpoints may have changed, since the
-    /// model last took them.
+    /// The services whose number of endpoints may have changed since the model took them.
     pub(super) resized: BTreeSet<ServiceKey>,
     /// The services whose slices or ports have changed, and what is over their budget.
     pub(super) excesses: Vec<(ServiceKey, Option<Problem>)>,
@@ -196,8 +189,7 @@ pub(super) struct Endpoints {
     before: BTreeMap<ServiceKey, BTreeMap<IpAddr, Before>>,
     /// The endpoints whose pods may have changed.
     touched_pods: BTreeSet<(ServiceKey, IpAddr)>,
-    /// The results of checks whether slices disagree about a port of an address; `None` if they
-    /// now agree.
+    /// Checked addresses: whether slices disagree about a port; `None` if they agree.
     pub(super) conflicts: Vec<(ServiceKey, IpAddr, Option<Conflict>)>,
     pub(super) gates: Gates,
     visits: Cell<u64>,
@@ -247,8 +239,7 @@ impl Endpoints {
         self.settle(services, moved, interner);
     }
 
-    /// Leaves out or uses slices of services after the size of one of them, or the number of ports
-    /// of a service, has changed.
+    /// Leaves out or uses slices after the size of one, or a service's ports, changed.
     fn settle(&mut self, services: BTreeSet<ServiceKey>, moved: Vec<Arc<ObjectKey>>, interner: &mut Interner) {
         for key in moved {
             let (slice, is_used) = (Arc::clone(&self.held[&key].0), self.slices.contains_key(&key));
@@ -295,8 +286,7 @@ impl Endpoints {
         are_empty && self.services.iter().all(HashMap::is_empty) && self.before.is_empty()
     }
 
-    /// How often an address has been looked up in a slice or moved in the index so far, as a
-    /// measure of the work.
+    /// How often addresses were looked up in slices or moved in the index: the work so far.
     #[cfg(test)]
     pub(super) fn visits(&self) -> u64 {
         self.visits.get()
@@ -354,8 +344,7 @@ impl Endpoints {
         }
     }
 
-    /// Removes an address of a slice from the index. If the main slice has left the service,
-    /// another slice takes its place.
+    /// Removes an address of a slice from the index, also if it was the main slice.
     fn leave(&mut self, service: &ServiceKey, address: IpAddr, key: &Arc<ObjectKey>) {
         let of_family = &mut self.services[family(address)];
         let Some(Carriers { main, others }) = of_family.get_mut(service) else { return };
@@ -381,8 +370,7 @@ impl Endpoints {
         *main = next;
     }
 
-    /// Updates the unready endpoints of pods after the facts about an address in a slice have
-    /// changed.
+    /// Updates the unready endpoints of pods for an address whose facts changed.
     fn move_unready(&mut self, key: &Arc<ObjectKey>, address: IpAddr, was: Option<&Facts>, is: Option<&Facts>) {
         let pod = |facts: &Facts| Some(facts.pod).filter(|pod| !pod.is_none());
         let (was, unready) = (was.and_then(pod), is.filter(|facts| is_unready(facts.conditions)).and_then(pod));
@@ -579,8 +567,7 @@ struct SliceEntry<'a> {
 }
 
 impl SliceEntry<'_> {
-    /// The endpoint with the ports of this slice only; `None` if the slice has no ports, because
-    /// nothing can be sent to an endpoint without ports.
+    /// The endpoint with the ports of this slice only; `None` without ports.
     fn alone(self, address: IpAddr) -> Option<Endpoint> {
         (!self.ports.is_empty()).then(|| Endpoint {
             address,
@@ -635,7 +622,6 @@ pub(super) fn is_unready(conditions: Conditions) -> bool {
 }
 
 impl Gates {
-    /// The keys of the held pods.
     pub(super) fn keys(&self) -> impl Iterator<Item = &ObjectKey> {
         self.held.keys()
     }
@@ -676,7 +662,6 @@ impl Gates {
         self.held.insert(key.clone(), HeldPod { id, waiting });
     }
 
-    /// Ends the hold of a pod.
     pub(super) fn release(&mut self, key: &ObjectKey) {
         let Some(held) = self.held.remove(key) else { return };
         self.keys.remove(&held.id);

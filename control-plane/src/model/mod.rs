@@ -317,8 +317,7 @@ impl Model {
         self.report(key, outcome, origin)
     }
 
-    /// Removes an object if there are no findings. Otherwise treats it as an invalid object without
-    /// a usable value.
+    /// Removes an object without findings. Otherwise it is invalid, without a usable value.
     fn put_nothing(&mut self, key: &ObjectKey, findings: Findings, origin: &str) -> usize {
         let outcome = match key.kind {
             ObjectKind::Service => self.put_service(key, Reading { value: None, findings }),
@@ -340,8 +339,7 @@ impl Model {
         outcome
     }
 
-    /// Applies a version of a pod, or its removal. A pod without UID cannot be told from the next
-    /// pod of its name, so it has no effect.
+    /// Applies a version of a pod, or its removal. A pod without UID has no effect.
     fn put_pod(&mut self, key: &ObjectKey, pod: Option<&Pod>) -> Outcome {
         let gated = pod.and_then(|pod| {
             let uid = Some(pod.metadata.uid.as_str()).filter(|uid| !uid.is_empty())?;

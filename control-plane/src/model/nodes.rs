@@ -20,7 +20,6 @@ const TO_BE_DELETED_TAINT: &str = "ToBeDeletedByClusterAutoscaler";
 /// A Node, and whether it should have an agent.
 pub(super) type SelectedNode = (Node, bool);
 
-/// Reads a Node.
 pub(super) fn read(object: &objects::Node, selector: &NodeSelector, interner: &mut Interner) -> Reading<SelectedNode> {
     let mut findings = Findings::default();
     let metadata = &object.metadata;

@@ -29,11 +29,8 @@ use crate::{
     },
 };
 
-/// Parses an address like the API server. Numbers with leading zeros in an IPv4 address are
-/// decimal. An IPv4-mapped IPv6 address becomes the IPv4 address.
-///
-/// # Errors
-/// A sentence that ends in the remedy.
+/// Parses an address like the API server: leading zeros of IPv4 are decimal, and an IPv4-mapped
+/// address becomes IPv4. An error is a sentence that ends in the remedy, as everywhere here.
 pub(super) fn address(text: &str) -> Result<IpAddr, String> {
     let parsed = if text.contains(':') { text.parse::<IpAddr>().ok() } else { sloppy_ipv4(text).map(IpAddr::V4) };
     let parsed = parsed.map(|address| address.to_canonical());
@@ -42,9 +39,6 @@ pub(super) fn address(text: &str) -> Result<IpAddr, String> {
 }
 
 /// Parses an address to which another machine can send packets, if it is used like this.
-///
-/// # Errors
-/// The errors of [`address`] and [`unreachable`].
 pub(super) fn reachable(text: &str, used: AddressUse) -> Result<IpAddr, String> {
     let address = address(text)?;
     unreachable(address, used).map_or(Ok(address), Err)
@@ -65,11 +59,7 @@ fn sloppy_ipv4(text: &str) -> Option<Ipv4Addr> {
     parts.next().is_none().then(|| Ipv4Addr::from(octets))
 }
 
-/// Parses a range and clears its host bits: `10.0.0.7/24` becomes `10.0.0.0/24`. Spaces before and
-/// after the range are ignored.
-///
-/// # Errors
-/// A sentence that ends in the remedy.
+/// Parses a range, between spaces, and clears its host bits: `10.0.0.7/24` is `10.0.0.0/24`.
 pub(super) fn range(text: &str) -> Result<IpNet, String> {
     let trimmed = text.trim();
     let parsed = trimmed.split_once('/').and_then(|(address_text, length)| {
@@ -86,27 +76,18 @@ pub(super) fn range(text: &str) -> Result<IpNet, String> {
 }
 
 /// Checks a port, 1 to 65,535.
-///
-/// # Errors
-/// A sentence that ends in the remedy.
 pub(super) fn port(number: i64) -> Result<u16, String> {
     let in_range = u16::try_from(number).ok().filter(|port| *port != 0);
     in_range.ok_or_else(|| format!("{number} is not a port: give a number from 1 to 65535"))
 }
 
 /// Checks a port, where 0 means no port.
-///
-/// # Errors
-/// A sentence that ends in the remedy.
 pub(super) fn port_or_none(number: i64) -> Result<u16, String> {
     u16::try_from(number)
         .map_err(|_| format!("{number} is not a port: give a number from 1 to 65535, or leave the field out"))
 }
 
 /// Parses a protocol; an empty text means TCP.
-///
-/// # Errors
-/// A sentence that ends in the remedy.
 pub(super) fn protocol(text: &str) -> Result<Protocol, String> {
     match text {
         "" | "TCP" => Ok(Protocol::Tcp),
@@ -116,11 +97,7 @@ pub(super) fn protocol(text: &str) -> Result<Protocol, String> {
     }
 }
 
-/// Checks the name of a namespace, a Service or a port (RFC 1123 label). These names become part of
-/// rules, so every other name is refused.
-///
-/// # Errors
-/// A sentence that ends in the remedy.
+/// Checks the name of a namespace, a Service or a port (RFC 1123 label), which gets into rules.
 pub(super) fn label(text: &str) -> Result<(), String> {
     if text.len() <= 63 && !text.contains('.') && check_subdomain(text).is_ok() {
         return Ok(());
@@ -132,17 +109,11 @@ pub(super) fn label(text: &str) -> Result<(), String> {
 }
 
 /// Checks a text that may also be empty.
-///
-/// # Errors
-/// The errors of `check`.
 pub(super) fn optional(check: fn(&str) -> Result<(), String>, text: &str) -> Result<(), String> {
     if text.is_empty() { Ok(()) } else { check(text) }
 }
 
 /// Checks the name of a Node or a ServiceCIDR (RFC 1123 subdomain).
-///
-/// # Errors
-/// A sentence that ends in the remedy.
 pub(super) fn subdomain(text: &str) -> Result<(), String> {
     if check_subdomain(text).is_ok() {
         return Ok(());
@@ -151,9 +122,6 @@ pub(super) fn subdomain(text: &str) -> Result<(), String> {
 }
 
 /// Checks a zone, which has the syntax of a label's value.
-///
-/// # Errors
-/// A sentence that ends in the remedy.
 pub(super) fn zone(text: &str) -> Result<(), String> {
     let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     if text.len() <= 63 && text.bytes().all(is_allowed) {
@@ -181,8 +149,7 @@ pub(super) fn unix_ms(text: &str) -> u64 {
     parsed.ok().and_then(|ms| u64::try_from(ms).ok()).unwrap_or_default()
 }
 
-// Annotations of Services and EndpointSlices, for settings for which the API has no field. An
-// annotation that cannot be read is ignored and reported as a problem.
+// Annotations for settings without a field of the API. Unreadable ones are ignored and reported.
 
 /// The highest limit of connections. A node has fewer ports for connections to one endpoint.
 const HIGHEST_LIMIT: u32 = 1_000_000;
@@ -190,7 +157,6 @@ const HIGHEST_LIMIT: u32 = 1_000_000;
 /// Bounds of the interval of health checks, in milliseconds.
 const INTERVAL_MS: std::ops::RangeInclusive<u64> = 500..=3_600_000;
 
-/// Reads the annotations of a Service into the service.
 pub(super) fn annotations(annotations: &Annotations, service: &mut Service, findings: &mut Findings) {
     if let Some(name) = annotations.get(LOAD_BALANCING) {
         match LoadBalancing::parse(name) {
@@ -262,8 +228,7 @@ pub(super) fn weight_of_all(annotations: &Annotations, findings: &mut Findings) 
     })
 }
 
-/// Reads the weights of some endpoints of an EndpointSlice: `10.0.0.1=3, 10.0.0.2=0`. An entry that
-/// cannot be read is left out.
+/// Reads the weights of some endpoints: `10.0.0.1=3, 10.0.0.2=0`, without unreadable entries.
 pub(super) fn weights(annotations: &Annotations, findings: &mut Findings) -> BTreeMap<IpAddr, Weight> {
     let mut weights = BTreeMap::new();
     let text = annotations.get(WEIGHTS).unwrap_or_default();
@@ -311,22 +276,17 @@ fn milliseconds(text: &str) -> Option<u64> {
 /// always fits.
 pub(super) const MAX_RESOURCE_BYTES: usize = MAX_SERVER_MESSAGE_BYTES / 2;
 
-/// Upper bound of the number of zone hints of one endpoint, and of the number of its node hints.
-/// The API allows 8 hints of each kind.
+/// The most zone hints of one endpoint, and node hints. The API allows 8 of each.
 pub(super) const MAX_HINTS: usize = 64;
 
-/// Upper bound of the number of ranges of a ServiceCIDR or a Node, and of the number of addresses
-/// of a Node. The API allows 2 ranges.
+/// The most ranges of a ServiceCIDR or a Node, and addresses of a Node. The API allows 2.
 pub(super) const MAX_LISTED: usize = 256;
 
 /// Bytes of a port on the wire, without its name.
 const PORT_BYTES: usize = 12;
 
-/// Gives a Service at most `most` frontends. The ClusterIPs and NodePorts come first, then as
-/// many addresses of load balancers and externalIPs as there is room for, in their order.
-///
-/// # Errors
-/// A sentence that ends in the remedy, if there is no room for the ClusterIPs and NodePorts.
+/// Gives a Service at most `most` frontends: the ClusterIPs and NodePorts, or an error without
+/// room for them, then load balancers' addresses and externalIPs in order while there is room.
 pub(super) fn fit_frontends(service: &mut Service, most: usize, findings: &mut Findings) -> Result<(), String> {
     let total = service.frontend_count();
     let ports = service.ports.len();
@@ -387,8 +347,7 @@ impl PartialEq for Fitted {
 }
 
 impl Fitted {
-    /// Brings the Service into its budget of destinations with so many endpoints of each family.
-    /// Says what is left out, in a sentence.
+    /// Leaves out what is over the budget of destinations with these endpoints, and says so.
     pub(super) fn fit(&mut self, endpoints: [usize; 2], destinations: usize) -> Option<String> {
         let Service { load_balancer_ips, external_ips, .. } = &mut self.service;
         let served = [load_balancer_ips, external_ips].map(std::mem::take);
@@ -416,10 +375,6 @@ impl Fitted {
     }
 }
 
-/// Checks that a Service is small enough.
-///
-/// # Errors
-/// A sentence that ends in the remedy.
 pub(super) fn check_service(service: &Service) -> Result<(), String> {
     let mut builder = ChangesBuilder::default();
     builder.service(service);

@@ -14,10 +14,8 @@ use super::{
 };
 use crate::objects::{self, keys};
 
-/// The API's default of `timeoutSeconds`.
 const DEFAULT_AFFINITY_TIMEOUT_SECONDS: u32 = 10_800;
 
-/// The API's upper bound of `timeoutSeconds`.
 const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 
 /// Reads a Service. The result has no value for ExternalName Services and headless Services. The
@@ -135,8 +133,7 @@ fn ports(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<ServicePor
     ports
 }
 
-/// Reads externalIPs, load balancer addresses, and the ranges of clients that may use the load
-/// balancer.
+/// Reads externalIPs, load balancer addresses, and the ranges of their clients.
 fn read_external_addresses(
     status: &objects::ServiceStatus,
     spec: &objects::ServiceSpec,
@@ -160,8 +157,7 @@ fn read_external_addresses(
     let mut load_balancer_ips = routable("status.loadBalancer.ingress", ".ip", &mut vips);
     match source_ranges(spec, findings) {
         Some(ranges) => service.load_balancer_source_ranges = ranges,
-        // If a range cannot be read, it is unknown which clients to allow. So this version of the
-        // Service has no load balancer addresses.
+        // It is unknown which clients to allow, so there are no load balancer addresses.
         None => load_balancer_ips.clear(),
     }
     service.external_ips = external_ips;

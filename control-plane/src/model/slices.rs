@@ -18,8 +18,7 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    /// Whether two entries for the same address and port differ, and only their order decides which
-    /// entry counts.
+    /// Whether only the order decides which of two different entries for a port counts.
     pub(super) fn conflicts_with(&self, other: &Self) -> bool {
         self.conditions == other.conditions && self.placement != other.placement
     }
@@ -30,8 +29,7 @@ impl Facts {
     }
 }
 
-/// The higher of two entries for the same address and port counts. Two pods on the network of a
-/// node may have the same port: only one of them can be ready.
+/// Of two entries for a port, the higher one counts: two pods on a node may share the port.
 fn precedence(Conditions { ready, serving, terminating }: Conditions) -> [bool; 3] {
     [ready, !terminating, serving]
 }
@@ -43,10 +41,8 @@ pub(super) fn replaces(later: Conditions, earlier: Conditions) -> bool {
     later > earlier || later == earlier && later[1]
 }
 
-/// A slice that is in use.
 #[derive(Debug)]
 pub(super) struct Slice {
-    /// The service to which the addresses belong.
     pub(super) service: ServiceKey,
     /// The ports of each address; sorted, without duplicates.
     pub(super) ports: Arc<[EndpointPort]>,
@@ -64,8 +60,7 @@ impl Slice {
     }
 }
 
-/// Reads a slice. The result has no value if the slice is for DNS only (label
-/// `service.kubernetes.io/headless`), or contains names instead of addresses.
+/// Reads a slice. It has no value if it is for DNS only, or contains names, not addresses.
 pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> Reading<Slice> {
     let metadata = &object.metadata;
     if metadata.labels.get(keys::HEADLESS).is_some() || object.address_type == "FQDN" {
@@ -129,8 +124,7 @@ fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<Endpoi
     ports
 }
 
-/// Reads the endpoints. If several entries have the same address, a ready one counts (see
-/// [`replaces`]).
+/// Reads the endpoints, of equal addresses the one that [`replaces`] the others.
 fn endpoints(
     object: &objects::EndpointSlice,
     family: Family,
@@ -185,8 +179,7 @@ fn address(written: &objects::SliceEndpoint, family: Family) -> Result<IpAddr, S
     }
 }
 
-/// Reads the conditions and the placement of an endpoint. An invalid name is left out, and the rest
-/// of the endpoint is used.
+/// Reads the conditions and the placement of an endpoint, without invalid names.
 fn facts(
     index: usize,
     written: &objects::SliceEndpoint,
@@ -228,8 +221,7 @@ fn facts(
     }
 }
 
-// Shared copies of strings, lists and placements. A cluster has many endpoints, but they have few
-// different names, port lists, hints and placements.
+// Shared strings, lists and placements, of which the endpoints of a cluster have few.
 
 /// Shared strings, port lists, hints and placements.
 #[derive(Debug, Default)]
@@ -258,8 +250,7 @@ impl Interner {
         self.ports.get(ports.as_slice(), || ports.as_slice().into())
     }
 
-    /// The shared copy of hints, sorted and without duplicates; `None` if there are no
-    /// hints.
+    /// The shared copy of sorted, distinct hints; `None` without any.
     pub(super) fn hints(&mut self, mut hints: Hints) -> Option<Arc<Hints>> {
         for list in [&mut hints.zones, &mut hints.nodes] {
             list.sort_unstable();
@@ -269,7 +260,6 @@ impl Interner {
         (!is_empty).then(|| self.hints.get(&hints, || Arc::new(hints.clone())))
     }
 
-    /// The shared copy of a placement.
     pub(super) fn placement(&mut self, placement: &Placement) -> Arc<Placement> {
         self.placements.get(placement, || Arc::new(placement.clone()))
     }

@@ -5,7 +5,6 @@
 
 mod gates;
 mod hostile;
-mod ports;
 mod replay;
 
 use headgate_core::{Dirty, Node, ProxyProtocol, Service, State, TrafficPolicy};
@@ -79,13 +78,12 @@ impl Bench {
         self.state.entry(&ServiceKey::new("x", name))?.service()
     }
 
-    /// The endpoints as `address:ports`, with `!` after each terminating port.
+    /// The endpoints as `address:ports`.
     fn endpoints(&self, name: &str) -> Vec<String> {
         let Some(entry) = self.state.entry(&ServiceKey::new("x", name)) else { return Vec::new() };
-        let port = |of_port: headgate_core::PortState<'_>| {
-            format!("{}{}", of_port.port.port, if of_port.conditions.terminating { "!" } else { "" })
+        let ports = |endpoint: &headgate_core::Endpoint| {
+            endpoint.port_states().map(|of| of.port.port.to_string()).collect::<Vec<_>>().join(",")
         };
-        let ports = |endpoint: &headgate_core::Endpoint| endpoint.port_states().map(port).collect::<Vec<_>>().join(",");
         entry.endpoints().values().map(|endpoint| format!("{}:{}", endpoint.address, ports(endpoint))).collect()
     }
 
@@ -114,147 +112,6 @@ fn ready(address: &str) -> Value {
 
 fn http(port: u32) -> Value {
     json!([{"name": "http", "port": port}])
-}
-
-// rows: 1, 2
-#[test]
-fn headless_and_external_name_services_are_not_served() {
-    let mut bench = Bench::with(&[service("s", json!({}))]);
-    assert!(bench.service("s").is_some());
-    for spec in [json!({"clusterIP": "None"}), json!({"type": "ExternalName", "clusterIP": "", "ports": []})] {
-        bench.apply(&service("s", spec));
-        bench.flush();
-        assert_eq!(bench.service("s"), None);
-        assert_eq!(bench.problems(), [""; 0]);
-        bench.apply(&service("s", json!({})));
-        bench.flush();
-        assert!(bench.service("s").is_some());
-    }
-    let mut bench = Bench::with(&[service("s", json!({"clusterIP": ""}))]);
-    assert_eq!(bench.service("s"), None);
-    assert!(bench.problems()[0].contains("spec.clusterIP"));
-}
-
-/// A Service with the label service-proxy-name, or a slice with the label headless, is ignored
-/// while it has the label.
-// rows: 3, 4
-#[test]
-fn objects_are_ignored_while_a_label_excludes_them() {
-    let (mut taken, mut dns_only) = (service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1)));
-    taken["metadata"]["labels"]["service.kubernetes.io/service-proxy-name"] = json!("");
-    dns_only["metadata"]["labels"]["service.kubernetes.io/headless"] = json!("");
-    let (own, serving) = (service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1)));
-    let mut bench = Bench::with(&[own.clone(), serving.clone()]);
-    for _ in 0..2 {
-        bench.apply(&taken);
-        bench.apply(&dns_only);
-        bench.flush();
-        assert_eq!((bench.service("s"), bench.endpoints("s").len()), (None, 0));
-        bench.apply(&own);
-        bench.apply(&serving);
-        bench.flush();
-        assert_eq!((bench.service("s").is_some(), bench.endpoints("s").len()), (true, 1));
-    }
-}
-
-/// Slices of type FQDN are ignored. Addresses of the wrong family are reported and left out.
-// rows: 5
-#[test]
-fn fqdn_slices_are_ignored_and_wrong_families_are_reported() {
-    let mut fqdn = slice("a", "s", json!([ready("web.example.org")]), http(1));
-    fqdn["addressType"] = json!("FQDN");
-    let mut v6 = slice("b", "s", json!([ready("fd00::1"), ready("10.1.0.1")]), http(1));
-    v6["addressType"] = json!("IPv6");
-    let mut bench = Bench::with(&[fqdn, v6]);
-    assert_eq!(bench.endpoints("s"), ["fd00::1:1"]);
-    assert!(
-        bench.problems()[0].starts_with("EndpointSlice x/b endpoints[1].addresses[0] 10.1.0.1 is not an IPv6 address")
-    );
-}
-
-// rows: 7
-#[test]
-fn slice_ports_need_a_number() {
-    let ports =
-        json!([{"port": 5}, {"name": "a"}, {"name": "b", "port": 0}, {"name": "c", "port": 4, "protocol": "UDP"}]);
-    let mut bench = Bench::with(&[slice("a", "s", json!([{"addresses": ["10.1.0.1", "10.1.0.2"]}]), ports)]);
-    assert_eq!(bench.endpoints("s"), ["10.1.0.1:5,4"]);
-    assert_eq!(bench.problems(), [""; 0]);
-    let mut bench = Bench::with(&[slice("a", "s", json!([ready("10.1.0.1")]), json!([{"name": "a"}]))]);
-    assert_eq!(bench.endpoints("s"), [""; 0], "an endpoint without ports receives nothing");
-    assert_eq!(bench.problems(), [""; 0]);
-}
-
-// rows: 8
-#[test]
-fn conditions_have_defaults() {
-    let bench = Bench::with(&[slice(
-        "a",
-        "s",
-        json!([{"addresses": ["10.1.0.1"], "conditions": {}, "nodeName": " Node-A ", "zone": "z",
-            "hints": {"forZones": [{"name": "z2"}, {"name": "z1"}, {"name": "z2"}]}}]),
-        http(1),
-    )]);
-    let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
-    let endpoint = entry.endpoints().values().next().unwrap();
-    assert_eq!(endpoint.conditions, headgate_core::Conditions::READY);
-    assert_eq!(endpoint.placement.node.as_deref(), Some("node-a"));
-    let zones: Vec<&str> = endpoint.placement.hints.as_ref().unwrap().zones.iter().map(|zone| &**zone).collect();
-    assert_eq!(zones, ["z1", "z2"]);
-}
-
-// rows: 9, 10
-#[test]
-fn slices_are_merged_port_by_port() {
-    let dying =
-        json!({"addresses": ["10.1.0.1"], "conditions": {"ready": false, "serving": true, "terminating": true}});
-    let a = slice("a", "s", json!([dying]), http(1));
-    let b = slice("b", "s", json!([ready("10.1.0.1"), ready("10.1.0.2")]), http(2));
-    for order in [[&a, &b], [&b, &a]] {
-        let mut bench = Bench::with(&order.map(Clone::clone));
-        assert_eq!(bench.endpoints("s"), ["10.1.0.1:1!,2", "10.1.0.2:2"]);
-        assert_eq!(bench.problems(), [""; 0]);
-        bench.delete(ObjectKind::EndpointSlice, "x", "b");
-        bench.flush();
-        assert_eq!(bench.endpoints("s"), ["10.1.0.1:1!"]);
-    }
-}
-
-#[test]
-fn slices_that_disagree_on_a_port_are_a_problem() {
-    let on = |node: &str| json!([{"addresses": ["10.1.0.1"], "nodeName": node}]);
-    let (a, b) = (slice("a", "s", on("n1"), http(1)), slice("b", "s", on("n2"), http(1)));
-    for order in [[&a, &b], [&b, &a]] {
-        let mut bench = Bench::with(&order.map(Clone::clone));
-        let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
-        assert_eq!(entry.endpoints().values().next().unwrap().placement.node.as_deref(), Some("n2"));
-        assert!(bench.problems()[0].contains("EndpointSlice x/b and EndpointSlice x/a list the same port"));
-        bench.apply(&slice("b", "s", on("n1"), http(1)));
-        assert_eq!(bench.model.take_problems(), Some(Vec::new()));
-    }
-}
-
-// rows: 11, 12, 13
-#[test]
-fn addresses_are_canonical_and_have_a_family_of_their_service() {
-    let mut value = service(
-        "s",
-        json!({"clusterIP": "010.000.000.001", "type": "LoadBalancer", "externalIPs": ["192.0.2.001", "2001:db8::1"],
-            "externalTrafficPolicy": "Local", "healthCheckNodePort": 30001,
-            "loadBalancerSourceRanges": [" 198.51.100.7/24 ", "::/0", "2001:db8::/32"]}),
-    );
-    value["status"] = json!({"loadBalancer": {"ingress": [
-        {"ip": "203.0.113.1"}, {"ip": "203.0.113.2", "ipMode": "Proxy"}, {"hostname": "lb"}, {"ip": "203.0.113.3", "ipMode": "VIP"}]}});
-    let mut bench = Bench::with(&[value]);
-    let service = bench.service("s").unwrap();
-    let texts = |list: &[std::net::IpAddr]| list.iter().map(ToString::to_string).collect::<Vec<_>>();
-    assert_eq!(texts(&service.cluster_ips), ["10.0.0.1"]);
-    assert_eq!(texts(&service.external_ips), ["192.0.2.1"]);
-    assert_eq!(texts(&service.load_balancer_ips), ["203.0.113.1", "203.0.113.3"]);
-    let ranges: Vec<String> = service.load_balancer_source_ranges.iter().map(ToString::to_string).collect();
-    assert_eq!(ranges, ["198.51.100.0/24"], "a /0 range allows all addresses of its family");
-    assert_eq!((service.external_traffic_policy, service.health_check_node_port), (TrafficPolicy::Local, 30001));
-    assert_eq!(bench.problems(), [""; 0]);
 }
 
 /// Only a ClusterIP may be a link-local address, because no machine holds it.
@@ -295,22 +152,6 @@ fn external_policy_local_needs_external_addresses_or_node_ports() {
     assert_eq!(affinity(json!({"sessionAffinity": "None"})), None);
 }
 
-// rows: 14, 15
-#[test]
-fn ports_can_change_and_deleted_services_can_return() {
-    let mut bench = Bench::with(&[service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1))]);
-    let ports = json!([{"name": "a", "port": 80}, {"name": "b", "port": 80, "protocol": "UDP"}, {"name": "c", "port": 80, "protocol": "SCTP"}]);
-    bench.apply(&service("s", json!({"ports": ports})));
-    bench.flush();
-    assert_eq!(bench.service("s").unwrap().ports.len(), 3);
-    bench.delete(ObjectKind::Service, "x", "s");
-    bench.flush();
-    assert_eq!((bench.service("s"), bench.endpoints("s").len()), (None, 1), "slices are removed by their own events");
-    bench.apply(&service("s", json!({"clusterIP": "10.0.0.9"})));
-    bench.flush();
-    assert_eq!(bench.service("s").unwrap().cluster_ips[0].to_string(), "10.0.0.9");
-}
-
 /// Pending changes that cancel each other out are dropped.
 // rows: 19
 #[test]
@@ -323,18 +164,6 @@ fn changes_that_cancel_each_other_out_are_dropped() {
     bench.apply(&service("s", json!({})));
     bench.delete(ObjectKind::Service, "x", "other");
     assert_eq!(bench.flush(), []);
-}
-
-// rows: 9, 15
-#[test]
-fn an_address_moves_between_slices_without_a_gap() {
-    let mut bench = Bench::with(&[slice("a", "s", json!([ready("10.1.0.1")]), http(1))]);
-    bench.apply(&slice("a", "s", json!([]), http(1)));
-    bench.apply(&slice("b", "s", json!([ready("10.1.0.1")]), http(1)));
-    assert_eq!(bench.flush(), []);
-    bench.apply(&slice("b", "t", json!([ready("10.1.0.1")]), http(1)));
-    bench.flush();
-    assert_eq!((bench.endpoints("s").len(), bench.endpoints("t").len()), (0, 1));
 }
 
 #[test]
@@ -528,27 +357,6 @@ fn invalid_endpoints_do_not_affect_the_others() {
     }
 }
 
-#[test]
-fn a_list_replaces_all_objects_of_its_kind() {
-    let mut bench = Bench::with(&[
-        service("kept", json!({})),
-        service("gone", json!({})),
-        slice("a", "kept", json!([ready("10.1.0.1")]), http(1)),
-        service("bad", json!({"ports": []})),
-    ]);
-    let undecodable = |name| Event::Undecodable {
-        key: ObjectKey::new(ObjectKind::Service, "x", name),
-        field: String::new(),
-        message: "broken".to_owned(),
-    };
-    let listed = vec![undecodable("kept"), Event::Apply(Box::new(object(&service("new", json!({})))))];
-    bench.model.replace(ObjectKind::Service, listed);
-    assert_eq!(bench.flush().len(), 2, "`new` is added and `gone` is removed; `kept` and its endpoint do not change");
-    assert!(bench.service("kept").is_some() && bench.service("new").is_some() && bench.service("gone").is_none());
-    let problems = bench.problems();
-    assert!(problems.len() == 1 && problems[0].starts_with("Service x/kept"), "{problems:?}");
-}
-
 /// The work of a step, in lookups of addresses in slices.
 fn work(bench: &mut Bench, step: impl FnOnce(&mut Bench)) -> u64 {
     let before = bench.model.endpoints.visits();
@@ -586,72 +394,6 @@ fn an_update_costs_as_much_in_a_service_of_many_slices_as_in_one_of_two() {
     let of_two = costs(2);
     assert!(of_two.iter().all(|cost| *cost < 16), "{of_two:?}");
     assert_eq!(costs(200), of_two);
-}
-
-/// The result does not depend on which slice came first, which moved, and which was emptied.
-#[test]
-fn slices_that_move_or_become_empty_leave_their_addresses_to_other_slices() {
-    let mut bench = Bench::default();
-    let both = || json!([ready("10.1.0.1"), ready("10.1.0.2")]);
-    for (name, port) in [("b", 2), ("a", 1), ("c", 3)] {
-        bench.apply(&slice(name, "s", both(), http(port)));
-    }
-    bench.flush();
-    assert_eq!(bench.endpoints("s"), ["10.1.0.1:1,2,3", "10.1.0.2:1,2,3"]);
-    bench.apply(&slice("b", "t", both(), http(2)));
-    bench.flush();
-    assert_eq!(bench.endpoints("s"), ["10.1.0.1:1,3", "10.1.0.2:1,3"]);
-    assert_eq!(bench.endpoints("t"), ["10.1.0.1:2", "10.1.0.2:2"]);
-    bench.apply(&slice("a", "s", json!([]), http(1)));
-    bench.apply(&slice("b", "s", json!([ready("10.1.0.2")]), http(2)));
-    bench.flush();
-    assert_eq!(bench.endpoints("s"), ["10.1.0.1:3", "10.1.0.2:2,3"]);
-    assert!(bench.endpoints("t").is_empty());
-    let mut v6 = slice("c", "s", json!([ready("fd00::1")]), http(3));
-    v6["addressType"] = json!("IPv6");
-    bench.apply(&v6);
-    bench.apply(&slice("a", "s", both(), http(1)));
-    bench.flush();
-    assert_eq!(bench.endpoints("s"), ["10.1.0.1:1", "10.1.0.2:1,2", "fd00::1:3"]);
-    for name in ["a", "b", "c"] {
-        bench.delete(ObjectKind::EndpointSlice, "x", name);
-    }
-    bench.flush();
-    assert!(bench.endpoints("s").is_empty() && bench.model.endpoints.is_empty());
-}
-
-#[test]
-fn watch_events_have_trigger_times_and_listed_objects_do_not() {
-    let at = |time: &str, endpoints: Value| {
-        let mut value = slice("a", "s", endpoints, http(1));
-        value["metadata"]["annotations"]["endpoints.kubernetes.io/last-change-trigger-time"] = json!(time);
-        value
-    };
-    let mut bench = Bench::default();
-    let first = at("2024-01-01T00:00:00Z", json!([ready("10.1.0.1")]));
-    bench.model.replace(ObjectKind::EndpointSlice, vec![Event::Apply(Box::new(object(&first)))]);
-    assert_eq!(bench.flush()[0].trigger_unix_ms, 0);
-    bench.apply(&at("2024-01-01T00:00:01Z", json!([ready("10.1.0.1"), ready("10.1.0.2")])));
-    bench.apply(&at("2024-01-01T00:00:02Z", json!([ready("10.1.0.1"), ready("10.1.0.2"), ready("10.1.0.3")])));
-    let triggers: Vec<u64> = bench.flush().iter().map(|change| change.trigger_unix_ms).collect();
-    assert_eq!(triggers, [1_704_067_201_000, 1_704_067_202_000]);
-}
-
-#[test]
-fn nodes_and_service_cidrs_are_read_and_removed() {
-    let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "labels": {"topology.kubernetes.io/zone": "z"}},
-        "spec": {"podCIDR": "10.1.0.0/24", "podCIDRs": ["10.1.0.0/24", "fd00:1::/64"], "taints": [{"key": "ToBeDeletedByClusterAutoscaler"}]},
-        "status": {"addresses": [{"type": "ExternalIP", "address": "203.0.113.1"}, {"type": "InternalIP", "address": "192.0.2.1"}]}});
-    let cidr = json!({"apiVersion": "networking.k8s.io/v1beta1", "kind": "ServiceCIDR", "metadata": {"name": "k"}, "spec": {"cidrs": ["10.0.0.0/16"]}});
-    let mut bench = Bench::with(&[node, cidr]);
-    let held = &bench.nodes["n1"];
-    assert_eq!(held.addresses.iter().map(ToString::to_string).collect::<Vec<_>>(), ["192.0.2.1", "203.0.113.1"]);
-    assert!(held.pod_cidrs.len() == 2 && held.going_away && held.zone.as_deref() == Some("z"));
-    assert_eq!(bench.state.service_cidr("k").unwrap().cidrs.len(), 1);
-    bench.delete(ObjectKind::Node, "", "n1");
-    bench.delete(ObjectKind::ServiceCidr, "", "k");
-    bench.flush();
-    assert!(bench.nodes.is_empty() && bench.state.service_cidrs().next().is_none());
 }
 
 #[test]

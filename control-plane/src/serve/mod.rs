@@ -1,5 +1,4 @@
-//! The servers of a replica: a gRPC port for agents, a gRPC port for people and other replicas, and
-//! HTTP for probes and Prometheus.
+//! The servers of a replica: gRPC for agents, gRPC for people and replicas, HTTP for probes.
 
 mod api;
 mod barrier;
@@ -141,8 +140,7 @@ impl Running {
         self.join().await;
     }
 
-    /// Waits until the servers have stopped. The servers stop when the `shutdown` token of
-    /// [`start`] is cancelled.
+    /// Waits until the servers have stopped, after the `shutdown` of [`start`].
     pub async fn join(self) {
         if let Err(error) = self.task.await {
             tracing::error!(%error, "the servers stopped because of a defect");
@@ -150,12 +148,8 @@ impl Running {
     }
 }
 
-/// Starts the servers of a replica that serves `store`. The servers run until `shutdown` is
-/// cancelled.
-///
-/// # Errors
-///
-/// [`ServeError`]. A retry helps only if the address becomes free.
+/// Starts the servers of a replica that serves `store`, until `shutdown` is cancelled. A retry
+/// after [`ServeError`] helps only if the address becomes free.
 pub async fn start(
     listen: Listen,
     security: Security,
@@ -217,8 +211,7 @@ pub async fn start(
 fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
     let fail = |error| ServeError::Listen { option, address, error };
     let listener = match listen(address, Families::Both) {
-        // `[::]` means every address, but a host without IPv6 cannot bind `[::]`. On such a host,
-        // `0.0.0.0` is bound instead.
+        // On a host without IPv6, `0.0.0.0` takes the place of `[::]`, every address.
         Err(error) if address.ip() == Ipv6Addr::UNSPECIFIED && error.kind() != io::ErrorKind::AddrInUse => {
             let ipv4 = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
             listen(ipv4, Families::Both).map_err(|_| error)
@@ -246,8 +239,7 @@ fn bind_over(
     Ok((Listener::Other(listener), local))
 }
 
-/// Listens on a socket in a folder that nobody else may enter. The file of an earlier run is
-/// replaced.
+/// Listens on a socket in a private folder, in place of the file of an earlier run.
 fn bind_socket(folder: &Path, name: &str) -> Result<UnixListener, ServeError> {
     let path = folder.join(name);
     let bound = || {

@@ -36,11 +36,9 @@ use crate::{
 /// How much later than the replica before it a replica asks, and again how much later it writes.
 const TURN: Duration = Duration::from_secs(2);
 
-/// The longest time for one request to the API server.
 const API_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The maximum number of pods that are asked about at the same time. Other pods wait for their
-/// turn, but not beyond their bound.
+/// The most pods that are asked about at a time. Others wait, within their bound.
 const MAX_ASKED: usize = 1_024;
 
 /// The maximum number of requests to the API server at the same time.
@@ -77,10 +75,7 @@ impl Drop for Work {
     }
 }
 
-/// Starts the task that sets conditions.
-///
-/// # Errors
-/// [`SourceError`], if the configuration of the API client cannot be used. A retry does not help.
+/// Starts the task that sets conditions. A retry after [`SourceError`] does not help.
 pub(super) async fn start(
     context: Arc<Context>,
     everywhere: Arc<Everywhere>,
@@ -166,8 +161,7 @@ impl Readiness {
         self.write(pod, names, Arc::new(patch), label, since).await;
     }
 
-    /// Waits until all nodes use the endpoints of the pod, or until `limit`. Returns `None` if no
-    /// Service had an endpoint of the pod by then.
+    /// Waits until all nodes use the pod's endpoints, or until `limit`; `None` without endpoints.
     async fn verdict(&self, pod: PodId, limit: Instant) -> Option<Verdict> {
         loop {
             let interest = self.store().interest([Topic::Pod(pod)]);
@@ -191,8 +185,7 @@ impl Readiness {
         }
     }
 
-    /// Sets the condition. Tries again after each failure: the caller ends this task when the pod
-    /// waits no longer.
+    /// Sets the condition, again after failures: the caller ends this task in time.
     async fn write(
         self: &Arc<Self>,
         pod: PodId,
@@ -207,8 +200,7 @@ impl Readiness {
             if !self.store().is_waiting(pod) {
                 return;
             }
-            // The pod may stop to wait before the answer arrives, which ends this task. The answer
-            // counts all the same.
+            // The answer counts even if the pod stops to wait, which ends this task.
             let (readiness, pod, patch) = (Arc::clone(self), Arc::clone(&names), Arc::clone(&patch));
             let request = tokio::spawn(async move {
                 let patched = readiness.patch(&pod, &patch).await;

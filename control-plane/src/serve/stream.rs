@@ -134,11 +134,7 @@ struct NodeWait {
 }
 
 impl Session {
-    /// Opens a stream with its first message.
-    ///
-    /// # Errors
-    ///
-    /// The end of the stream, if the message is not a `Hello` or the `Hello` is not accepted.
+    /// Opens a stream with its first message, which must be a `Hello` that is accepted.
     pub(crate) fn open(
         streams: &Arc<Streams>,
         peer: &Peer,
@@ -167,8 +163,7 @@ impl Session {
         signal: &Arc<Signal>,
         now: Instant,
     ) -> Self {
-        // The wait is registered before the store is read. Otherwise, the stream could miss a
-        // position that moves between the read and the registration.
+        // Registered before the store is read, so that the stream misses no position.
         let context = &streams.context;
         let wait = context.visits.wait_for_position();
         let store = &context.store;
@@ -223,7 +218,6 @@ impl Session {
         }
     }
 
-    /// Returns the agent of this stream.
     pub(crate) fn agent(&self) -> &Arc<Agent> {
         &self.agent
     }
@@ -234,10 +228,6 @@ impl Session {
     }
 
     /// Handles a message that the agent sends after `Hello`.
-    ///
-    /// # Errors
-    ///
-    /// The end of the stream.
     pub(crate) fn take(&self, message: v1::AgentMessage, now: Instant) -> Result<(), End> {
         take(message, &self.agent, &self.streams, now)
     }
@@ -253,12 +243,7 @@ impl Session {
         (self.streams.context.lifecycle() == Lifecycle::Ended).then(stopping)
     }
 
-    /// Returns the next message with its gRPC prefix, or `None` if there is no message to send at
-    /// `now`.
-    ///
-    /// # Errors
-    ///
-    /// The end of the stream.
+    /// Returns the next message with its gRPC prefix, or `None` if there is none at `now`.
     pub(crate) fn next(&mut self, now: Instant) -> Result<Option<Bytes>, End> {
         let bytes = match self.end(now) {
             Some(end) => return Err(end),
@@ -288,8 +273,7 @@ impl Session {
             let reason = "this replica has more than its share of agents";
             return Some(drain(balance::MOVE_WITHIN, reason, true));
         }
-        // A heartbeat that is due before the next visit is sent now, because that visit may be too
-        // late.
+        // A heartbeat that is due before the next visit is sent now, not too late.
         let is_due = self.next_heartbeat <= now + self.streams.context.visits.tick();
         if is_due || self.sent_source != self.streams.context.store.source_state() {
             return Some(self.heartbeat(now));
@@ -392,8 +376,7 @@ fn to_ms(duration: Duration) -> u32 {
     u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
 }
 
-/// Returns true if the agent has waited long enough for the replica's source. Logs and counts the
-/// beginning and the end of the wait.
+/// True if the agent has waited enough for the source. Logs and counts begin and end of the wait.
 fn wait_is_over(behind: &mut BehindWait, not_yet: NotYet, context: &Context, agent: &Agent, now: Instant) -> bool {
     let wait = behind.look(not_yet, &context.store, context.settings.behind_wait, now);
     if let NotYet::Behind { kind, here, there } = not_yet {
@@ -442,16 +425,11 @@ pub(crate) fn closed_by_agent() -> End {
     End::plain("closed_by_agent", Status::ok(""))
 }
 
-/// Handles one message.
-///
-/// # Errors
-///
-/// The end of the stream, after a message that may only be the first.
+/// Handles one message, if it may follow the first.
 fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Streams, now: Instant) -> Result<(), End> {
     let Context { metrics, warnings, .. } = &*streams.context;
     let Some(body) = message.body else {
-        // The message is empty, or has a type that only newer agents send (discovery.proto, section
-        // 12).
+        // Empty, or of a type of newer agents (discovery.proto, section 12).
         metrics.agent_messages_ignored.of(["unknown_message"]).inc();
         return Ok(());
     };
@@ -507,8 +485,7 @@ fn take(message: v1::AgentMessage, agent: &Arc<Agent>, streams: &Streams, now: I
     Ok(())
 }
 
-/// Returns true if `version` was sent on this stream. An ACK of any other version is ignored: the
-/// ACK may name a version of the replica that the agent followed before.
+/// True if `version` was sent here. ACKs of others, perhaps of another replica, are ignored.
 fn was_sent(version: u64, agent: &Agent, metrics: &Metrics) -> bool {
     let was_sent = version <= agent.sent_version();
     if !was_sent {
@@ -530,7 +507,6 @@ struct Admitted {
 /// Checks a `Hello` against the identity that the peer has proved.
 ///
 /// # Errors
-///
 /// The end of the stream, with the status that discovery.proto specifies. The agent may retry with
 /// another `Hello`.
 fn admit(hello: &v1::Hello, peer: &Peer, context: &Context) -> Result<Admitted, End> {

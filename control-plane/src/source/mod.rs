@@ -33,8 +33,7 @@ pub enum SourceSpec {
 pub struct SourceSettings {
     /// The kubeconfig file; `None` for the in-cluster configuration. Only `kubernetes` uses it.
     pub kubeconfig: Option<PathBuf>,
-    /// The time after which the server has to show that a kind without a change is current: the
-    /// time limit of a watch. Only `kubernetes` uses it.
+    /// The time limit of a watch, after which a quiet kind is shown current (`kubernetes`).
     pub watch_silence: Duration,
     /// The settings of the model. A folder contains no pods.
     pub model: ModelSettings,
@@ -103,11 +102,8 @@ pub enum SourceError {
     WatchEnded(String),
 }
 
-/// Reads a source until `shutdown`, and passes its changes to `sink`.
-///
-/// # Errors
-/// See [`SourceError`]. A source that is unreachable for a time, or has invalid objects, is not an
-/// error: `sink` receives these problems.
+/// Reads a source until `shutdown`, and passes its changes to `sink`, and also problems such as an
+/// unreachable source, which are no errors.
 pub async fn run(
     spec: SourceSpec,
     settings: SourceSettings,

@@ -46,8 +46,7 @@ pub(crate) fn positions_to_wire(positions: impl IntoIterator<Item = (SourceKind,
     positions.into_iter().map(to_wire).collect()
 }
 
-/// Positions by kind. A kind that this program does not know is left out, because its positions
-/// cannot be compared.
+/// Positions by kind, without kinds that this program does not know.
 pub(crate) fn positions_from_wire(wire: &[v1::SourcePosition]) -> BTreeMap<SourceKind, u64> {
     let from_wire = |wire: &v1::SourcePosition| {
         let (kind, _) = KINDS.into_iter().find(|(_, kind)| *kind == wire.kind())?;
@@ -87,8 +86,7 @@ pub(super) struct Item {
     references: References,
 }
 
-/// The present values of log entries in the order of encoding, with the references that can replace
-/// parts of each value.
+/// The present values of log entries in order of encoding, with possible references.
 pub(super) fn present_all<'a>(
     state: &State,
     entries: impl IntoIterator<Item = &'a LoggedKey>,
@@ -190,7 +188,6 @@ struct Bucket {
     frames: OnceLock<Arc<BucketFrames>>,
 }
 
-/// All buckets.
 #[derive(Debug)]
 pub(super) struct Buckets(Box<[Bucket]>);
 
@@ -235,8 +232,7 @@ impl Buckets {
         self.0[usize::from(bucket) % BUCKETS].services.iter()
     }
 
-    /// The messages of a bucket in the present `state`, each of about `part_bytes`. The first
-    /// caller after a change encodes them.
+    /// The messages of a bucket, each of about `part_bytes`, encoded once after a change.
     pub(super) fn frames(&self, bucket: u16, state: &State, part_bytes: usize) -> Arc<BucketFrames> {
         let bucket = &self.0[usize::from(bucket) % BUCKETS];
         Arc::clone(bucket.frames.get_or_init(|| Arc::new(bucket.encode(state, part_bytes))))
@@ -269,8 +265,7 @@ fn service_changes<'a>(state: &'a State, key: &'a ServiceKey) -> impl Iterator<I
 /// The maximum size of one step in parts is the size of the [`SplitBudget`] divided by this number.
 const MAX_SHARE: usize = 8;
 
-/// Limits the bytes of all steps in parts: one permit for each byte. Both cached steps and steps
-/// that streams are sending count.
+/// Limits the bytes of all steps in parts, cached or being sent: a permit for each.
 #[derive(Debug)]
 pub(super) struct SplitBudget {
     pub(super) free: Arc<Semaphore>,
@@ -295,8 +290,7 @@ pub(super) struct Delta {
 }
 
 impl Delta {
-    /// Encodes a step in messages of about `part_bytes`. `None` if the step needs several messages
-    /// and there is no room for them.
+    /// Encodes a step in messages of about `part_bytes`; `None` without room for several.
     pub(super) fn encode(
         span: Span,
         positions: &[v1::SourcePosition],
@@ -320,8 +314,7 @@ impl Delta {
     }
 }
 
-/// The version at which a step starts, and whether the step is spelt out. A step that is spelt out
-/// contains no references.
+/// The version at which a step starts, and whether it is spelt out, without references.
 pub(super) type Start = (u64, bool);
 
 /// A step that the first caller encodes; `None` if the first caller could not encode the step.
@@ -476,22 +469,6 @@ mod deltas_tests {
         });
         assert!(got.iter().all(|delta| *delta == got[0]));
         assert_eq!(encoded.into_inner(), 1);
-    }
-
-    #[test]
-    fn an_old_step_is_encoded_again_and_a_failed_step_is_not_kept() {
-        let cache = DeltaCache::new(1000);
-        let get = |from: u64, made: Option<u64>| {
-            let encode = || made.map(|version| delta(1, version, 10));
-            cache.get((1, false), |delta| delta.span.version >= from, encode).map(|delta| delta.span.version)
-        };
-        assert_eq!(get(5, Some(5)), Some(5));
-        assert_eq!(get(5, Some(6)), Some(5), "the first step is kept");
-        assert_eq!(get(6, Some(7)), Some(7));
-        assert_eq!(get(8, None), None);
-        assert_eq!(get(8, Some(9)), Some(9));
-        let kept = cache.lock();
-        assert_eq!((kept.bytes, kept.by_start.len()), (10, 1));
     }
 
     #[test]

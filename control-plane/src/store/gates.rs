@@ -18,7 +18,6 @@ pub(crate) struct WaitingPod {
     pub(crate) since: Instant,
 }
 
-/// All pods that wait.
 pub(super) type WaitingPods = HashMap<PodId, WaitingPod>;
 
 impl Store {
@@ -27,12 +26,10 @@ impl Store {
         self.gates_changed.subscribe()
     }
 
-    /// The pods that wait.
     pub(crate) fn waiting_pods(&self) -> Vec<(PodId, WaitingPod)> {
         self.read().gates.iter().map(|(pod, waiting)| (*pod, waiting.clone())).collect()
     }
 
-    /// True if the pod waits.
     pub(crate) fn is_waiting(&self, pod: PodId) -> bool {
         self.read().gates.contains_key(&pod)
     }

@@ -1,5 +1,4 @@
-//! Reads the store for `Inspect`. Each function holds the lock for a short time. No lock is held
-//! between two calls.
+//! Reads the store for `Inspect`, with the lock only for a short time in each function.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -47,8 +46,7 @@ pub struct WatchCursor(LogPlace);
 /// A page of changes that a watcher has not seen.
 #[derive(Debug)]
 pub struct WatchPage {
-    /// Versions and present values, the oldest change first. A key that has changed several times
-    /// appears once.
+    /// Versions and present values, the oldest change first, each key once.
     pub changes: Vec<(u64, Change)>,
     /// Where the next page begins.
     pub next: WatchCursor,
@@ -67,8 +65,7 @@ impl Store {
         }
     }
 
-    /// Number of ready endpoints of the IP family that has more ready endpoints. In a dual-stack
-    /// cluster each pod has an endpoint of each family, but counts only once.
+    /// Ready endpoints of the family with more of them: dual-stack pods count once.
     pub(crate) fn ready_endpoints(&self, key: &ServiceKey) -> usize {
         let inner = self.read();
         let Some(entry) = inner.state.entry(key) else { return 0 };
@@ -88,7 +85,6 @@ impl Store {
         keys
     }
 
-    /// A Service; `None` if it does not exist.
     pub(crate) fn service(&self, key: &ServiceKey) -> Option<ServiceDetail> {
         let inner = self.read();
         let entry = inner.state.entry(key)?;
@@ -107,8 +103,7 @@ impl Store {
         })
     }
 
-    /// A problem for each Service that lacks frontends because other Services own them. Beyond
-    /// [`MAX_CONFLICTS`], only the number of these Services.
+    /// A problem for each Service with conflicts, and beyond [`MAX_CONFLICTS`] their number.
     pub(crate) fn conflict_problems(&self) -> Vec<Problem> {
         let inner = self.read();
         let frontends = inner.state.frontends();
@@ -129,8 +124,7 @@ impl Store {
         problems
     }
 
-    /// The endpoints of a service with the version of each, in order of address. If the ports of an
-    /// endpoint differ in their state, there is one entry for each state.
+    /// Endpoints in order of address, split by the state of their ports, with versions.
     pub(crate) fn endpoints(&self, key: &ServiceKey) -> Vec<(Endpoint, u64)> {
         let inner = self.read();
         let Some(entry) = inner.state.entry(key) else { return Vec::new() };
@@ -167,8 +161,7 @@ impl Store {
         WatchCursor(log::after(self.version()))
     }
 
-    /// At most `limit` changes from `place` on. A slow watcher receives only the newest value of
-    /// each key.
+    /// At most `limit` changes from `place` on, of each key only the newest value.
     #[must_use]
     pub fn watch_page(&self, place: WatchCursor, limit: usize) -> WatchPage {
         let inner = self.read();

@@ -28,16 +28,12 @@ use crate::objects::SourceKind;
 /// Key of a resource that every agent receives.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) enum LogKey {
-    /// A Service.
     Service(Arc<ServiceKey>),
-    /// An endpoint of a service.
     Endpoint(Arc<ServiceKey>, IpAddr),
-    /// A ServiceCIDR.
     Cidr(CompactString),
 }
 
 impl LogKey {
-    /// The bucket of the resource.
     pub(super) fn bucket(&self) -> u16 {
         match self {
             Self::Service(key) | Self::Endpoint(key, _) => digest::service_bucket(key),
@@ -77,7 +73,6 @@ struct ServicePlaces {
     endpoints: BTreeMap<IpAddr, LogPlace>,
 }
 
-/// The compacted log.
 #[derive(Debug, Default)]
 pub(super) struct Log {
     entries: BTreeMap<LogPlace, LoggedKey>,
@@ -110,8 +105,7 @@ impl Log {
         }
     }
 
-    /// Records the last change of a key at `place`, which must be after every other place in the
-    /// log. Then drops the oldest removals and the oldest keys beyond the limits.
+    /// Records a key's last change at the newest `place`, and drops what is over the limits.
     pub(super) fn record(
         &mut self,
         place: LogPlace,
@@ -176,23 +170,19 @@ impl Log {
         self.entries.range(from..).map(|(place, entry)| (*place, entry))
     }
 
-    /// The version of the last change of an endpoint. If the log does not contain the change, the
-    /// result is the floor, because the log contains every change after the floor.
+    /// The version of an endpoint's last change; the floor if the log lacks it.
     pub(super) fn endpoint_version(&self, key: &ServiceKey, address: IpAddr) -> u64 {
         let place = self.services.get(key).and_then(|places| places.endpoints.get(&address));
         place.map_or(self.floor, |place| place.0)
     }
 
-    /// The version of the last change of a Service without its endpoints; the floor if the log does
-    /// not contain the change.
+    /// The version of a Service's own last change; the floor if the log lacks it.
     pub(super) fn service_version(&self, key: &ServiceKey) -> u64 {
         let place = self.services.get(key).and_then(|places| places.service);
         place.map_or(self.floor, |place| place.0)
     }
 
-    /// The version of the last change of a service or one of its endpoints, including removals. If
-    /// the log does not contain the change, the result is the floor, because the log contains every
-    /// change after the floor.
+    /// The version of the last change of a service or its endpoints; the floor if the log lacks it.
     pub(super) fn newest_version(&self, key: &ServiceKey) -> u64 {
         let Some(places) = self.services.get(key) else { return self.floor };
         let endpoints = places.endpoints.values().map(|place| place.0).max();
@@ -205,7 +195,6 @@ impl Log {
         self.entries.len()
     }
 
-    /// Number of removals in the log.
     pub(super) fn tombstones(&self) -> usize {
         self.tombstones.len()
     }

@@ -63,8 +63,7 @@ pub(crate) use pods::{NoPod, PodEndpoints, PodName};
 pub use resume::{BehindWait, NotYet, Resumption, Wait};
 pub use usage::{Last, Usage};
 
-/// For this time after a pod has begun to wait for its readiness gate, agents acknowledge new
-/// batches at once.
+/// After a pod begins to wait for its gate, agents acknowledge at once for this time.
 const GATE_HURRY: Duration = Duration::from_secs(5);
 
 /// The source is asked again for the same position after this time.
@@ -80,11 +79,9 @@ pub struct Limits {
     /// holds receives whole buckets. The log holds at most `max_tombstones` + `max_delta_changes`
     /// keys, because no step needs more keys.
     pub max_tombstones: usize,
-    /// Maximum size of the messages of the cached steps, in bytes. Steps of one change need about
-    /// three times as much memory.
+    /// Maximum bytes of cached steps' messages. Small steps need three times as much memory.
     pub delta_cache_bytes: usize,
-    /// Maximum number of changes in one step. A cursor that needs more changes receives whole
-    /// buckets instead.
+    /// Maximum number of changes in one step, beyond which a cursor receives buckets.
     pub max_delta_changes: usize,
     /// A message is complete when it has reached this size, in bytes. The last resource of a
     /// message may exceed this size, so the size is well below
@@ -126,8 +123,7 @@ pub struct Store {
     position_asked: Mutex<BTreeMap<SourceKind, (Instant, u64)>>,
     /// While this time lies ahead, new batches ask for ACKs at once (discovery.proto, section 18).
     hurry_until: Mutex<Option<Instant>>,
-    // The value of `head`. Thousands of streams read this value at each change, so reading it takes
-    // no lock.
+    // The value of `head`, which thousands of streams read without a lock.
     head_version: AtomicU64,
     listed_version: AtomicU64,
     interests: Arc<Interests>,
@@ -150,11 +146,9 @@ struct Inner {
     /// What no Service gets.
     reserved: BTreeSet<Frontend>,
     version: u64,
-    /// The position of each kind, including bookmarks. Positions of agents are compared with these
-    /// positions.
+    /// The position of each kind, with bookmarks, to compare with agents' positions.
     positions: BTreeMap<SourceKind, u64>,
-    /// The position of each kind at its last change. The state covers these positions, and agents
-    /// receive them.
+    /// The position of each kind at its last change, which agents receive.
     changed_positions: BTreeMap<SourceKind, u64>,
     /// The version at which the position of each kind moved last; the next version if it moved
     /// after the newest version. A step contains only the positions that moved after its start.
@@ -214,8 +208,7 @@ impl Store {
         self.moves.subscribe()
     }
 
-    /// Asks the source to check at once whether it has reached `position`, which an agent has seen
-    /// at another replica.
+    /// Asks the source to check `position`, which an agent has seen at another replica.
     pub(crate) fn want_position(&self, kind: SourceKind, position: u64) {
         let mut asked = self.position_asked.lock().unwrap_or_else(PoisonError::into_inner);
         let is_asked = asked.get(&kind).is_some_and(|(at, of)| at.elapsed() < WANT_INTERVAL && *of >= position);
@@ -281,8 +274,7 @@ impl Store {
         inner.commit_times.get(index).copied().filter(|_| behind > 0)
     }
 
-    /// For each version above `after`, up to `upto`: the time since its changes arrived from the
-    /// source. Versions whose time is no longer stored are left out.
+    /// The time since the changes of each version above `after` arrived, as far as stored.
     #[must_use]
     pub fn commit_ages(&self, after: u64, upto: u64) -> Vec<Duration> {
         let inner = self.read();
@@ -293,8 +285,7 @@ impl Store {
         times.map(Instant::elapsed).collect()
     }
 
-    /// The newest version that is at least `age` old. Versions whose time is no longer stored count
-    /// as older.
+    /// The newest version at least `age` old. Times that are not stored count as older.
     #[must_use]
     pub fn version_before(&self, age: Duration) -> u64 {
         let inner = self.read();
@@ -303,15 +294,13 @@ impl Store {
         inner.version - younger as u64
     }
 
-    /// The position of each kind, including bookmarks. An agent with a higher position is ahead of
-    /// this replica.
+    /// The position of each kind, with bookmarks: an agent with a higher one is ahead.
     #[must_use]
     pub fn positions(&self) -> BTreeMap<SourceKind, u64> {
         self.read().positions.clone()
     }
 
-    /// The position of each kind at its last change. An agent with a lower position has missed a
-    /// change.
+    /// The position of each kind's last change: an agent with a lower one has missed it.
     #[must_use]
     pub fn changed_positions(&self) -> BTreeMap<SourceKind, u64> {
         self.read().changed_positions.clone()
@@ -376,15 +365,13 @@ impl Inner {
         }
     }
 
-    /// The positions that have moved after `version`, for each kind with resources that every agent
-    /// receives.
+    /// The positions that have moved after `version`, of kinds that agents receive.
     fn moved_positions(&self, version: u64) -> Vec<v1::SourcePosition> {
         let has_moved = |kind: &SourceKind| self.moved_at.get(kind).is_some_and(|at| *at > version);
         positions_to_wire(self.shared_positions().filter(|(kind, _)| has_moved(kind)))
     }
 
-    /// Applies changes as the next version, and returns how many of them had an effect. If no
-    /// change had an effect, there is no new version.
+    /// Applies changes as the next version. Returns how many had an effect; 0 makes no version.
     fn apply(&mut self, changes: Vec<TriggeredChange>, limits: &Limits) -> usize {
         let version = self.version + 1;
         let mut scratch = Dirty::default();
@@ -416,14 +403,12 @@ impl Inner {
         positions.find(|(kind, _)| kind.has_nodes())
     }
 
-    /// The placement of an endpoint.
     fn placement(&self, key: &LogKey) -> Option<&Arc<Placement>> {
         let LogKey::Endpoint(key, address) = key else { return None };
         Some(&self.state.entry(key)?.endpoints().get(address)?.placement)
     }
 
-    /// Records the placement of an endpoint that has changed. The new value is added before the old
-    /// value is released, so that an equal placement keeps its version.
+    /// Records the placement of a changed endpoint, so that an equal one keeps its version.
     fn update_placements(&mut self, version: u64, key: &LogKey, before: Option<Arc<Placement>>) {
         if let Some(now) = self.placement(key).cloned() {
             self.placements.entry(now).or_insert((0, version)).0 += 1;
@@ -440,8 +425,7 @@ impl Inner {
         self.state.entry(key).is_some_and(|entry| entry.service().is_some())
     }
 
-    /// The references that can replace parts of a change for a receiver at `version`, which must
-    /// not be before the floor of the log.
+    /// The references for a receiver at `version`, at or after the floor of the log.
     fn references(&self, version: u64, change: &Change) -> References {
         let (key, placement) = match change {
             Change::Endpoint(key, endpoint) => (key, Some(&endpoint.placement)),
@@ -474,8 +458,7 @@ impl Sink for Store {
             inner.positions.extend(positions);
             inner.positions.extend(bookmarks);
             let nodes_position = changed_nodes_at.or_else(|| inner.nodes_position());
-            // A waiter registers before it reads the store, so one that reads the state before this
-            // commit is found here.
+            // A waiter registers before it reads the store, so it is found here.
             let mut touched =
                 self.interests.touched(changes.iter().filter_map(|triggered| Topic::of(&triggered.change)));
             let effective = inner.apply(changes, &self.limits);
@@ -618,8 +601,7 @@ impl Store {
         self.freshness.lock().problem.clone()
     }
 
-    /// The longest time since the source last confirmed a kind. Until every kind has been listed,
-    /// the result is the time since the start of the replica.
+    /// The longest time since a kind was confirmed, or before that, since the start.
     #[must_use]
     pub fn source_age(&self) -> Duration {
         let facts = self.freshness.lock();
@@ -648,8 +630,7 @@ impl Store {
     }
 }
 
-// Who waits for a change of a Service, of an endpoint or of a pod. A commit wakes only those whose
-// keys it changes, so its work is proportional to its changes.
+// Who waits for a Service, an endpoint or a pod. A commit wakes only those of its keys.
 
 /// The shortest time between two looks at the store, or at all replicas, for one question.
 pub(crate) const PACE: Duration = Duration::from_millis(50);
@@ -659,9 +640,7 @@ pub(crate) const PACE: Duration = Duration::from_millis(50);
 pub(crate) enum Topic<'a> {
     /// The Service itself, not its endpoints.
     Service(&'a ServiceKey),
-    /// An endpoint of a Service.
     Endpoint(&'a ServiceKey, IpAddr),
-    /// The endpoints that belong to a pod.
     Pod(PodId),
 }
 
@@ -753,8 +732,7 @@ impl<'a> Topic<'a> {
 }
 
 impl Store {
-    /// Begins to wait for changes of topics. Commits look at the waiters first, so the caller looks
-    /// at the store after this call.
+    /// Begins to wait for topics. The caller looks at the store after this call.
     pub(crate) fn interest<'a>(&self, topics: impl IntoIterator<Item = Topic<'a>>) -> Interest {
         let (interests, changed) = (Arc::clone(&self.interests), Arc::new(Notify::new()));
         let mut interest = Interest { interests, topics: Vec::new(), changed };
@@ -771,8 +749,7 @@ const MAX_SHARES: usize = 8;
 
 /// Receives notifications of changed Nodes.
 pub trait NodeObserver: Send + Sync {
-    /// The Node of this name has changed or was removed. The committing task calls this method
-    /// after the commit, so the method must return quickly.
+    /// The Node of this name has changed or gone. Called after a commit; must return quickly.
     fn node_changed(&self, name: &str);
 
     /// What no Service gets has changed, for all agents. Must return quickly, too.
@@ -784,8 +761,7 @@ pub trait NodeObserver: Send + Sync {
 pub struct OwnNode {
     /// `None` when the source has no Node of this name.
     pub node: Option<Arc<Node>>,
-    /// The position of the source when this Node last changed. If there is no Node of this name,
-    /// the position of the source when any Node last changed.
+    /// The position when this Node last changed, or without it, when any Node did.
     pub position: Option<(SourceKind, u64)>,
 }
 
@@ -816,8 +792,7 @@ impl Nodes {
         known.unwrap_or(OwnNode { node: None, position: self.position })
     }
 
-    /// Applies a change that the source made at `position`. Returns the name of the Node if its
-    /// value has changed.
+    /// Applies a change at `position`. Returns the Node's name if its value has changed.
     fn apply(&mut self, change: NodeChange, position: Option<(SourceKind, u64)>) -> Option<Arc<str>> {
         let (name, node, is_selected) = match change {
             NodeChange::Apply(node) => (Arc::clone(&node.name), Some(Arc::new(node)), true),
@@ -871,28 +846,5 @@ fn shares(node: &Node) -> impl Iterator<Item = IpAddr> {
 impl std::fmt::Debug for Nodes {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter.debug_struct("Nodes").field("by_name", &self.by_name).finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod freshness_tests {
-    use std::sync::Arc;
-
-    use super::*;
-    use crate::{metrics::Metrics, store::Limits};
-
-    #[test]
-    fn a_source_is_unlisted_until_every_kind_is_listed_and_in_doubt_only_for_other_replicas() {
-        let store = Store::new(Limits::default(), Arc::new(Metrics::default()));
-        let states = || (store.source_state(), store.source_state_for_others());
-        store.doubted(true);
-        store.cut_off(Some("refused".into()));
-        assert_eq!(states(), (SourceState::Unlisted, SourceState::Unlisted));
-        store.synced();
-        assert_eq!(states(), (SourceState::CutOff, SourceState::CutOff));
-        store.cut_off(None);
-        assert_eq!(states(), (SourceState::Following, SourceState::CutOff));
-        store.doubted(false);
-        assert_eq!(states(), (SourceState::Following, SourceState::Following));
     }
 }

@@ -14,7 +14,6 @@ use headgate_core::ServiceKey;
 use super::Store;
 use crate::{model::PodChange, objects::PodId};
 
-/// The maximum number of remembered removed endpoints.
 const MAX_REMOVED: usize = 16_384;
 
 /// How a pod is named in a question.
@@ -26,7 +25,6 @@ pub(crate) enum PodName {
     Named(String, String),
 }
 
-/// The endpoints of a pod.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct PodEndpoints {
     pub(crate) pod: PodId,
@@ -67,8 +65,7 @@ pub(super) struct Pods {
 }
 
 impl Pods {
-    /// Applies a change. `service` is the key of the change's service. Returns the pods whose
-    /// endpoints have changed.
+    /// Applies a change of `service`. Returns the pods whose endpoints have changed.
     pub(super) fn apply(
         &mut self,
         service: &Arc<ServiceKey>,
@@ -89,8 +86,7 @@ impl Pods {
             entries.retain(|entry| !(entry.service == *service && entry.pod == pod));
             entries.push(PodEntry { service: Arc::clone(service), pod, node, is_removed: false });
         }
-        // The namespace with the most removed endpoints forgets its oldest one, so that nobody can
-        // make the others forget theirs.
+        // The fullest namespace forgets first, so that nobody can make others forget.
         while self.removed_count > MAX_REMOVED
             && let Some(most) = self.removed.values_mut().max_by_key(|removed| removed.len())
             && let Some((address, service, pod)) = most.pop_front()
@@ -184,11 +180,8 @@ impl super::Inner {
 }
 
 impl Store {
-    /// Finds a pod, with endpoints that were removed lately. `uid` is empty if it is not known.
-    ///
-    /// # Errors
-    ///
-    /// [`NoPod`]. A retry helps only if the endpoints of the pod change.
+    /// Finds a pod, with endpoints that were removed lately. `uid` is empty if it is not known. A
+    /// retry helps only if the endpoints of the pod change.
     pub(crate) fn pod(&self, name: &PodName, uid: &str) -> Result<PodEndpoints, NoPod> {
         self.read().pods.get(name, uid)
     }
@@ -226,23 +219,6 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_found_by_each_address_and_by_name_with_all_its_endpoints() {
-        let mut pods = Pods::default();
-        put(&mut pods, "web", 1, "a");
-        put(&mut pods, "web", 2, "a");
-        put(&mut pods, "api", 1, "a");
-        put(&mut pods, "web", 3, "b");
-        let found = pods.get(&at(address(2)), "").unwrap();
-        let all = [("api", 1), ("web", 1), ("web", 2)].map(|(name, host)| (service(name), address(host)));
-        assert_eq!(found, PodEndpoints { pod: id("a", "a"), endpoints: all.into(), node: Some("n1".into()) });
-        assert_eq!(pods.get(&PodName::Named("prod".into(), "a".into()), ""), Ok(found.clone()));
-        assert_eq!(pods.get(&PodName::Named("test".into(), "a".into()), ""), Err(NoPod::Unknown));
-        assert_eq!(pods.get(&at(address(9)), ""), Err(NoPod::Unknown));
-        pods.apply(&service("web"), address(2), None);
-        assert_eq!(pods.get(&at(address(2)), ""), Ok(found), "a removed endpoint is remembered");
-    }
-
-    #[test]
     fn a_new_pod_takes_the_address_of_a_removed_pod_and_pods_in_the_host_network_share_one() {
         let mut pods = Pods::default();
         put(&mut pods, "web", 1, "old");
@@ -253,21 +229,6 @@ mod tests {
         assert_eq!(pods.get(&at(address(1)), ""), Err(NoPod::Ambiguous));
         let named = pods.get(&PodName::Named("prod".into(), "host-pod".into()), "").unwrap();
         assert_eq!(named.endpoints, [(service("dns"), address(1))].into());
-    }
-
-    #[test]
-    fn removed_endpoints_of_an_older_pod_of_the_same_name_do_not_answer_for_the_new_one() {
-        let mut pods = Pods::default();
-        let web = PodName::Named("prod".into(), "web-0".into());
-        pods.apply(&service("web"), address(1), Some((id("old", "web-0"), Some("n1".into()))));
-        pods.apply(&service("web"), address(1), None);
-        assert_eq!(pods.get(&web, ""), Err(NoPod::OnlyRemoved));
-        assert_eq!(pods.get(&web, "new"), Err(NoPod::Unknown));
-        assert_eq!(pods.get(&web, "old").unwrap().endpoints, [(service("web"), address(1))].into());
-        pods.apply(&service("web"), address(2), Some((id("new", "web-0"), Some("n1".into()))));
-        assert_eq!(pods.get(&web, "").unwrap().endpoints, [(service("web"), address(2))].into());
-        // A pod that was found is followed by its own identity.
-        assert_eq!(pods.all(id("old", "web-0")).endpoints, [(service("web"), address(1))].into());
     }
 
     #[test]

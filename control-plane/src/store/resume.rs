@@ -52,8 +52,7 @@ impl NotYet {
     }
 }
 
-/// The wait of an agent that has seen a later position of the source than this replica. The wait is
-/// bounded, because the source may have been restored from a backup.
+/// The bounded wait of an agent that is ahead: the source may come from a backup.
 #[derive(Debug, Default)]
 pub struct BehindWait {
     /// When the wait ends; `None` before the wait begins.
@@ -77,8 +76,7 @@ pub enum Wait {
 }
 
 impl Wait {
-    /// True when the agent receives the state of this replica, even if this state is older than the
-    /// agent's state.
+    /// True when the agent receives this replica's state, even if it is older.
     #[must_use]
     pub fn is_over(self) -> bool {
         matches!(self, Self::Expires | Self::IsOver)
@@ -113,8 +111,7 @@ impl BehindWait {
     }
 }
 
-/// An agent that waits for its cursor after its `Hello`. `Welcome` has announced a resume by
-/// digests or a full resume, and this mode does not change during the wait.
+/// An agent that waits for its cursor, by digests or in full as `Welcome` announced.
 #[derive(Debug)]
 pub struct Resumption(Option<Resume>);
 

@@ -21,16 +21,14 @@ use super::{
 const MAX_SCANNED: usize = 16_384;
 
 impl Store {
-    /// Returns those of the given buckets that have not changed since `version`, each with its
-    /// present digest.
+    /// Those of the buckets that have not changed since `version`, with digests.
     pub(crate) fn digests_since(&self, version: u64, buckets: &BTreeSet<u16>) -> Vec<(u16, BucketDigest)> {
         let inner = self.read();
         let unchanged = buckets.iter().filter(|bucket| !inner.buckets.has_changed_since(**bucket, version));
         unchanged.map(|bucket| (*bucket, inner.state.digests().bucket(*bucket))).collect()
     }
 
-    /// Like [`Self::digests_since`], with the digests of the forwarding table that a node with this
-    /// view should have. The cost grows with the number of Services in the buckets.
+    /// As [`Self::digests_since`], with the table of a node with this view, at a cost by Services.
     pub(crate) fn table_digests_since(
         &self,
         version: u64,
@@ -50,8 +48,7 @@ impl Store {
         unchanged.into_iter().map(|bucket| (bucket, digests.bucket(bucket))).collect()
     }
 
-    /// Returns the digests of each Service of a bucket, with the forwarding table that a node with
-    /// this view should have. `None` if the bucket has changed since `version`.
+    /// Each Service's digests, with the table for this view; `None` if the bucket has changed.
     pub(crate) fn services_since(
         &self,
         version: u64,
@@ -64,8 +61,7 @@ impl Store {
         (!is_changed).then(|| inner.buckets.services(bucket).map(digests).collect())
     }
 
-    /// True if some Service may have changed since `version`, so that another Service may own a
-    /// frontend. Changes of endpoints do not count.
+    /// True if a Service, and so the owner of a frontend, may have changed since `version`.
     pub(crate) fn owners_changed_since(&self, version: u64) -> bool {
         let inner = self.read();
         if version >= inner.version {

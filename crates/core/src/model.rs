@@ -282,8 +282,7 @@ impl Placement {
 pub struct Endpoint {
     /// The address.
     pub address: IpAddr,
-    /// The ports that EndpointSlices list for the address, sorted. Each [key](EndpointPort::key)
-    /// occurs once.
+    /// The sorted ports of the address in EndpointSlices, each [key](EndpointPort::key) once.
     pub ports: Arc<[EndpointPort]>,
     /// Conditions of all ports that carry no conditions.
     pub conditions: Conditions,
@@ -328,8 +327,7 @@ impl Endpoint {
         })
     }
 
-    /// Splits the endpoint by the state of its ports. Returns one endpoint for each group of ports
-    /// with equal conditions and placement, in the order of the first port of each group.
+    /// Splits the endpoint into groups of ports with equal state, in order of their first ports.
     #[must_use]
     pub fn by_state(&self) -> Vec<Self> {
         if self.ports.iter().all(|port| port.conditions.is_none() && port.placement.is_none()) {
@@ -438,14 +436,12 @@ pub struct ServiceCidr {
     pub cidrs: Vec<IpNet>,
 }
 
-// Pools that keep one shared copy of equal values. A cluster has many endpoints, but few different
-// names, port lists and placements.
+// Pools share equal values: a cluster has few different names, port lists and placements.
 
 /// A pool with fewer values does not search for unused values.
 const SWEEP_FROM: usize = 1_024;
 
-/// Shared values of one type. The pool drops unused values each time its size has doubled, so the
-/// amortized cost of a lookup is O(1).
+/// Shared values of one type. Unused ones are dropped each time the size has doubled.
 #[derive(Debug)]
 pub struct Pool<T: ?Sized> {
     held: HashSet<Arc<T>>,
@@ -541,8 +537,7 @@ impl fmt::Display for ServiceKey {
     }
 }
 
-/// `internalTrafficPolicy` or `externalTrafficPolicy`. The control plane replaces a policy that has
-/// no effect by `Cluster`.
+/// An internal or external traffic policy, `Cluster` if the given one has no effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum TrafficPolicy {
     /// Traffic may go to all endpoints of the cluster.
@@ -579,8 +574,7 @@ pub struct ClientIpAffinity {
 /// One entry of `spec.ports`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServicePort {
-    /// The name, empty if a Service has a single unnamed port. Endpoint ports belong to the service
-    /// port with equal name and protocol; their numbers do not matter.
+    /// The name, or empty. Endpoint ports of equal name and protocol belong to the port.
     pub name: CompactString,
     /// Transport protocol.
     pub protocol: Protocol,
@@ -599,15 +593,13 @@ pub struct Service {
     pub cluster_ips: Vec<IpAddr>,
     /// `spec.externalIPs` of the Service's families.
     pub external_ips: Vec<IpAddr>,
-    /// Addresses in `status.loadBalancer.ingress` whose ipMode is VIP or absent, of the Service's
-    /// families.
+    /// Addresses in `status.loadBalancer.ingress` with ipMode VIP or none, of its families.
     pub load_balancer_ips: Vec<IpAddr>,
     /// Ports in the order of the spec.
     pub ports: Vec<ServicePort>,
     /// Policy for traffic to ClusterIPs.
     pub internal_traffic_policy: TrafficPolicy,
-    /// Policy for traffic to NodePorts, externalIPs and load balancer IPs; `Cluster` if `Local` has
-    /// no effect.
+    /// Policy for external traffic; `Cluster` if `Local` has no effect.
     pub external_traffic_policy: TrafficPolicy,
     /// Session affinity, if any.
     pub session_affinity: Option<ClientIpAffinity>,
@@ -617,22 +609,17 @@ pub struct Service {
     pub health_check_node_port: u16,
     /// `metadata.creationTimestamp`, seconds since the Unix epoch; 0 when unknown.
     pub created_unix_seconds: i64,
-    /// Annotation `headgate.io/load-balancing`; empty for the default of the dataplane. See
-    /// [`LoadBalancing`].
+    /// Annotation `headgate.io/load-balancing`, see [`LoadBalancing`]; empty for the default.
     pub load_balancing: CompactString,
     /// Annotation `headgate.io/scheduler`; empty for the cluster's default.
     pub scheduler: CompactString,
-    /// Annotation `headgate.io/health-check`: `tcp`, or empty for no checks. An agent makes no
-    /// checks for an unknown value.
+    /// Annotation `headgate.io/health-check`: `tcp`; other values mean no checks.
     pub health_check: CompactString,
-    /// Annotation `headgate.io/health-check-interval`: time between two checks of an endpoint in
-    /// milliseconds, 0 for the agent's default.
+    /// Annotation `headgate.io/health-check-interval` in milliseconds, 0 for the default.
     pub health_check_interval_ms: u32,
-    /// Annotation `headgate.io/proxy-protocol`: the header that endpoints get at the beginning of
-    /// each TCP connection. Only dataplanes with a proxy can send it.
+    /// Annotation `headgate.io/proxy-protocol`: the header for endpoints, which needs a proxy.
     pub proxy_protocol: Option<ProxyProtocol>,
-    /// Annotation `headgate.io/max-connections`: the most open connections on a node, 0 for no
-    /// limit. Only dataplanes with a proxy have limits.
+    /// Annotation `headgate.io/max-connections` on a node, 0 for no limit. It needs a proxy.
     pub max_connections: u32,
 }
 
@@ -643,12 +630,10 @@ impl Service {
         Self { key, cluster_ips, ports, ..Self::default() }
     }
 
-    /// The most frontends that an agent accepts of one Service. The control plane has a budget of
-    /// its own, which is never higher.
+    /// The most frontends that an agent accepts of one Service.
     pub const MAX_FRONTENDS: usize = 16_384;
 
-    /// Returns how much the Service asks of a node, without endpoints: the
-    /// [frontends](Self::frontends) of both families.
+    /// Returns the [frontends](Self::frontends) of both families.
     #[must_use]
     pub fn frontend_count(&self) -> usize {
         Family::BOTH.into_iter().map(|family| self.frontends(family)).fold(0, usize::saturating_add)
@@ -663,8 +648,7 @@ impl Service {
         self.virtual_servers(family).saturating_add(load_balancers.saturating_mul(more_ranges))
     }
 
-    /// Returns the number of addresses of a family with each port, and of NodePorts. Mode IPVS has
-    /// a virtual server for each of them.
+    /// Returns the number of a family's addresses with each port, and NodePorts, as in mode IPVS.
     #[must_use]
     pub fn virtual_servers(&self, family: Family) -> usize {
         let lists = [&self.cluster_ips, &self.load_balancer_ips, &self.external_ips];
@@ -673,8 +657,7 @@ impl Service {
         addresses.saturating_mul(self.ports.len()).saturating_add(node_ports * of_family(&self.cluster_ips, family))
     }
 
-    /// Returns how often an address of a load balancer counts in a family: once for each source
-    /// range, or once without ranges.
+    /// Returns how often a load balancer's address counts: once for each source range, at least 1.
     #[must_use]
     pub fn source_range_count(&self, family: Family) -> usize {
         let ranges = self.load_balancer_source_ranges.iter().filter(|range| Family::of(range.addr()) == family);
@@ -687,8 +670,7 @@ impl Service {
         self.health_check == "tcp"
     }
 
-    /// Returns the ClusterIP of a family. A Service without a ClusterIP of a family is not
-    /// programmed in that family.
+    /// Returns the ClusterIP of a family, without which the Service is not programmed there.
     #[must_use]
     pub fn cluster_ip(&self, family: Family) -> Option<IpAddr> {
         self.cluster_ips.iter().copied().find(|address| Family::of(*address) == family)

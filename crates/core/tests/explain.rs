@@ -266,14 +266,3 @@ fn the_owner_of_an_address_and_unused_ports_are_named() {
     let foreign = explained(&state, &facts, Source::Node, "10.1.1.1:82");
     assert!(is_not_served(&foreign, "neither an address of the Service"), "{foreign:#?}");
 }
-
-#[test]
-fn without_a_destination_every_address_of_the_sources_family_is_explained() {
-    let (state, facts) = plain_world(&[HERE]).state();
-    let all = |source| {
-        let (all, _) = explain(&state, &World::key(), &facts, &settings(Mode::Ipvs), source, None).expect("a Service");
-        all.into_iter().map(|explanation| explanation.destination).collect::<Vec<_>>()
-    };
-    assert_eq!(all(Source::Node), ["10.96.0.1 port 80/TCP", "IPv4 node port 30080/TCP"]);
-    assert_eq!(all(client("fd00::1")), [] as [String; 0]);
-}

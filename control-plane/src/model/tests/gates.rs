@@ -3,7 +3,7 @@
 use headgate_core::Conditions;
 
 use super::*;
-use crate::objects::GATE;
+use crate::objects::{GATE, PodId};
 
 const WAITING: &[(&str, &str, &str)] = &[("ContainersReady", "True", ""), ("Ready", "False", "ReadinessGatesNotReady")];
 const PROGRAMMED: &[(&str, &str, &str)] =
@@ -118,27 +118,6 @@ fn a_pod_that_fails_or_goes_or_another_pod_is_not_ready() {
     }
 }
 
-#[test]
-fn a_slice_that_moves_to_another_service_keeps_its_endpoints_held() {
-    let mut bench = bench();
-    put_slice(&mut bench, "u1", false);
-    put(&mut bench, "u1", WAITING);
-    put(&mut bench, "u1", PROGRAMMED);
-    assert!(is_ready(&mut bench, "s"));
-    bench.apply(&slice("s-1", "t", json!([of_pod("10.1.0.1", "u1", false)]), http(80)));
-    assert!(is_ready(&mut bench, "t"));
-    assert!(bench.endpoints("s").is_empty());
-}
-
-#[test]
-fn an_address_that_gets_another_pod_is_not_ready() {
-    let mut bench = waiting_bench();
-    put_slice(&mut bench, "u2", false);
-    assert!(!is_ready(&mut bench, "s"));
-    put_slice(&mut bench, "u1", false);
-    assert!(is_ready(&mut bench, "s"));
-}
-
 /// The drain barrier asks for the pod whose entry nodes use.
 #[test]
 fn the_pod_of_an_address_is_the_held_one_if_its_entry_counts() {
@@ -155,6 +134,28 @@ fn the_pod_of_an_address_is_the_held_one_if_its_entry_counts() {
     put(&mut bench, "u1", WAITING);
     assert!(is_ready(&mut bench, "s"));
     assert_eq!(pod(&mut bench), PodId::new("u1", "web-1").in_namespace("x"));
+}
+
+/// The pod of an address that several slices list is the pod whose entry counts, also after only
+/// conditions have changed.
+// rows: 10
+#[test]
+fn the_pod_of_an_address_is_the_one_whose_entry_counts() {
+    let mut bench = bench();
+    let put = |bench: &mut Bench, slice_name: &str, uid: &str, is_ready: bool| {
+        bench.apply(&slice(slice_name, "s", json!([of_pod("10.1.0.1", uid, is_ready)]), http(80)));
+    };
+    let pods = |bench: &mut Bench| {
+        bench.flush();
+        bench.pods.drain(..).filter_map(|change| change.pod).map(|(pod, _)| pod).collect::<Vec<_>>()
+    };
+    let id = |uid: &str| PodId::new(uid, "web-1").in_namespace("x");
+    put(&mut bench, "a", "u1", true);
+    put(&mut bench, "b", "u2", false);
+    assert_eq!(pods(&mut bench).last(), Some(&id("u1")));
+    put(&mut bench, "a", "u1", false);
+    put(&mut bench, "b", "u2", true);
+    assert_eq!(pods(&mut bench), [id("u2")]);
 }
 
 #[test]
@@ -199,13 +200,4 @@ fn all_services_and_ports_of_a_pod_change_together_and_nothing_else_is_visited()
     bench.apply(&slice("s-2", "s", json!([of_pod("10.1.0.1", "u1", true)]), json!([{"name": "more", "port": 90}])));
     assert_eq!(bench.flush(), []);
     assert!(bench.model.take_problems().unwrap_or_default().is_empty());
-}
-
-#[test]
-fn without_the_option_pods_have_no_effect() {
-    let mut bench = Bench::default();
-    put_slice(&mut bench, "u1", false);
-    put(&mut bench, "u1", WAITING);
-    assert!(!is_ready(&mut bench, "s"));
-    assert_eq!(waiting(&mut bench), Vec::<Option<String>>::new());
 }

@@ -89,8 +89,7 @@ impl Inspector {
         absent.chain(silent)
     }
 
-    /// The number of nodes in each state, and the problems of nodes that only other replicas may
-    /// know.
+    /// The number of nodes in each state, and problems of nodes at other replicas.
     pub(super) async fn fleet_info(&self, only_this_replica: bool) -> (v1::FleetInfo, Vec<Problem>) {
         let (mut all, mut problems) = (self.fleet_here(), Vec::new());
         if only_this_replica {
@@ -144,10 +143,7 @@ impl Inspector {
         }
     }
 
-    /// The client of the replica that has the stream of a node; `None` if this replica has it.
-    ///
-    /// # Errors
-    ///
+    /// The client of the replica that has the stream of a node; `None` if this replica has it, and
     /// `NOT_FOUND` if no replica has one.
     pub(super) fn elsewhere(&self, node: &str) -> Result<Option<InspectClient<Channel>>, Status> {
         if self.fleet.find(node).is_some() {

@@ -52,8 +52,7 @@ const MAX_PROBLEM_BYTES: usize = 1 << 20;
 /// The maximum number of problems of nodes in a status. `ListAgents` has those of all nodes.
 const MAX_NODE_PROBLEMS: usize = 100;
 
-/// Converts as many problems as fit into an answer. If some problems do not fit, a last entry
-/// states the number of these problems.
+/// Converts as many problems as fit into an answer. A last entry counts the others.
 fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
     let mut shown = Vec::new();
     let mut bytes = 0;
@@ -367,8 +366,7 @@ impl Watcher {
         let (namespace, name) = (key.namespace.to_string(), key.name.to_string());
         let gone = |namespace, name| v1::ServiceInfo { namespace, name, version, ..Default::default() };
         let (action, service, endpoint) = match change {
-            // `service_info` returns `None` if the Service was removed after the page was read. The
-            // removal follows as a separate change.
+            // `None`: the Service was removed after the page was read, a separate change.
             Change::Service(service) => ("changed", Some(service_info(&self.store, &service.key)?), None),
             Change::RemoveService(_) => ("removed", Some(gone(namespace, name)), None),
             Change::Endpoint(key, endpoint) => ("changed", None, Some(endpoint_info(&key, &endpoint, version))),
@@ -383,8 +381,7 @@ impl Watcher {
     }
 }
 
-/// Splits a change of an endpoint whose ports differ in state: each group of ports with equal state
-/// becomes a separate change.
+/// Splits a change of an endpoint into one for each group of ports with equal state.
 fn by_state((version, change): (u64, Change)) -> Vec<(u64, Change)> {
     match change {
         Change::Endpoint(key, endpoint) => {
@@ -510,24 +507,6 @@ fn unix_ms(time: SystemTime) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn problems_of_one_object_are_found_among_others() {
-        let problem = |object: &str, field: &str| Problem {
-            object: object.into(),
-            field: field.into(),
-            message: String::new(),
-            origin: String::new(),
-        };
-        let mut problems =
-            ["Service a/b", "Service a/web", "Service a/web2", "Node n", "Service a/web"].map(|of| problem(of, "f"));
-        problems[4].field = "g".into();
-        problems.sort();
-        let fields = |object| problems_of(&problems, object).iter().map(|p| p.field.as_str()).collect::<Vec<_>>();
-        assert_eq!(fields("Service a/web"), ["f", "g"]);
-        assert_eq!(fields("Service a/we"), [""; 0]);
-        assert_eq!(fields("Service z/z"), [""; 0]);
-    }
 
     #[test]
     fn a_status_with_too_many_problems_is_cut_to_fit_an_answer() {

@@ -36,11 +36,8 @@ use crate::identity::{Denied, Peer};
 /// read the message's length.
 const MAX_REQUEST_BYTES: usize = 64 << 10;
 
-/// Returns the services of the general server. Starts a task that updates the health service.
-///
-/// # Errors
-///
-/// The built-in descriptor set is invalid.
+/// Returns the services of the general server, and starts a task that updates the health service.
+/// Fails if the built-in descriptor set is invalid.
 pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_reflection::server::Error> {
     let context = &streams.context;
     let (reporter, health) = tonic_health::server::health_reporter();
@@ -89,7 +86,7 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
         ready(Status::unimplemented(text).into_http::<Body>())
     };
     let routes = Routes::new(InterceptedService::new(inspect, readers_only(context)))
-        .add_service(InterceptedService::new(peers, replicas_only(context)))
+        .add_service(InterceptedService::new(peers, only(context, |peer| peer.may_ask_as_replica(SystemTime::now()))))
         .add_service(health.max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(InterceptedService::new(reflection_v1, readers_only(context)))
         .add_service(InterceptedService::new(reflection_v1alpha, readers_only(context)));
@@ -101,11 +98,6 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
 fn readers_only(context: &Arc<Context>) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
     let nodes_may_inspect = context.settings.nodes_may_inspect;
     only(context, move |peer| peer.may_inspect(nodes_may_inspect, SystemTime::now()))
-}
-
-/// Returns a filter that rejects requests of clients that are not replicas.
-fn replicas_only(context: &Arc<Context>) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
-    only(context, |peer| peer.may_ask_as_replica(SystemTime::now()))
 }
 
 fn only<F: Fn(&Peer) -> Result<(), Denied> + Clone>(

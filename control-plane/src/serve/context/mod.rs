@@ -59,7 +59,6 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// Returns the context of a replica that serves `store`.
     pub(crate) fn new(store: Arc<Store>, metrics: Arc<Metrics>, settings: Settings) -> Arc<Self> {
         let Settings { heartbeat_interval, behind_wait, hello_timeout, stalled_response_timeout, .. } = settings;
         let visits = Visits::new([heartbeat_interval, behind_wait, hello_timeout, stalled_response_timeout]);
@@ -75,7 +74,6 @@ impl Context {
         })
     }
 
-    /// Returns the replica's present phase.
     pub(crate) fn lifecycle(&self) -> Lifecycle {
         *self.lifecycle.borrow()
     }
@@ -87,8 +85,7 @@ impl Context {
         if is_node { Network::of_node(client) } else { Network::of(client) }
     }
 
-    /// Returns why this replica is not ready, or `None` if the replica is ready. All probes use
-    /// this answer (discovery.proto, section 14).
+    /// Returns why this replica is not ready, if so, for all probes (discovery.proto, section 14).
     pub(crate) fn unready_reason(&self) -> Option<String> {
         if self.lifecycle() != Lifecycle::Serving {
             return Some("draining".into());
@@ -103,7 +100,6 @@ impl Context {
     }
 }
 
-/// Returns a duration in whole milliseconds.
 pub(crate) fn milliseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -98,8 +98,7 @@ pub(crate) fn last_of(key: &ServiceKey, address: IpAddr, last: Last) -> Option<S
     }
 }
 
-/// Answers a question: as soon as all agents are confirmed for which patience is left, or at
-/// `until`.
+/// Answers a question at `until`, or once all agents with patience left are confirmed.
 pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -> v1::QuestionAnswer {
     let store = &fleet.context.store;
     // Agents with nothing to acknowledge may have some patience back.
@@ -118,8 +117,7 @@ pub(crate) async fn answer(fleet: &Fleet, question: &Question, until: Instant) -
     // `wait` asks for the state that the store has now, and not for later ones.
     let mut target = None;
     loop {
-        // Everything is marked as seen before the look, so that a change during the look wakes this
-        // task.
+        // Marked as seen before the look, so that a change meanwhile wakes this task.
         members.borrow_and_update();
         moves.borrow_and_update();
         source.borrow_and_update();

@@ -57,8 +57,7 @@ impl Everywhere {
         Arc::new(Self { fleet, replicas, started: Instant::now(), is_announced })
     }
 
-    /// Joins the other replicas, and follows them until `stopped`. Returns once they know this
-    /// replica, or cannot be reached.
+    /// Joins and follows the other replicas, until `stopped`. Returns once they know this one.
     pub(crate) async fn start(&self, stopped: CancellationToken) {
         let essentials = replicas::reserve(Arc::clone(&self.fleet.context), self.replicas.clone());
         tokio::spawn(stopped.clone().run_until_cancelled_owned(essentials));
@@ -76,12 +75,10 @@ impl Everywhere {
         self.is_announced.load(Ordering::Acquire)
     }
 
-    /// The other replicas, if the options name them.
     pub(crate) fn replicas(&self) -> Option<&Arc<Replicas>> {
         self.replicas.as_ref()
     }
 
-    /// The streams to the other replicas.
     pub(crate) fn links(&self) -> Vec<Arc<Link>> {
         self.replicas.as_ref().map(|replicas| replicas.links()).unwrap_or_default()
     }
@@ -99,7 +96,6 @@ impl Everywhere {
         replicas.map(|replicas| replicas.caller(epoch))
     }
 
-    /// How long this replica has run.
     pub(crate) fn uptime(&self) -> Duration {
         self.started.elapsed()
     }
@@ -123,8 +119,7 @@ impl Everywhere {
         let (_none, never) = watch::channel(0);
         let mut replicas = self.replicas.as_ref().map_or(never, |replicas| replicas.changes());
         loop {
-            // Everything is marked as seen before the round, so that a change during the round
-            // leads to another one.
+            // Marked as seen before the round, so that a change meanwhile leads to another.
             rosters.borrow_and_update();
             members.borrow_and_update();
             replicas.borrow_and_update();

@@ -34,7 +34,6 @@ use crate::{
     store::positions_to_wire,
 };
 
-/// How long a connection attempt may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A replica that does not answer a keepalive in this time has vanished.
@@ -139,8 +138,7 @@ impl Replicas {
         recent.map(|(epoch, (name, at))| (*epoch, name.clone(), *at)).collect()
     }
 
-    /// Why replicas may be missing; empty if all of them are joined and have run for `time`, and
-    /// none has vanished for `time`.
+    /// Why replicas may be missing; empty if all are joined for `time`, and none vanished in it.
     pub(super) fn problems(&self, time: Duration) -> BTreeMap<String, String> {
         let mut problems = BTreeMap::new();
         let mut joined = Vec::new();
@@ -322,8 +320,7 @@ impl Replicas {
         self.changed();
     }
 
-    /// Takes over the memory of a replica whose stream has ended: its nodes have lost their stream
-    /// until they are seen again.
+    /// Takes over the memory of a replica that left: its nodes have lost their stream.
     fn part(&self, link: &Link, says_goodbye: bool) {
         let old = std::mem::replace(&mut *link.state(), LinkState::Apart("the stream ended".into()));
         let LinkState::Joined(joined) = old else { return };
@@ -461,8 +458,7 @@ fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     headgate_proto::errors::chain(error)
 }
 
-// Finds the addresses and ports of replicas and API servers, and of the name servers that lead to
-// them. No Service gets these.
+// Finds where replicas, API servers and their name servers are. No Service gets these.
 
 /// The maximum number of addresses and ports that are reserved. Those of replicas come first.
 const MAX_RESERVED: usize = 1_000;

@@ -1,5 +1,4 @@
-//! Data about one stream of an agent, which the fleet and the API read: its queries and requests,
-//! and whether it is late.
+//! One stream of an agent, as fleet and API see it: queries, requests, and whether it is late.
 
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -33,8 +32,7 @@ use crate::{
     store::{ResumeMode, Store},
 };
 
-/// A stream that is replaced within this time, from another address, may have been thrown out by a
-/// rival.
+/// A stream that is replaced so soon from another address may have been thrown out by a rival.
 const RIVALRY: Duration = Duration::from_secs(60);
 
 /// An agent that gets another address replaces a stream now and then, but not so many in a row.
@@ -156,7 +154,6 @@ impl Agent {
         self.end.get()
     }
 
-    /// Makes the stream ask the agent to move to another replica.
     pub(crate) fn ask_to_move(&self) {
         self.asked_to_move.store(true, Ordering::Release);
         self.signal.wake();
@@ -174,8 +171,7 @@ impl Agent {
         self.signal.wake();
     }
 
-    /// Returns the buckets to send again, once after each [`Self::send_again`]. Each visit of the
-    /// stream reads an atomic value and takes no lock.
+    /// Returns the buckets to send again, once. A visit without any takes no lock.
     pub(crate) fn take_send_again(&self) -> Option<BTreeSet<u16>> {
         let is_set = self.has_to_send_again.load(Ordering::Acquire);
         (is_set && self.has_to_send_again.swap(false, Ordering::AcqRel))
@@ -202,7 +198,6 @@ impl Agent {
         self.answered_version.fetch_max(version, Ordering::Relaxed);
     }
 
-    /// Returns the newest version that the agent has answered.
     pub(crate) fn answered_version(&self) -> u64 {
         self.answered_version.load(Ordering::Relaxed)
     }
@@ -233,8 +228,7 @@ impl Agent {
         self.counted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the newest version that the stream sends. Call this method before the message is
-    /// written, so that no ACK of the version arrives earlier.
+    /// Sets the newest version that is sent, before it is written, so before its ACK.
     pub(crate) fn set_sent_version(&self, version: u64) {
         self.sent_version.store(version, Ordering::Release);
     }
@@ -243,8 +237,7 @@ impl Agent {
         self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns for how many milliseconds the agent has been behind the head of the log. Time before
-    /// the agent connected does not count.
+    /// For how many milliseconds the agent has been behind, since it connected at most.
     pub(crate) fn lag_ms(&self, store: &Store, programmed_version: u64) -> u64 {
         store.lagging_since(programmed_version).map_or(0, |since| milliseconds(since.max(self.entered).elapsed()))
     }
@@ -277,8 +270,7 @@ impl Agent {
         }
     }
 
-    /// Returns why the node is waiting or cut off, as a sentence; empty for other states. `source`
-    /// is the state of the replica's source.
+    /// Why the node is waiting or cut off, as a sentence; empty for other states.
     pub(crate) fn reason(&self, store: &Store, source: SourceState, state: NodeState) -> String {
         let held = match self.resume {
             ResumeMode::Full => "the node holds no state",
@@ -335,7 +327,6 @@ impl Lateness {
 /// The maximum number of unanswered queries on a stream.
 const MAX_ON_STREAM: usize = 4;
 
-/// The maximum size of the parts of an answer, in bytes.
 const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 /// The maximum number of parts that wait for the client. Agents send fewer parts in an answer.
@@ -344,8 +335,7 @@ const MAX_WAITING_PARTS: usize = 128;
 /// The unanswered queries on one stream.
 #[derive(Debug, Default)]
 pub(crate) struct Queries {
-    /// True if a query has not been sent yet. Each visit of the stream reads this value without a
-    /// lock.
+    /// True if a query was not sent. Each visit reads this without a lock.
     has_unsent: AtomicBool,
     open: Mutex<OpenQueries>,
 }
@@ -381,8 +371,7 @@ impl Queries {
         next
     }
 
-    /// Passes a part of an answer to the client. Returns false if the query is unknown, for example
-    /// because its client has gone.
+    /// Passes on a part of an answer. Returns false if the query is unknown, or its client gone.
     pub(crate) fn answer(&self, answer: v1::Answer) -> bool {
         let mut open = self.open();
         let Some(index) = open.unanswered.iter().position(|query| query.id == answer.id) else { return false };
@@ -403,7 +392,6 @@ impl Queries {
         true
     }
 
-    /// Ends all queries, because the stream has ended.
     pub(super) fn close(&self) {
         let mut open = self.open();
         open.is_over = true;
@@ -443,12 +431,10 @@ pub(super) fn stream_ended(node: &str) -> Status {
     Status::unavailable(text)
 }
 
-// The requests of one agent for the drain barrier, and the answers that wait to be sent
-// (discovery.proto, section 18).
+// An agent's requests for the drain barrier, and unsent answers (discovery.proto, section 18).
 
-/// The maximum number of requests on a stream that are not answered, or whose answers are not sent.
-/// An agent that keeps to the contract never has more, because it counts a request until it has the
-/// answer.
+/// The maximum number of unanswered requests and unsent answers of a stream. An agent that keeps
+/// to the contract never has more.
 pub(crate) const MAX_OPEN: usize = 1_024;
 
 /// The requests and answers of one stream.
@@ -486,7 +472,6 @@ impl Answers {
         }
     }
 
-    /// Ends a request without an answer.
     pub(crate) fn cancel(&self, id: u64) {
         let mut open = self.open();
         if let Some(handle) = open.running.remove(&id) {
@@ -506,7 +491,6 @@ impl Answers {
         next
     }
 
-    /// Ends all requests, because the stream has ended.
     pub(super) fn close(&self) {
         let OpenRequests { running, .. } = std::mem::take(&mut *self.open());
         running.values().for_each(AbortHandle::abort);
@@ -619,14 +603,5 @@ mod queries_tests {
         assert_eq!(received.iter().filter(|part| part.is_ok()).count(), 4);
         assert!(received[4].is_err() && received.len() == 5);
         assert!(!queries.answer(part(id, 1)), "the query is over");
-    }
-
-    #[tokio::test]
-    async fn the_end_of_the_stream_ends_its_queries() {
-        let queries = Queries::default();
-        let (_, mut parts) = queries.add("n1", query()).unwrap();
-        queries.close();
-        assert!(parts.recv().await.is_none());
-        assert_eq!(queries.add("n1", query()).unwrap_err().code(), tonic::Code::Unavailable);
     }
 }

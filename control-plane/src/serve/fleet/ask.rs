@@ -1,5 +1,4 @@
-//! Queries about nodes: a client of `Inspect.QueryNode` asks, and the agent of the node answers on
-//! its stream (discovery.proto, section 17).
+//! Queries about nodes, which agents answer on their streams (discovery.proto, section 17).
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,13 +15,11 @@ use super::{
     progress::clip,
 };
 
-/// The maximum number of unanswered queries of a replica.
 pub(super) const MAX_ON_REPLICA: usize = 32;
 
 /// The maximum time until the next part of an answer.
 const PART_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The maximum time until an answer is complete.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A query that was asked, and the parts of its answer. Dropping this value gives the query up.
@@ -46,11 +43,8 @@ impl Fleet {
         ))
     }
 
-    /// Asks the agent of a node.
-    ///
-    /// # Errors
-    ///
-    /// A status that names the node and the remedy. `Inspect.QueryNode` lists the codes.
+    /// Asks the agent of a node. The status names the node and the remedy; `Inspect.QueryNode`
+    /// lists the codes.
     pub(crate) fn ask(&self, node: &str, query: v1::NodeQuery) -> Result<Asked, Status> {
         let replica = &self.context.settings.replica_name;
         let agent = self.find(node).ok_or_else(|| self.without_stream(node))?;

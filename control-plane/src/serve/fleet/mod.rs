@@ -41,15 +41,13 @@ const STREAMS_AT_ONCE: u32 = 64;
 /// The time after which a node may open one more stream.
 const STREAM_INTERVAL: Duration = Duration::from_millis(250);
 
-/// The number of requests for the drain barrier that a node may send without a pause: as many as
-/// may wait.
+/// The number of requests for the drain barrier without a pause: as many as may wait.
 const QUESTIONS_AT_ONCE: u32 = 1_024;
 
 /// The time after which a node may send one more request for the drain barrier.
 const QUESTION_INTERVAL: Duration = Duration::from_millis(4);
 
-/// The shortest time between two questions about one pod. Agents pace their pods in the same way,
-/// but this limit does not rely on the agent.
+/// The shortest time between questions about one pod, which agents keep as well.
 const POD_INTERVAL: Duration = Duration::from_secs(1);
 
 /// All agents with a stream, at most one for each node.
@@ -70,18 +68,15 @@ struct Registry {
     roster: Roster,
 }
 
-/// The number of parts of the patience with a node (discovery.proto, section 16), and the number of
-/// parts in which one comes back.
+/// The parts of the patience with a node, and in how many one returns (discovery.proto, 16).
 const PATIENCE: u32 = 20;
 const RECOVERY: u32 = 15;
 
-/// How often nodes, and pods through the agents of their nodes, may do something. The turns belong
-/// to the node and not to its stream.
+/// How often nodes, and pods through their agents, may do something, on whatever stream.
 pub(crate) struct FleetTurns {
     pub(crate) streams: Turns<Arc<str>>,
     /// Requests for the drain barrier.
     pub(crate) questions: Turns<Arc<str>>,
-    /// Questions about a pod.
     pub(crate) pods: Turns<PodId>,
     /// Parts of patience, of which questions at the same time spend one together.
     spent: Turns<Arc<str>>,
@@ -99,10 +94,7 @@ impl FleetTurns {
         }
     }
 
-    /// Counts that a question has waited for a node for a part of the patience.
-    ///
-    /// # Errors
-    /// Nothing is left until this time.
+    /// Counts that a question has waited for a node, or fails: nothing is left until then.
     pub(crate) fn spend_patience(&mut self, node: &Arc<str>, now: Instant) -> Result<(), Instant> {
         match self.spent.take(Arc::clone(node), now) {
             Ok(()) => self.patience.take(Arc::clone(node), now),
@@ -111,9 +103,6 @@ impl FleetTurns {
     }
 
     /// Returns whether something is left of the patience with a node.
-    ///
-    /// # Errors
-    /// As for [`Self::spend_patience`].
     pub(crate) fn check_patience(&self, node: &Arc<str>, now: Instant) -> Result<(), Instant> {
         self.patience.check(node, now)
     }
@@ -132,7 +121,6 @@ impl Fleet {
         fleet
     }
 
-    /// Returns what all agents together have programmed.
     pub(crate) fn progress(&self) -> &Progress {
         &self.progress
     }
@@ -141,7 +129,6 @@ impl Fleet {
         self.registry.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The turns of nodes and pods.
     pub(crate) fn turns(&self) -> MutexGuard<'_, FleetTurns> {
         self.turns.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -171,8 +158,7 @@ impl Fleet {
         }
     }
 
-    /// Removes a stream. If a newer stream of the node has replaced this stream, the newer stream
-    /// stays.
+    /// Removes a stream, and not a newer stream of the node.
     pub(crate) fn leave(&self, agent: &Arc<Agent>) {
         agent.leave();
         let mut registry = self.registry();
@@ -194,8 +180,7 @@ impl Fleet {
         }
     }
 
-    /// Forgets the departed nodes that are no Nodes of the source and have had no stream for
-    /// `Settings::uncovered_after`.
+    /// Forgets departed nodes without a Node, after `Settings::uncovered_after`.
     pub(crate) fn forget_departed(&self) {
         if !self.context.store.is_synced() {
             return;
@@ -224,7 +209,6 @@ impl Fleet {
         (registry.roster.number(), registry.present.values().cloned().collect())
     }
 
-    /// Returns the stream of a node.
     pub(crate) fn find(&self, node: &str) -> Option<Arc<Agent>> {
         self.registry().present.get(node).cloned()
     }

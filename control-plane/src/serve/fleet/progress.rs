@@ -39,8 +39,7 @@ pub(crate) struct CountedAgent {
     is_failing: bool,
     has_state: bool,
     is_stalled: bool,
-    /// The newest version when the agent connected; `None` once the agent has acknowledged that
-    /// version and is a member.
+    /// The newest version when the agent connected; `None` once it is a member.
     joins_at: Option<u64>,
 }
 
@@ -52,8 +51,7 @@ struct FleetCounts {
     members: BTreeMap<u64, usize>,
     /// Commits up to this version have been measured, or will never be measured.
     measured: u64,
-    /// For each version after `measured`, the latest time at which a member had programmed it;
-    /// `None` if no member has reported a time.
+    /// When members had programmed each version after `measured`, at the latest; if known.
     programmed: VecDeque<Option<Instant>>,
     /// How long the last [`RECENT`] measured commits took until they were programmed everywhere.
     recent: VecDeque<Duration>,
@@ -75,8 +73,7 @@ pub(crate) struct Progress {
     floor: watch::Sender<u64>,
 }
 
-/// The reports of an agent: whether it is stalled, whether it fails, whether it has
-/// acknowledged a state, and the version that its kernel has.
+/// Whether an agent is stalled, fails, has acknowledged a state, and its kernel's version.
 type Reports = (bool, bool, bool, u64);
 
 /// The number of agents in each state.
@@ -132,8 +129,7 @@ impl FleetCounts {
             for version in next..=*version {
                 let index = usize::try_from(version - self.measured - 1).unwrap_or(usize::MAX);
                 if index >= TIMED_COMMITS {
-                    // When this commit is measured, the store will no longer have the commit's
-                    // arrival time.
+                    // By then, the store will no longer have the commit's arrival time.
                     return;
                 }
                 if index >= self.programmed.len() {
@@ -146,8 +142,7 @@ impl FleetCounts {
         }
     }
 
-    /// Marks commits up to a version as measured. Returns the recorded time of each of these
-    /// commits.
+    /// Marks commits up to a version as measured. Returns their recorded times.
     fn measured_to(&mut self, version: u64) -> Vec<Option<Instant>> {
         let count = usize::try_from(version.saturating_sub(self.measured)).unwrap_or(usize::MAX);
         self.measured = self.measured.max(version);
@@ -178,8 +173,7 @@ impl FleetCounts {
         }
     }
 
-    /// Returns the version that the kernels of all agents have, except those that are stalled.
-    /// Without agents, returns the highest number.
+    /// The version that all kernels but stalled ones have; without agents, the highest number.
     fn floor(&self) -> u64 {
         let lowest = |failing: bool, has_state: bool| {
             let reports = (false, failing, has_state, 0)..=(false, failing, has_state, u64::MAX);
@@ -200,8 +194,7 @@ impl Progress {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a receiver that is notified when an agent connects, leaves or changes its
-    /// rejections, and when a Node changes.
+    /// Is notified when agents come, go or change rejections, and when a Node changes.
     pub(crate) fn members(&self) -> watch::Receiver<()> {
         self.members.subscribe()
     }
@@ -231,7 +224,6 @@ impl Progress {
         }
     }
 
-    /// Counts an agent that has connected.
     pub(crate) fn enter(&self, node: &Arc<str>, record: &Record) -> CountedAgent {
         let head = self.store.version();
         let joins_at = Some(head);
@@ -265,8 +257,7 @@ impl Progress {
             if old.joins_at.is_none() {
                 counts.note_programmed(old.version, programmed);
             }
-            // The new counts are added before the old counts are removed, so that there is never a
-            // moment without members.
+            // New counts come before old ones go, so that there is always a member.
             counts.count(*counted);
             counts.discount(old);
             self.measure(&mut counts);
@@ -274,7 +265,6 @@ impl Progress {
         self.announce(&counts, has_rejections || counted.is_stalled != old.is_stalled);
     }
 
-    /// Discounts an agent that has left.
     pub(crate) fn leave(&self, node: &Arc<str>, counted: CountedAgent) {
         let mut counts = self.counts();
         counts.discount(counted);
@@ -309,7 +299,6 @@ impl Progress {
         self.counts().rejecting.values().any(|rejections| services.iter().any(|key| rejections.concern(key)))
     }
 
-    /// Returns the number of agents in each state.
     pub(crate) fn states(&self) -> AgentStates {
         let (source, settled) = (self.store.source_state(), self.store.version_before(SETTLED));
         let mut states = AgentStates::new();
@@ -359,8 +348,7 @@ impl CountedAgent {
         (self.is_stalled, self.is_failing, self.has_state, self.version)
     }
 
-    /// Makes the agent a member if its kernel has the version that was the newest version when the
-    /// agent connected.
+    /// Makes the agent a member if its kernel has the version that it joins at.
     fn join(&mut self) {
         self.joins_at = self.joins_at.filter(|head| self.version < *head);
     }
@@ -835,22 +823,6 @@ mod tests {
         assert!(!web(&rig));
         rig.progress.store.cut_off(Some("refused".into()));
         assert_eq!(rig.progress.states(), [(NodeState::CutOff, 1)].into());
-    }
-
-    #[test]
-    fn agents_of_a_replica_without_a_listed_source_are_waiting() {
-        let metrics = Arc::new(Metrics::default());
-        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
-        let progress = Progress::new(store, metrics);
-        let mut record = Record::default();
-        let mut counted = progress.enter(&"a".into(), &record);
-        record.ack(&v1::Ack::default());
-        progress.update(&"a".into(), &mut counted, &record, &[]);
-        assert_eq!(progress.states(), [(NodeState::Waiting, 1)].into());
-        progress.refresh_metrics();
-        let text = progress.metrics.render();
-        assert!(text.contains("headgate_control_plane_agents{state=\"waiting\"} 1"), "{text}");
-        assert!(text.contains("headgate_control_plane_agents{state=\"up_to_date\"} 0"), "{text}");
     }
 }
 

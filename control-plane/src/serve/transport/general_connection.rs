@@ -35,8 +35,7 @@ use crate::{
     serve::context::{AuditedRequest, Context, Visit, Visited},
 };
 
-/// The maximum number of requests that a connection may have open at the same time, and the number
-/// for a replica, which asks for each pod that waits.
+/// The most open requests of a connection, and for a replica, which asks for each pod.
 const MAX_REQUESTS: u32 = 64;
 const MAX_REQUESTS_OF_REPLICA: u32 = 16_384;
 
@@ -55,7 +54,6 @@ pub(crate) struct General {
 }
 
 impl General {
-    /// Serves one connection until it ends.
     pub(crate) async fn serve(self, connection: Connection, held: HeldConnection) {
         let (address, closed) = (connection.peer.address, self.stopped.child_token());
         let served = self.serve_until(connection, held.budget.clone(), &closed);
@@ -65,8 +63,7 @@ impl General {
         drop(held);
     }
 
-    /// Serves one connection whose responses may cancel `closed`, because the client does not read
-    /// them.
+    /// Serves one connection whose unread responses may cancel `closed`.
     async fn serve_until(
         self,
         Connection { io, peer, .. }: Connection,
@@ -173,14 +170,12 @@ struct Caller {
     closed: CancellationToken,
 }
 
-/// The state of one response.
 struct Response {
     context: Arc<Context>,
     caller: Caller,
     /// Wakes the server's task for the response.
     server: AtomicWaker,
-    /// The time since which the response has had data that the client does not read; `None` while
-    /// the response has no such data.
+    /// Since when the response has unread data; `None` without any.
     pending_since: Mutex<Option<Instant>>,
 }
 
@@ -269,55 +264,10 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use tokio::{
         io::{AsyncReadExt as _, AsyncWriteExt as _, duplex},
-        net::{TcpListener, TcpStream},
-        task::JoinHandle,
         time::timeout,
     };
-    use tokio_util::either::Either;
 
     use super::*;
-    use crate::{
-        identity::{Identity, Peer},
-        metrics::Metrics,
-        serve::{
-            context::Settings,
-            transport::connection_limits::{Connections, hold},
-        },
-        store::{Limits, Store},
-    };
-
-    /// Serves a client. Returns the client's end and the task of the server.
-    async fn served() -> (TcpStream, JoinHandle<()>) {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
-        let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let (io, address) = listener.accept().await.unwrap();
-        let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
-        let held = hold(&Connections::default(), &peer.identity).unwrap();
-        let metrics = Arc::<Metrics>::default();
-        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
-        let settings = Settings { hello_timeout: Duration::from_secs(600), ..Settings::default() };
-        let context = Context::new(store, metrics, settings);
-        let (shutdown, stopped) = (CancellationToken::new(), CancellationToken::new());
-        let general = General { routes: Routes::default(), context, shutdown, stopped };
-        let connection = Connection { io: Either::Left(Either::Left(io)), peer, denied_by: Vec::new() };
-        (client, tokio::spawn(general.serve(connection, held)))
-    }
-
-    #[tokio::test]
-    async fn settings_come_before_the_preface_of_the_client() {
-        let (mut client, _task) = served().await;
-        let mut header = [0; 9];
-        client.read_exact(&mut header).await.unwrap();
-        assert_eq!((header[3], &header[5..]), (4, &[0; 4][..]), "a SETTINGS frame of the connection");
-    }
-
-    #[tokio::test]
-    async fn a_wrong_preface_ends_the_connection_at_its_first_wrong_byte() {
-        let (mut client, task) = served().await;
-        client.write_all(b"PRI * HTTP/1").await.unwrap();
-        task.await.unwrap();
-    }
-
     #[tokio::test]
     async fn the_preface_has_a_deadline_and_later_bytes_have_none() {
         let timeout_of_preface = Duration::from_millis(20);

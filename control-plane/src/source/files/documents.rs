@@ -14,7 +14,6 @@ use crate::{
 /// An object in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Definition {
-    /// The object, as an event.
     pub(super) event: Event,
     /// Number of the object's document in the file, counted from 1.
     pub(super) document: usize,
@@ -39,8 +38,7 @@ pub(super) struct Parsed<'a> {
     pub(super) faults: Vec<(Problem, Option<&'a str>)>,
 }
 
-/// A document, with the place of its first byte in the file. The error says what is wrong, and
-/// whether the text ends in the middle of the document.
+/// A document at its first byte, or what is wrong, and whether the text ends within it.
 type Piece<'a> = (usize, &'a str, Result<Value, (String, bool)>);
 
 /// Reads a file. An error in one document does not affect other documents.
@@ -84,8 +82,7 @@ impl<'a> Parsed<'a> {
         Self { faults: vec![(problem, None)], ..Self::default() }
     }
 
-    /// The words of what cannot be read, which may define any object whose name is one of these
-    /// words; `None` if it may define any object.
+    /// The words of what cannot be read: names of what it may define; `None` if anything.
     pub(super) fn unread_words(&self) -> Option<HashSet<&'a str>> {
         let is_in_name = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
         let mut words = HashSet::new();
@@ -124,8 +121,7 @@ fn split(text: &str) -> Vec<(usize, &str)> {
 
 /// Reads a YAML document, as kubectl does: as JSON. So text in quotes is never a number.
 fn read_yaml(before: &str, text: &str) -> Result<Value, (String, bool)> {
-    // The limits are high enough for one list from a large cluster. They exist because aliases can
-    // expand a small document to any size.
+    // High enough for a list of a large cluster. Aliases can expand a document to any size.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_events: 50_000_000, max_nodes: 50_000_000 },
         with_snippet: false,
@@ -203,8 +199,7 @@ impl<'a> Document<'a> {
         }
     }
 
-    /// Reads a list or an object with a kind. The error is what cannot be read: the kind if it is
-    /// known, the field, and the message.
+    /// Reads a list or an object. The error has the kind if known, the field and the message.
     fn read_manifest(
         &self,
         at: &str,
@@ -276,8 +271,7 @@ impl<'a> Document<'a> {
     }
 }
 
-/// The object that a header names; `None` for kinds that are not read. The error contains the key
-/// of the object if the key is known, the field, and the message.
+/// The object of a header; `None` for kinds that are not read. The error has the key if known.
 fn identify(header: &ManifestHeader) -> Result<Option<ObjectKey>, (Option<ObjectKey>, &'static str, String)> {
     let ManifestHeader { api_version, kind: written, metadata } = header;
     for (field, value) in [("apiVersion", api_version), ("kind", written)] {
@@ -305,25 +299,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    const SERVICE: &str = "apiVersion: v1\nkind: Service\nmetadata: {name: web, namespace: prod}\n";
-
     fn keys(parsed: &Parsed<'_>) -> Vec<String> {
         parsed.definitions.iter().map(|definition| definition.event.key().to_string()).collect()
-    }
-
-    #[test]
-    fn an_error_in_one_document_does_not_affect_the_others() {
-        let text = format!(
-            "# head\n---\n{SERVICE}---\nkind: [broken\n--- # third\n{{apiVersion: v1, kind: Node, metadata: {{name: n1}}}}\n---\n---\n\
-             apiVersion: apps/v1\nkind: Deployment\nmetadata: {{name: web}}\n"
-        );
-        let parsed = parse("a.yaml", text.as_bytes());
-        assert_eq!(keys(&parsed), ["Service prod/web", "Node n1"]);
-        assert_eq!(parsed.definitions[1].document, 3);
-        assert_eq!(parsed.faults.len(), 1);
-        assert_eq!(parsed.faults[0].0.origin, "a.yaml, document 2");
-        let message = &parsed.faults[0].0.message;
-        assert!(message.contains('7') || message.contains('8'), "{message}");
     }
 
     #[test]
@@ -334,23 +311,6 @@ mod tests {
         assert_eq!(keys(&parsed), ["Node n1", "Node n2", "Node n3"], "{parsed:?}");
         assert_eq!(parsed.faults.len(), 0);
         assert_eq!(parsed.definitions[2].document, 3);
-    }
-
-    #[test]
-    fn the_message_for_a_duplicate_key_omits_advice_for_programmers() {
-        let parsed = parse("a.yaml", b"apiVersion: v1\nkind: Service\nkind: Node\nmetadata: {name: a}\n");
-        let message = &parsed.faults[0].0.message;
-        assert!(message.contains("duplicate mapping key: kind at line 3"), "{message}");
-    }
-
-    #[test]
-    fn a_wrong_field_is_named_with_its_line() {
-        let text = format!("{SERVICE}spec:\n  clusterIP: 10.0.0.1\n  ports:\n  - port: eighty\n");
-        let text = format!("{SERVICE}---\n{text}");
-        let parsed = parse("a.yaml", text.as_bytes());
-        let Event::Undecodable { key, field, message } = &parsed.definitions[1].event else { panic!("{parsed:?}") };
-        assert_eq!((key.to_string().as_str(), field.as_str()), ("Service prod/web", "spec.ports[0].port"));
-        assert!(message.contains("begins at line 4"), "{message}");
     }
 
     #[test]
@@ -368,95 +328,6 @@ mod tests {
         }
         let typed = "apiVersion: v1\nkind: NodeList\nitems:\n- metadata: {name: n2}\n";
         assert_eq!(keys(&parse("b.yml", typed.as_bytes())), ["Node n2"]);
-    }
-
-    fn undecodable_field<'a>(parsed: &'a Parsed<'_>) -> Option<(&'a str, &'a str)> {
-        match &parsed.definitions.first()?.event {
-            Event::Undecodable { field, message, .. } => Some((field, message)),
-            _ => None,
-        }
-    }
-
-    #[test]
-    fn json_may_have_a_byte_order_mark_and_several_values_and_lists_may_be_nested() {
-        let service =
-            |name: &str| format!(r#"{{"apiVersion": "v1", "kind": "Service", "metadata": {{"name": "{name}"}}}}"#);
-        let text = format!("\u{feff}\n{}\n{} {}", service("a"), service("b"), service("c"));
-        let parsed = parse("a.json", text.as_bytes());
-        assert_eq!(keys(&parsed), ["Service default/a", "Service default/b", "Service default/c"]);
-        assert_eq!((parsed.definitions[2].document, parsed.faults.len()), (3, 0));
-        // What follows a syntax error is lost, and the lines of errors count from the start.
-        let text = format!("{}\n{{\"kind\":\n]}}\n{}", service("a"), service("b"));
-        let parsed = parse("a.json", text.as_bytes());
-        assert_eq!(keys(&parsed), ["Service default/a"]);
-        assert!(parsed.faults[0].0.message.contains("line 3 column 1"), "{:?}", parsed.faults);
-        assert!(parsed.unread_words().unwrap().contains("b"));
-        assert!(parse("a.json", &text.as_bytes()[..70]).unread_words().is_none(), "the text is cut off");
-
-        let nested = r#"{"kind": "List", "items": [{"kind": "ServiceList", "items": [{"metadata": {"name": "a"}}]},
-            {"kind": "List", "items": [{"kind": "NodeList", "apiVersion": "v1", "items": [{"metadata": {"name": "n"}}, {}]}]}]}"#;
-        for name in ["a.json", "a.yaml"] {
-            let parsed = parse(name, nested.as_bytes());
-            assert_eq!(keys(&parsed), ["Service default/a", "Node n"]);
-            assert_eq!(parsed.faults[0].0.field, "items[1].items[0].items[1].metadata.name");
-        }
-        let marked = format!("\u{feff}---\n{SERVICE}\u{feff}---\nkind: Node\napiVersion: v1\nmetadata: {{name: n1}}\n");
-        assert_eq!(keys(&parse("a.yaml", marked.as_bytes())), ["Service prod/web", "Node n1"]);
-    }
-
-    #[test]
-    fn numbers_and_texts_are_read_as_by_the_api_server() {
-        for name in ["a.json", "a.yaml"] {
-            let read = |port: &str| {
-                let text = format!(
-                    r#"{{"apiVersion": "v1", "kind": "Service", "metadata": {{"name": "a"}}, "spec": {{"ports": [{{"port": {port}}}]}}}}"#
-                );
-                let list = format!(r#"{{"kind": "List", "items": [{text}]}}"#);
-                let parsed = [text, list].map(|text| {
-                    let parsed = parse(name, text.as_bytes());
-                    assert_eq!(keys(&parsed), ["Service default/a"]);
-                    parsed.definitions[0].event.clone()
-                });
-                let [plain, listed] = parsed.map(|event| match event {
-                    Event::Apply(object) => Ok(format!("{object:?}")),
-                    Event::Undecodable { message, .. } => Err(message),
-                    Event::Delete(_) => unreachable!(),
-                });
-                assert_eq!(plain.is_ok(), listed.is_ok(), "{name}: {port}");
-                plain
-            };
-            assert_eq!(read("80"), read("80.0"));
-            assert_eq!(read("80"), read("8e1"));
-            for wrong in ["\"80\"", "80.5", "1e30", "true", "[]", "99999999999999999999"] {
-                let message = read(wrong).unwrap_err();
-                assert!(message.contains("invalid type") && message.contains("correct the field"), "{wrong} {message}");
-            }
-        }
-        let text = "apiVersion: v1\nkind: Service\nmetadata: {name: a, namespace: b, uid: 5}\n";
-        let parsed = parse("a.yaml", text.as_bytes());
-        assert_eq!(undecodable_field(&parsed).unwrap().0, "metadata.uid", "{parsed:?}");
-    }
-
-    #[test]
-    fn endpoints_are_a_problem_and_define_nothing() {
-        let one =
-            |name: &str| format!("apiVersion: v1\nkind: Endpoints\nmetadata: {{name: {name}, namespace: t}}\n---\n");
-        let text = one("a") + &one("b") + SERVICE;
-        let parsed = parse("a.yaml", text.as_bytes());
-        assert_eq!((keys(&parsed), parsed.faults.len()), (vec!["Service prod/web".to_owned()], 0));
-        let [Problem { object, message, .. }] = &parsed.notes[..] else { panic!("{parsed:?}") };
-        assert_eq!(object, "Endpoints t/a");
-        assert!(message.contains("write EndpointSlices"), "{message}");
-    }
-
-    #[test]
-    fn a_quoted_text_that_is_not_indented_gets_a_remedy() {
-        let text = format!("{SERVICE}  annotations:\n    note: \"first\n    second\"\n")
-            .replace("metadata: {name: web, namespace: prod}", "metadata:\n  name: web");
-        let parsed = parse("a.yaml", text.as_bytes());
-        let message = &parsed.faults[0].0.message;
-        assert!(message.contains("line 7") && message.contains("indent each line of the quoted text"), "{message}");
-        assert!(keys(&parse("a.yaml", text.replace("    second", "     second").as_bytes())).len() == 1);
     }
 
     #[test]

@@ -91,8 +91,7 @@ impl Location {
 /// An object in the folder.
 #[derive(Debug, Default)]
 struct KnownObject {
-    /// In order of path. The first definition is to be used; without one, the definition in use
-    /// stays.
+    /// In order of path. The first is to be used; without one, that in use stays.
     locations: Vec<Location>,
     /// The hash of the definition in use.
     used: Option<u64>,
@@ -112,14 +111,12 @@ impl KnownObject {
 pub(super) struct Update {
     /// Each event with its origin, such as `web.yaml, document 2`.
     pub(super) events: Vec<(Event, String)>,
-    /// Problems of files and folders: the location, the value of the metric's label `reason`, and
-    /// the problems. An empty list clears the problems of a location.
+    /// Problems by location, with the metric's label `reason`. An empty list clears them.
     pub(super) problems: Vec<(String, &'static str, Vec<Problem>)>,
     /// Files whose definitions have come into use.
     wanted: BTreeSet<PathBuf>,
 }
 
-/// The state of the folder.
 #[derive(Debug)]
 pub(super) struct ManifestFolder {
     pub(super) root: PathBuf,
@@ -296,8 +293,7 @@ impl ManifestFolder {
         self.objects.get_key_value(&key).map_or_else(|| Arc::new(key), |(shared, _)| Arc::clone(shared))
     }
 
-    /// Sets the definition of an object in the file `path`, and brings the definition to be used
-    /// into use. A definition in another file is read first.
+    /// Sets the definition of an object in a file, and brings the first one into use.
     fn choose(&mut self, key: &ObjectKey, path: &Path, definition: Option<(Location, Event)>, update: &mut Update) {
         let Some(known) = self.objects.get_mut(key) else { return };
         let before = known.locations.len();

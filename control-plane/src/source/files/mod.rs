@@ -29,7 +29,6 @@ use crate::{
     objects::SourceKind,
 };
 
-/// Time between scans.
 const RESCAN: Duration = Duration::from_secs(10);
 
 /// Reads a folder until `shutdown`, and passes its changes to `sink`. While the folder cannot be
@@ -122,8 +121,7 @@ impl Intake {
         }
     }
 
-    /// Commits the updates. A replica begins to serve when it knows all that the folder defines:
-    /// where another replica keeps a last good value, this replica would serve something else.
+    /// Commits the updates. A replica serves once it knows all that the folder defines.
     fn commit(&mut self, folder: &ManifestFolder, received: Instant) {
         let invalid = || self.model.invalid().map(|key| format!("{key} is invalid: correct it (see its problem)"));
         let doubt = if self.is_synced { folder.unreadable() } else { folder.doubt().or_else(invalid) };

@@ -55,8 +55,7 @@ pub(super) struct Notices {
     pending: Option<(Instant, Instant)>,
     /// When the folder was last scanned because of [`LONGEST_UNREST`].
     hurried: Option<Instant>,
-    /// The files with changes that were not read: since when, and whether a program has the file
-    /// open for writing.
+    /// Files with unread changes: since when, and whether a program has the file open.
     pub(super) unread: BTreeMap<PathBuf, (Instant, bool)>,
 }
 
@@ -67,8 +66,7 @@ impl Notices {
         Self { root, inotify, watched, pending: None, hurried: None, unread }
     }
 
-    /// Forgets the notifications before a scan, and watches the root and the folders above it, in
-    /// which the root may appear, disappear, or be replaced.
+    /// Forgets the notifications before a scan, and watches the root and the folders above it.
     pub(super) fn begin_scan(&mut self, now: Instant) {
         self.take_in(now);
         let is_hurried = self.pending.take().is_some_and(|(first, _)| first + LONGEST_UNREST <= now);
@@ -91,8 +89,7 @@ impl Notices {
         }
     }
 
-    /// Waits for a notification, at most for `time`. Returns true if the other end of `stopped` is
-    /// closed.
+    /// Waits for a notification, at most for `time`. True if the other end of `stopped` closed.
     pub(super) fn wait(&mut self, time: Duration, stopped: &UnixStream) -> bool {
         let files = [stopped.as_fd()].into_iter().chain(self.inotify.as_ref().map(AsFd::as_fd));
         let mut files: Vec<_> = files.map(|file| PollFd::from_borrowed_fd(file, PollFlags::IN)).collect();
@@ -140,8 +137,7 @@ impl Notices {
         }
         let mut first = now;
         if !mask.contains(Mask::ATTRIB) {
-            // The file was closed, or another file or folder has this name now. A pause between
-            // scans remains, however often that happens.
+            // Closed, or replaced. A pause between scans remains in any case.
             let has_rested = self.hurried.is_none_or(|hurried| hurried + QUIET <= now);
             let at_path = self.unread.range_mut(path.clone()..).take_while(|(file, _)| file.starts_with(&path));
             for (_, (since, is_open)) in at_path {
@@ -157,8 +153,7 @@ impl Notices {
         self.pending.map(|(first, last)| (last + QUIET).min(first + LONGEST_UNREST))
     }
 
-    /// Calls `read` for a file. Returns its result if the file was whole all the time. The error
-    /// says since when the file has changes that were not read.
+    /// Calls `read`, and returns its result if the file was whole, else since when it is not.
     pub(super) fn read<T>(&mut self, path: &Path, now: Instant, read: impl FnOnce() -> T) -> Result<T, Instant> {
         self.take_in(now);
         let before = self.unread.get(path).copied();
@@ -211,24 +206,6 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_read_when_its_writer_has_closed_it() {
-        let start = Instant::now();
-        let (_folder, file, mut notices) = started(start);
-        let read = |notices: &mut Notices, now| notices.read(&file, now, || fs::read_to_string(&file).unwrap());
-        assert_eq!(read(&mut notices, start), Ok("old".to_owned()));
-        // As a shell does before it starts the program that writes.
-        let mut writer = File::create(&file).unwrap();
-        assert_eq!(read(&mut notices, start), Err(start));
-        writer.write_all(b"new").unwrap();
-        assert_eq!(read(&mut notices, start + LONGEST_WRITING), Err(start), "the file is still open");
-        assert_eq!(notices.due(), None);
-        drop(writer);
-        assert_eq!(read(&mut notices, start + QUIET), Ok("new".to_owned()));
-        assert_eq!(notices.due(), Some(start + QUIET * 2));
-        assert!(notices.unread.is_empty());
-    }
-
-    #[test]
     fn what_was_written_meanwhile_was_not_read() {
         let start = Instant::now();
         let (folder, file, mut notices) = started(start);
@@ -248,34 +225,6 @@ mod tests {
             }
             assert_eq!(notices.read(&file, start, || {}), Ok(()));
         }
-    }
-
-    #[test]
-    fn a_file_that_is_written_again_and_again_is_read_at_once_when_it_is_closed() {
-        let start = Instant::now();
-        let (_folder, file, mut notices) = started(start);
-        // Each scan finds the file open, some of them just before it is closed.
-        let mut now = start;
-        for after in [QUIET, QUIET * 3, QUIET, QUIET * 3, QUIET * 2] {
-            let writer = File::create(&file).unwrap();
-            now += QUIET * 2;
-            notices.begin_scan(now);
-            assert!(notices.read(&file, now, || {}).is_err());
-            now += after / 2;
-            drop(writer);
-            notices.take_in(now);
-        }
-        assert!(notices.due().unwrap() <= now, "the first change was not read for LONGEST_UNREST");
-        // It is written again before it could be read.
-        notices.begin_scan(now);
-        assert!(notices.read(&file, now, || fs::write(&file, "new").unwrap()).is_err());
-        notices.take_in(now + QUIET / 2);
-        assert!(notices.due().unwrap() > now + QUIET / 2, "the next scan is not too soon");
-        fs::write(&file, "new").unwrap();
-        notices.take_in(now + QUIET);
-        assert!(notices.due().unwrap() <= now + QUIET);
-        notices.begin_scan(now + QUIET);
-        assert_eq!(notices.read(&file, now + QUIET, || {}), Ok(()));
     }
 
     #[test]

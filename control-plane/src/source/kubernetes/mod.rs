@@ -41,7 +41,6 @@ use watch::{KindUpdate, Watch, WatchUpdate, source_kind};
 /// Capacity of the channel from the watches to the model. A watch waits while the channel is full.
 const WAITING_UPDATES: usize = 1_024;
 
-/// Maximum time to connect to the server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Watches the API server of `client` until `shutdown`, and passes its changes to `sink`.
@@ -91,8 +90,7 @@ pub async fn follow(
     }
 }
 
-/// Creates a client for the API server that the kubeconfig file names. Without a file, the client
-/// uses the API server of the cluster in which the pod of this program runs.
+/// Creates a client for the API server of the kubeconfig file, or of the pod's cluster.
 pub(crate) async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
     // The installation fails only if a provider is already installed, which is harmless.
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -115,8 +113,7 @@ async fn config(kubeconfig: Option<&Path>) -> Result<Config, SourceError> {
     config.map_err(|error| refused(error.to_string()))
 }
 
-/// The name and port of the API server of [`client`]; `None` if no client can be created, as
-/// [`client`] reports.
+/// The name and port of the API server of [`client`], if that can be created.
 pub(crate) async fn api_server(kubeconfig: Option<&Path>) -> Option<(String, u16)> {
     let url = config(kubeconfig).await.ok()?.cluster_url;
     let port = url.port_u16().unwrap_or(if url.scheme_str() == Some("http") { 80 } else { 443 });
@@ -128,8 +125,7 @@ struct Applier {
     sink: Arc<dyn Sink>,
     model: Model,
     positions: BTreeMap<SourceKind, u64>,
-    /// The position of the last bookmark of each kind. A list or a change that arrives later
-    /// removes the position.
+    /// The last bookmark's position of each kind, until a later list or change.
     bookmarks: BTreeMap<SourceKind, u64>,
     /// When the oldest uncommitted list or change arrived; `None` if there is no such update.
     received: Option<std::time::Instant>,
@@ -186,8 +182,7 @@ impl Applier {
         }
     }
 
-    /// Commits the changes. Until every kind has been listed once, only problems are passed on: a
-    /// part of the cluster's state must not be served.
+    /// Commits the changes, but only problems until every kind has been listed once.
     fn commit(&mut self) {
         self.model.show_problems(&*self.sink);
         let received = self.received.take();
@@ -228,12 +223,10 @@ pub fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
 /// Upper bound of the updates in one commit.
 const MAX_TOGETHER: usize = 4_096;
 
-/// Updates that arrive within this time of one another are committed together, because a Service
-/// and its slices change together.
+/// Updates so close to one another, as of a Service and its slices, are committed together.
 const LINGER: Duration = Duration::from_millis(1);
 
-/// The longest time that an update waits for further updates. After a pause of this length, the
-/// next update does not wait.
+/// The longest wait for further updates, and the pause after which there is none.
 const LONGEST_LINGER: Duration = Duration::from_millis(5);
 
 /// Gathers the updates of one channel.
@@ -281,7 +274,6 @@ const TICK: Duration = Duration::from_secs(1);
 /// While the server sends nothing, a probe is sent each time this many ticks have passed.
 const PROBE_TICKS: u32 = 5;
 
-/// How long the answer to a probe may take.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// After so many silent ticks the source is cut off: two probes have failed.
@@ -308,8 +300,7 @@ struct ContactState {
     /// Ticks since the server last sent anything.
     silent_ticks: u32,
     probe_problem: String,
-    /// Kinds whose requests fail: the time of the first failure, and the last message. Without a
-    /// message, the kind is listed because its watch has not reached the version of the server.
+    /// Kinds whose requests fail: since when, and why; without a message, behind the server.
     failing: BTreeMap<ObjectKind, (Instant, Option<String>)>,
     /// Kinds whose watch is stuck.
     stuck: BTreeSet<ObjectKind>,
@@ -394,8 +385,7 @@ impl Contact {
         }
     }
 
-    /// Checks the source every [`TICK`], and probes the server while the server is silent. Never
-    /// returns.
+    /// Checks the source every [`TICK`], and probes a silent server, for ever.
     async fn run(self: Arc<Self>, client: Client) {
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -874,17 +864,6 @@ mod gather_tests {
     use futures::FutureExt as _;
 
     use super::*;
-
-    #[tokio::test]
-    async fn an_update_after_a_pause_does_not_wait() {
-        let (sender, mut updates) = mpsc::channel(8);
-        let mut gatherer = Gatherer::default();
-        sender.try_send(2).unwrap();
-        let batch = gatherer.together(1, &mut updates).now_or_never();
-        assert_eq!(batch, Some(vec![1, 2]), "updates that have arrived are committed together, at once");
-        tokio::time::sleep(LONGEST_LINGER).await;
-        assert_eq!(gatherer.together(3, &mut updates).now_or_never(), Some(vec![3]));
-    }
 
     #[tokio::test]
     async fn updates_of_a_burst_are_gathered_for_a_bounded_time() {

@@ -18,10 +18,6 @@ const fn seconds(seconds: u64) -> Duration {
 enum Server {
     /// It sends a bookmark 2 s before a watch ends.
     Good,
-    /// It never sends a bookmark.
-    WithoutBookmarks,
-    /// It ends each watch after 10 s.
-    EndsEarly,
     /// Its watches bring nothing. Lists work.
     Stuck,
     /// Like `Stuck`, and watches do not end either.
@@ -30,20 +26,15 @@ enum Server {
     StuckWithoutLists,
     /// Like `Dead`, and lists are not answered. Requests for the version are answered.
     DeadWithoutLists,
-    /// The open watch is a dead connection. New watches work.
-    DeadConnection,
 }
 
 impl Server {
     fn brings_nothing(self) -> bool {
-        matches!(
-            self,
-            Self::Stuck | Self::StuckWithoutLists | Self::Dead | Self::DeadWithoutLists | Self::DeadConnection
-        )
+        self != Self::Good
     }
 
     fn never_ends(self) -> bool {
-        matches!(self, Self::Dead | Self::DeadWithoutLists | Self::DeadConnection)
+        matches!(self, Self::Dead | Self::DeadWithoutLists)
     }
 }
 
@@ -168,10 +159,6 @@ impl World {
                 if !self.plan.is_checking() {
                     self.failing_since = None;
                 }
-                if self.server == Server::DeadConnection {
-                    // The connection that was dead is gone.
-                    self.server = Server::Good;
-                }
                 if !self.server.brings_nothing() {
                     self.bring();
                 }
@@ -199,10 +186,8 @@ impl World {
     fn run(&mut self, time: Duration) {
         let until = self.now + time;
         while self.now < until {
-            let ended = self.watch.filter(|_| !self.server.never_ends()).map(|(opened, limit, _)| {
-                opened + if self.server == Server::EndsEarly { limit.min(seconds(10)) } else { limit }
-            });
-            let has_bookmarks = matches!(self.server, Server::Good | Server::EndsEarly);
+            let ended = self.watch.filter(|_| !self.server.never_ends()).map(|(opened, limit, _)| opened + limit);
+            let has_bookmarks = self.server == Server::Good;
             let bookmark = self.watch.filter(|(_, _, sent)| has_bookmarks && !sent).map(|(opened, limit, _)| {
                 // A server sends the first bookmark of a watch after a minute at the latest.
                 opened + (limit - seconds(2)).min(seconds(60))
@@ -256,22 +241,6 @@ fn a_quiet_kind_is_never_cut_off_and_costs_two_small_requests_a_minute() {
     }
 }
 
-#[test]
-fn a_server_without_bookmarks_is_listed_in_each_cycle_and_not_cut_off() {
-    let mut world = World::new(Server::WithoutBookmarks, 1);
-    world.run(seconds(6 * 3_600));
-    assert_eq!((world.failures, world.cut_off), (0, None));
-    assert!(world.small_in_a_minute() <= 3, "{} requests", world.small_in_a_minute());
-    assert!((6 * 3_600 / 64..=6 * 60 + 1).contains(&world.lists), "{} lists", world.lists);
-}
-
-#[test]
-fn watches_that_end_early_continue_without_a_list() {
-    let mut world = World::new(Server::EndsEarly, 1);
-    world.run(seconds(3_600));
-    assert_eq!((world.lists, world.failures, world.cut_off), (1, 0, None));
-}
-
 /// The server fails at any moment of a cycle, and the change comes right after that.
 #[test]
 fn a_change_that_does_not_arrive_cuts_the_source_off_within_90_seconds() {
@@ -295,95 +264,6 @@ fn a_change_that_does_not_arrive_cuts_the_source_off_within_90_seconds() {
     }
     // The bound is not an accident of the simulation.
     assert!(longest > seconds(78), "{longest:?}");
-}
-
-/// A later change cuts the source off, even if a list has brought the first change.
-#[test]
-fn a_stuck_watch_is_cut_off_although_lists_bring_its_changes() {
-    let mut world = World::new(Server::Good, 7);
-    world.run(seconds(200));
-    world.server = Server::Stuck;
-    for _ in 0..30 {
-        world.change();
-        world.run(seconds(3));
-    }
-    assert!(world.cut_off.is_some());
-}
-
-#[test]
-fn a_dead_connection_is_replaced_before_the_source_is_cut_off() {
-    let mut world = World::new(Server::Good, 3);
-    world.run(seconds(200));
-    world.server = Server::DeadConnection;
-    world.change();
-    let changed = world.now;
-    world.run(seconds(300));
-    assert!(world.brought.is_some_and(|at| at - changed <= BOUND));
-    assert_eq!((world.cut_off, world.lists, world.failures), (None, 2, 1));
-}
-
-#[test]
-fn a_process_that_was_frozen_continues_without_a_list() {
-    let mut world = World::new(Server::Good, 3);
-    world.run(seconds(200));
-    world.now += seconds(3_600);
-    world.happen(PlanEvent::Ended);
-    world.run(seconds(600));
-    assert_eq!((world.lists, world.failures, world.cut_off), (1, 0, None));
-}
-
-fn watching() -> World {
-    let mut world = World::new(Server::Good, 5);
-    world.run(seconds(70));
-    world
-}
-
-fn fail(world: &mut World, failure: Failure) -> Step {
-    world.plan.next(PlanEvent::Failed(failure), world.now);
-    world.plan.next(PlanEvent::Paused, world.now)
-}
-
-#[test]
-fn two_breaks_in_a_row_by_the_server_lead_to_a_list() {
-    let error = || Failure::answer(ObjectKind::Service, "watch", StatusCode::INTERNAL_SERVER_ERROR, None);
-    let mut world = watching();
-    for _ in 0..10 {
-        assert!(matches!(fail(&mut world, Failure::cut()), Step::Watch(Some(_), _)), "a connection was cut");
-    }
-    assert!(matches!(fail(&mut world, error()), Step::Watch(Some(_), _)));
-    assert!(matches!(world.plan.next(PlanEvent::Line("99999".into()), world.now), Step::Stay));
-    assert!(matches!(fail(&mut world, Failure::malformed("x")), Step::Watch(Some(_), _)), "the version moved");
-    assert!(matches!(fail(&mut world, error()), Step::Watch(None, _)));
-}
-
-#[test]
-fn a_server_that_went_back_is_listed_again() {
-    let mut world = watching();
-    assert!(matches!(world.plan.next(PlanEvent::Wanted(u64::MAX), world.now), Step::Ask));
-    let step = world.plan.next(PlanEvent::Asked("5".into()), world.now);
-    assert!(matches!(step, Step::Pause { cause: Cause::Failed(failure), .. } if failure.reason == "source_went_back"));
-    assert!(matches!(world.plan.next(PlanEvent::Paused, world.now), Step::Watch(None, _)));
-}
-
-#[test]
-fn a_position_of_another_replica_is_reached_by_a_short_watch() {
-    let mut world = watching();
-    world.run(seconds(10));
-    let (version, now) = (world.version(), world.now);
-    assert!(matches!(world.plan.next(PlanEvent::Wanted(version - 1), now), Step::Ask));
-    assert!(matches!(world.plan.next(PlanEvent::Asked(version.to_string()), now), Step::Pause { .. }));
-    assert!(matches!(world.plan.next(PlanEvent::Paused, now), Step::Watch(_, limit) if limit == SHORT_WATCH));
-    // A list that is under way is not disturbed.
-    let mut world = watching();
-    world.server = Server::Stuck;
-    while !world.plan.is_checking() {
-        world.run(seconds(1));
-    }
-    assert!(matches!(world.plan.next(PlanEvent::Wanted(u64::MAX), world.now), Step::Stay));
-    // A position that the server has not reached is not true.
-    let mut world = watching();
-    assert!(matches!(world.plan.next(PlanEvent::Wanted(u64::MAX), now), Step::Ask));
-    assert!(matches!(world.plan.next(PlanEvent::Asked(version.to_string()), now), Step::Stay));
 }
 
 #[test]

@@ -32,17 +32,14 @@ use crate::{
 /// How long the server may take to begin an answer, or to send one page of a list.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long the answer with the version of the server may take. API servers wait 3 s for their
-/// cache before they ask etcd.
+/// How long the version of the server may take. Servers wait 3 s before they ask etcd.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A streaming list that sends nothing for this time has failed.
 const LIST_SILENCE_LIMIT: Duration = Duration::from_secs(60);
 
-/// Number of objects in one page of a list.
 const PAGE_OBJECTS: u32 = 500;
 
-/// Maximum size of the body of an error answer.
 const ERROR_BODY_LIMIT_BYTES: usize = 64 * 1024;
 
 /// What a watch reports.
@@ -50,14 +47,12 @@ const ERROR_BODY_LIMIT_BYTES: usize = 64 * 1024;
 pub(super) enum WatchUpdate {
     /// All objects of the kind.
     Listed(Vec<Event>),
-    /// One object.
     Changed(Event),
     /// The position moved without a change.
     Moved,
 }
 
-/// An update with its kind and the resourceVersion after the update. `version` is `None` if the
-/// server does not have the kind.
+/// An update with its kind and version; `None` if the server does not have the kind.
 #[derive(Debug)]
 pub(super) struct KindUpdate {
     pub(super) kind: ObjectKind,
@@ -66,12 +61,10 @@ pub(super) struct KindUpdate {
     pub(super) received: std::time::Instant,
 }
 
-/// The watch of one kind.
 pub(super) struct Watch {
     requests: Requests,
     updates: mpsc::Sender<KindUpdate>,
     plan: Plan,
-    /// The open watch.
     lines: Option<Lines>,
     /// The request for the version of the server, or the list that is compared with the watch.
     answer: OptionFuture<BoxFuture<'static, Result<PlanEvent, Failure>>>,
@@ -80,8 +73,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Creates the watch of a kind. After the silence `silence`, the server has to show that
-    /// nothing has changed.
+    /// Creates the watch of a kind, which has to be shown current after `silence`.
     pub(super) fn new(
         kind: ObjectKind,
         client: Client,
@@ -237,8 +229,7 @@ impl Watch {
     }
 
     async fn send_update(&mut self, update: WatchUpdate, version: Option<String>) {
-        // The clock is read before the wait for room in the channel. Sending fails only at
-        // shutdown, which `run` detects.
+        // The clock is read before the wait for room. Sending fails only at shutdown.
         let update = KindUpdate { kind: self.requests.kind, update, version, received: std::time::Instant::now() };
         let _ = self.updates.send(update).await;
     }
@@ -255,7 +246,6 @@ impl Watch {
 /// The label selector and the field selector of a request.
 type Selectors = [Option<&'static str>; 2];
 
-/// The requests for one kind.
 #[derive(Clone)]
 struct Requests {
     kind: ObjectKind,
@@ -265,15 +255,13 @@ struct Requests {
 }
 
 impl Requests {
-    /// Asks for the version of the server: a list of one object without a version is a consistent
-    /// read. Selectors would let the server search. Without an answer, the watch goes on.
+    /// Asks for the server's version by a list of one object. Without an answer, the watch goes on.
     async fn ask(self) -> Result<PlanEvent, Failure> {
         let parameters = ListParams { limit: Some(1), ..ListParams::default() };
         let answer = timeout(VERSION_TIMEOUT, self.page(&parameters)).await;
         Ok(answer.ok().and_then(Result::ok).map_or(PlanEvent::Time, |(page, _)| PlanEvent::Asked(page.version)))
     }
 
-    /// Lists the kind in pages.
     async fn list(&self, selectors: Selectors) -> Result<Listed, Failure> {
         let [label_selector, field_selector] = selectors.map(|selector| selector.map(str::to_owned));
         let mut parameters =
@@ -281,8 +269,7 @@ impl Requests {
         let mut events = Vec::new();
         loop {
             let (page, continue_token) = match self.page(&parameters).await {
-                // The token has expired, because the server no longer has the version of the first
-                // page. A list without pages needs no token.
+                // The first page's version has gone. A list without pages needs no token.
                 Err(failure) if failure.needs_list && parameters.continue_token.is_some() => {
                     self.sink.count_error(source_kind(self.kind), failure.reason);
                     events.clear();
@@ -300,8 +287,7 @@ impl Requests {
         }
     }
 
-    /// Reads a streaming list: the watch begins with all present objects, and a bookmark marks the
-    /// end of the list.
+    /// Reads a streaming list: all present objects in a watch, up to a bookmark.
     async fn collect(&self, lines: &mut Lines) -> Result<Listed, Failure> {
         let mut events = Vec::new();
         loop {
@@ -311,8 +297,7 @@ impl Requests {
             let Some(line) = line else { return Err(Failure::incomplete_list()) };
             self.contact.touched();
             match self.decode(&line)? {
-                // The protocol has no deletions in a streaming list. If a deletion arrives anyway,
-                // its object must not be served.
+                // Not part of the protocol. If it comes, the object must not be served.
                 Line::Object { event: Some(Event::Delete(key)), .. } => {
                     events.retain(|other: &Event| other.key() != key);
                 }
@@ -421,23 +406,19 @@ pub(super) fn source_kind(kind: ObjectKind) -> SourceKind {
 /// How long a watch may continue after its time limit. Then it counts as dead.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// The time limit of a watch that is opened to reach a version soon. Servers send a bookmark in
-/// such a watch after one or two seconds.
+/// The limit of a watch to reach a version soon: a bookmark comes after one or two seconds.
 const SHORT_WATCH: Duration = Duration::from_secs(3);
 
-/// The server is asked at least this long before the end of a cycle, because the last bookmark of a
-/// watch comes about 2 s before its end.
+/// The least time before the end of a cycle: its last bookmark comes about 2 s before.
 const LEAST_LEAD: Duration = Duration::from_secs(4);
 
-/// A pause follows a watch that ends within this time, even without a failure. Without the pause, a
-/// server that ends every watch immediately would receive one request after the other.
+/// A pause follows shorter watches, so that they do not become a flood of requests.
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
 
 /// The time limit of a streaming list. The watch that continues it ends with the cycle.
 const STREAMING_LIST: Duration = Duration::from_secs(290);
 
-/// If the server does not have a kind, the kind is listed again after about this time. Each answer
-/// confirms the state of the kind.
+/// If the server does not have a kind, its list is repeated, and confirmed, about so often.
 const ABSENT_PAUSE: Duration = Duration::from_secs(50);
 
 /// A watch that does not end at its time limit.
@@ -454,7 +435,6 @@ fn lead(silence: Duration) -> Duration {
 /// What has happened.
 #[derive(Debug)]
 enum PlanEvent {
-    /// The pause is over.
     Paused,
     /// The list with this version is complete, and its objects are passed on.
     Listed(String),
@@ -468,7 +448,6 @@ enum PlanEvent {
     Wanted(u64),
     /// [`Plan::wakes_at`] has come.
     Time,
-    /// The server ended the watch.
     Ended,
     /// The list or the watch failed.
     Failed(Failure),
@@ -494,17 +473,13 @@ enum Step {
     },
     /// The open watch is dropped. [`PlanEvent::Paused`] follows after the pause.
     Pause {
-        /// The length of the pause.
         pause: Duration,
-        /// Why the watch is dropped.
         cause: Cause,
         /// Whether the kind counts as listed and empty.
         is_empty: bool,
     },
-    /// The kind is listed in pages.
     List,
-    /// A watch with a time limit is opened. It begins after this version, or with all objects (a
-    /// streaming list).
+    /// A watch with a time limit, after this version, or a streaming list.
     Watch(Option<String>, Duration),
 }
 
@@ -513,7 +488,6 @@ enum Step {
 enum Cause {
     /// It has done its work.
     Done,
-    /// It failed.
     Failed(Failure),
     /// The server does not know an option. The next request does without the option.
     Lacks(Failure, &'static str),
@@ -534,8 +508,7 @@ enum Proof {
     Behind(u64),
     /// The watch has reached the version that the server had when it was asked.
     Shown,
-    /// The watch has not reached that version, so the kind is listed. The list is kept with the
-    /// time when it was complete.
+    /// The watch has not reached that version, so the kind is listed; when, and the list.
     Checking(Option<(Instant, Listed)>),
 }
 
@@ -548,11 +521,9 @@ struct Plan {
     back_off: BackOff,
     /// True if the server has no streaming lists.
     is_streaming_refused: bool,
-    /// True after a streaming list has failed: the next list is read in pages. For example, a proxy
-    /// may break streaming lists, or etcd may not report progress.
+    /// After a failed streaming list, as behind a proxy: the next list is read in pages.
     is_paged: bool,
-    /// True after the server has refused the field selector. The model ignores the objects that the
-    /// selector would have excluded.
+    /// After a refusal of the field selector, whose objects the model ignores anyway.
     is_selector_refused: bool,
     /// The version of the last list, change or bookmark; `None` before a list.
     version: Option<String>,
@@ -577,8 +548,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// A kind that has not been listed. `silence` is the length of a cycle: after so much silence
-    /// the server has to show that nothing has changed.
+    /// A kind that has not been listed. After `silence` it has to be shown current.
     fn new(kind: ObjectKind, silence: Duration, rng: fastrand::Rng, now: Instant) -> Self {
         Self {
             kind,
@@ -602,8 +572,7 @@ impl Plan {
         }
     }
 
-    /// The label selector and the field selector. The selectors exclude objects that a service
-    /// proxy does not serve. An object that no longer matches arrives as a deletion.
+    /// Label and field selector, without objects that a proxy does not serve.
     fn selectors(&self) -> [Option<&'static str>; 2] {
         match self.kind {
             ObjectKind::Service => {
@@ -625,8 +594,7 @@ impl Plan {
         self.version.is_some()
     }
 
-    /// Whether the kind is listed because the watch has not reached the version of the server. Only
-    /// the list shows that the kind is current.
+    /// Whether only the list, which is under way, shows that the kind is current.
     fn is_checking(&self) -> bool {
         matches!(self.proof, Proof::Checking(_))
     }
@@ -802,8 +770,7 @@ impl Plan {
     }
 
     fn new_cycle(&mut self, now: Instant) {
-        // Replicas that started together do not ask together for long. The limits of watches are
-        // whole seconds.
+        // Replicas that started together soon ask apart. Limits are whole seconds.
         let jitter = Duration::from_secs(self.back_off.rng.u64(0..=self.silence.as_secs() / 30));
         self.cycle_ends = now + self.silence + jitter;
         self.ask_at = Some(self.cycle_ends - lead(self.silence));

@@ -19,11 +19,7 @@ pub(super) struct Reader {
     pub(super) staged: Vec<Change>,
     pub(super) by_digests: bool,
     pub(super) positions: BTreeMap<i32, u64>,
-    pub(super) batches: usize,
     pub(super) ends: Vec<v1::SnapshotEnd>,
-    pub(super) resources: usize,
-    pub(super) removals: usize,
-    pub(super) references: usize,
     pub(super) decoder: Decoder,
 }
 
@@ -45,7 +41,6 @@ impl Reader {
                 self.stage(batch.changes.unwrap());
                 if batch.version != previous {
                     self.version = batch.version;
-                    self.batches += 1;
                     self.apply();
                 }
             }
@@ -56,8 +51,6 @@ impl Reader {
     }
 
     fn stage(&mut self, changes: v1::Changes) {
-        let groups = changes.endpoints.iter().filter(|group| !group.service.is_empty()).count();
-        self.references += groups + changes.known_placements.len();
         let (changes, rejections) = self.decoder.changes(changes).unwrap();
         assert_eq!(rejections, []);
         self.staged.extend(changes);
@@ -65,10 +58,6 @@ impl Reader {
 
     fn apply(&mut self) {
         for change in std::mem::take(&mut self.staged) {
-            match change {
-                Change::Service(_) | Change::Endpoint(..) | Change::ServiceCidr(_) => self.resources += 1,
-                _ => self.removals += 1,
-            }
             self.state.apply(change, &mut Dirty::default());
         }
     }
@@ -112,7 +101,9 @@ impl Reader {
 
     pub(super) fn resume(&mut self, store: &Store, epoch: u64) -> (ResumeMode, Cursor) {
         self.staged.clear();
-        let (mode, cursor) = store.cursor(Some(&resume_of(self, epoch)));
+        let digests = Some(self.state.digests().clone());
+        let resume = Resume { epoch, version: self.version, positions: BTreeMap::new(), digests };
+        let (mode, cursor) = store.cursor(Some(&resume));
         self.by_digests = mode == ResumeMode::Digests;
         if mode == ResumeMode::Log {
             self.refer();
@@ -125,9 +116,4 @@ impl Reader {
         assert_eq!(self.version, store.read().version);
         assert!(*self.state.digests() == store.digests(), "the reader's state differs from the store's");
     }
-}
-
-pub(super) fn resume_of(reader: &Reader, epoch: u64) -> Resume {
-    let digests = Some(reader.state.digests().clone());
-    Resume { epoch, version: reader.version, positions: BTreeMap::new(), digests }
 }

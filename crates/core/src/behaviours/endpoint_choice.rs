@@ -92,8 +92,7 @@ pub struct Verdict {
     pub local: Result<Turn, Exclusion>,
 }
 
-/// Decides whether the sets of a node may contain an endpoint. `mode` is the mode of the service
-/// port.
+/// Decides whether the sets of a node may contain an endpoint. `mode` is that of the service port.
 #[must_use]
 pub fn verdict(candidate: &PortState<'_>, mode: TopologyMode, node: &NodeFacts) -> Verdict {
     let conditions = candidate.conditions;
@@ -198,8 +197,7 @@ fn scale(choice: &mut EndpointChoice) {
     }
 }
 
-/// True if an endpoint port belongs to a service port: name and protocol must be equal, the number
-/// does not matter.
+/// True if an endpoint port has the name and the protocol of a service port.
 pub(crate) fn belongs_to(candidate: &EndpointPort, port: &ServicePort) -> bool {
     candidate.name == port.name && candidate.protocol == port.protocol
 }
@@ -308,19 +306,6 @@ mod tests {
         ];
         assert_eq!(chosen(&endpoints, "http"), [vec![1, 3], vec![1]]);
         assert_eq!(chosen(&endpoints, "metrics"), [vec![2, 3], vec![3]]);
-    }
-
-    // rows: 9, 25, 26
-    #[test]
-    fn hints_of_one_port_do_not_count_for_another_port_of_the_same_address() {
-        let ready = Conditions::READY;
-        let no_hint = Arc::new(Placement::on("there"));
-        let endpoints = [
-            endpoint(1, (ready, placed("there", &["z1"])), (ready, Arc::clone(&no_hint))),
-            endpoint(2, (ready, placed("there", &["z2"])), (ready, placed("there", &["z2"]))),
-        ];
-        assert_eq!(chosen(&endpoints, "http")[0], [1]);
-        assert_eq!(chosen(&endpoints, "metrics")[0], [1, 2]);
     }
 
     fn weighing(hundredths: &[u16]) -> Vec<Endpoint> {

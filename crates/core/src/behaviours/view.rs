@@ -19,8 +19,7 @@ use crate::{
     state::{ServiceEntry, State, frontends::Frontend},
 };
 
-/// Numbers of service ports whose traffic is dropped because this node has no endpoint for a Local
-/// policy.
+/// Numbers of service ports whose traffic a Local policy drops because this node has no endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct NoLocalEndpoints {
     /// Ports with `internalTrafficPolicy: Local`.
@@ -74,8 +73,7 @@ pub struct ServicePortView {
     pub affinity_timeout_seconds: Option<u32>,
     /// The algorithm that the Service selects; `None` for the default of the dataplane.
     pub load_balancing: Option<LoadBalancing>,
-    /// The header that endpoints expect at the beginning of each connection. `None` unless the port
-    /// is a TCP port.
+    /// The header that endpoints of a TCP port expect at the beginning of each connection.
     pub proxy_protocol: Option<ProxyProtocol>,
     /// The most open connections of the Service on this node. `None` for no limit.
     pub max_connections: Option<u32>,
@@ -140,8 +138,7 @@ impl ServicePortView {
     }
 
     /// True if this node uses the endpoints for Cluster policy. Every externally accessible port
-    /// uses them: with Local policy, traffic from local pods and from the node itself may go to all
-    /// endpoints.
+    /// does, see [`Self::external_policy`].
     #[must_use]
     pub fn uses_cluster_endpoints(&self) -> bool {
         !self.internal_traffic_policy.is_local() || self.is_externally_accessible()
@@ -154,8 +151,7 @@ impl ServicePortView {
             || (self.external_traffic_policy.is_local() && self.is_externally_accessible())
     }
 
-    /// Counts this port for each Local policy whose traffic is dropped because all endpoints are on
-    /// other nodes.
+    /// Counts this port for each Local policy whose endpoints are all on other nodes.
     #[must_use]
     pub fn no_local_endpoints(&self) -> NoLocalEndpoints {
         let lacks = self.has_any_endpoint && self.local_endpoints.is_empty();
@@ -205,8 +201,7 @@ pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node:
     views
 }
 
-/// Like [`service_views`], but includes endpoints that fail health checks. Health checks need these
-/// endpoints. Dataplanes that keep the connections of failing endpoints need them too.
+/// Like [`service_views`], with endpoints that fail health checks, which may keep connections.
 #[must_use]
 pub fn views_of_all_endpoints(
     state: &State,
@@ -270,11 +265,9 @@ pub fn views_of_all_endpoints(
 
 /// The most pairs of a port and an endpoint of a Service in one family.
 pub const MAX_PORT_ENDPOINTS: usize = 65_536;
-/// The most pairs of a virtual server and an endpoint of a Service in one family. Mode IPVS has a
-/// destination for each of them.
+/// The most destinations of mode IPVS: pairs of a virtual server and an endpoint, in one family.
 pub const MAX_DESTINATIONS: usize = 262_144;
-/// The most pairs of a slot and an endpoint of a Service with consistent-hash in one family. Mode
-/// nftables computes a score for each of them.
+/// The most scores in mode nftables: pairs of a slot and an endpoint, for consistent-hash.
 const MAX_SCORES: usize = 1 << 24;
 
 /// The largest number of slots of a Service port with consistent-hash, in mode nftables.
@@ -285,8 +278,7 @@ pub const HASHED_SLOTS: u32 = 2048;
 /// The largest number of slots that weights give to a Service port, in mode nftables. The weights
 /// of larger groups are rounded.
 pub const WEIGHTED_SLOTS: u32 = 4096;
-/// The most slots of all ports of a Service, for one policy in one family: of consistent-hash, or
-/// that weights ask for.
+/// The most slots of all ports of a Service, for one policy in one family.
 const MAX_SLOTS_OF_SERVICE: usize = 16_384;
 
 /// The size of a Service in one family. The cost on a node grows with it, and is not larger.
@@ -301,8 +293,7 @@ pub struct ServiceSize {
 }
 
 impl ServiceSize {
-    /// Returns the size of a Service. It is 0 in a family without a ClusterIP, because the Service
-    /// has no rules there. The cost is linear in the addresses of the Service.
+    /// Returns the size of a Service, 0 in a family without a ClusterIP, where it has no rules.
     #[must_use]
     pub fn of(entry: &ServiceEntry, family: Family) -> Self {
         let has_rules = |service: &&Service| service.cluster_ip(family).is_some();
@@ -348,8 +339,7 @@ impl ServiceSize {
         self.frontends + self.ports * self.endpoints.max(slots)
     }
 
-    /// Says which limit of agents the Service exceeds, as a sentence with the remedy, without its
-    /// full stop.
+    /// Says which limit of agents the Service exceeds, as a sentence without its full stop.
     #[must_use]
     pub fn excess(self) -> Option<String> {
         let Self { ports, frontends, virtual_servers, endpoints, .. } = self;
@@ -435,8 +425,7 @@ pub enum LocalDetector {
     InterfaceNamePrefix(String),
 }
 
-/// The clients of a frontend whose connections are masqueraded: the address of the node replaces
-/// the source address.
+/// The clients of a frontend whose source address becomes the address of the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MasqueradeSources {
     /// No client.
@@ -483,8 +472,7 @@ impl MasqueradeConfig {
         1u32.checked_shl(u32::from(self.bit)).unwrap_or(1 << 14)
     }
 
-    /// True if the node masquerades all traffic to ClusterIPs, or the part of this traffic that a
-    /// detector does not recognize as traffic from local pods.
+    /// True if the node masquerades traffic to ClusterIPs, at least that of unrecognized sources.
     #[must_use]
     pub fn covers_cluster_ips(&self, family: Family) -> bool {
         self.all || self.detector(family).is_some()
@@ -526,13 +514,11 @@ impl MasqueradeConfig {
 pub struct HealthCheckPort {
     /// TCP port on the node.
     pub port: u16,
-    /// Number of local ready endpoints of each family, IPv4 first; `None` if the service has no
-    /// ClusterIP of the family.
+    /// Number of local ready endpoints by family, IPv4 first; `None` without a ClusterIP.
     pub local_endpoints: [Option<u32>; 2],
 }
 
-/// Returns the health-check node port of a service on this node, or `None` if the service has no
-/// such port or is unknown. The cost is linear in the size of the service.
+/// Returns the health-check node port of a service on this node, if the service has one.
 #[must_use]
 pub fn health_check_port(state: &State, key: &ServiceKey, node: &NodeFacts) -> Option<HealthCheckPort> {
     let entry = state.entry(key)?;
@@ -670,23 +656,6 @@ mod health_check_port_tests {
     }
 
     #[test]
-    fn each_address_counts_once_and_in_its_own_family_if_it_is_ready() {
-        let ready = Conditions::READY;
-        let of = |ready, serving, terminating| Conditions { ready, serving, terminating };
-        let endpoints = vec![
-            endpoint("10.244.2.1", "node-1", of(false, true, true)),
-            endpoint("10.244.2.2", "node-1", of(false, false, false)),
-            endpoint("10.244.2.3", "node-1", of(true, false, false)),
-            endpoint("10.244.0.1", "node-1", ready),
-            endpoint("10.244.0.2", "node-1", ready),
-            endpoint("10.244.1.1", "node-2", ready),
-            endpoint("fd00:244::1", "node-1", ready),
-        ];
-        let found = found(service(), endpoints).unwrap();
-        assert_eq!((found.port, found.local_endpoints), (32000, [Some(3), Some(1)]));
-    }
-
-    #[test]
     fn an_address_counts_if_one_of_its_ports_is_ready_on_this_node() {
         let ready = Conditions::READY;
         let not_ready = Conditions { ready: false, serving: false, terminating: false };
@@ -704,16 +673,5 @@ mod health_check_port_tests {
         assert_eq!(two_ports(not_ready, not_ready, ["node-1", "node-1"]), Some(0));
         assert_eq!(two_ports(not_ready, ready, ["node-1", "node-2"]), Some(0));
         assert_eq!(two_ports(ready, not_ready, ["node-2", "node-1"]), Some(0));
-    }
-
-    #[test]
-    fn only_services_with_local_policy_have_a_health_check_port() {
-        let cluster = Service { external_traffic_policy: TrafficPolicy::Cluster, ..service() };
-        assert_eq!(found(cluster, Vec::new()), None);
-        assert_eq!(found(Service { health_check_node_port: 0, ..service() }, Vec::new()), None);
-        let mut single = service();
-        single.cluster_ips.truncate(1);
-        let found = found(single, vec![endpoint("fd00:244::1", "node-1", Conditions::READY)]).unwrap();
-        assert_eq!(found.local_endpoints, [Some(0), None]);
     }
 }

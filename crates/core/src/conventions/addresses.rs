@@ -51,8 +51,8 @@ impl DialPolicy {
         Self { ranges, of_node, has_proxy: false }
     }
 
-    /// Whether a program of the node may connect to an address: a range contains it, and it is
-    /// neither an address of the node nor that of a metadata server.
+    /// Whether a program of the node may connect to an address: it is in a range, and is neither an
+    /// address of the node nor that of a metadata server.
     #[must_use]
     pub fn permits(&self, address: IpAddr) -> bool {
         self.ranges.iter().any(|range| range.contains(&address.to_canonical()))
@@ -60,8 +60,7 @@ impl DialPolicy {
             && !is_in(&self.of_node, address)
     }
 
-    /// True if no connection to a Service may reach an endpoint with this address: a node with a
-    /// proxy also has no rules that lead to a metadata server.
+    /// True if a node with a proxy also has no rules that lead to this address: a metadata server.
     #[must_use]
     pub fn leaves_out(&self, address: IpAddr) -> bool {
         self.has_proxy && is_metadata(address)
@@ -106,8 +105,7 @@ pub enum AddressUse {
     Other,
 }
 
-/// Returns a sentence about an address that has no meaning on other machines; `None` if the address
-/// can be used.
+/// Returns a sentence about an address that has no meaning on other machines, else `None`.
 #[must_use]
 pub fn unreachable(address: IpAddr, used: AddressUse) -> Option<String> {
     let class = match address.to_canonical() {
@@ -125,13 +123,11 @@ pub fn unreachable(address: IpAddr, used: AddressUse) -> Option<String> {
 // The addresses on which the stream and `Inspect` may be used without TLS: loopback, and ranges
 // that no production network uses. The control plane, the agent and `headgatectl` share this rule.
 
-/// Ranges reserved for documentation and benchmarks (RFC 5737, RFC 2544, RFC 3849). Network
-/// namespaces of tests use them.
+/// Ranges for documentation and benchmarks (RFC 5737, 2544, 3849), which tests use.
 pub const TEST_RANGES: [&str; 5] =
     ["192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "198.18.0.0/15", "2001:db8::/32"];
 
-/// True for loopback addresses and for addresses in [`TEST_RANGES`]. Does not recognize IPv4-mapped
-/// IPv6 addresses: callers convert them with [`IpAddr::to_canonical`] first.
+/// True for loopback addresses and [`TEST_RANGES`]. Callers convert IPv4-mapped addresses first.
 #[must_use]
 pub fn may_lack_tls(address: IpAddr) -> bool {
     let is_test = |range: &str| range.parse::<IpNet>().is_ok_and(|range| range.contains(&address));

@@ -9,8 +9,8 @@ use std::collections::HashSet;
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Returns the content type and the text of a metrics page, in the format that the values of the
-/// request's `Accept` headers select. `open_metrics` is the page in OpenMetrics format.
+/// Returns the content type and the text of a metrics page, in the format that the request's
+/// `Accept` headers select.
 pub fn page<'a>(accept: impl IntoIterator<Item = &'a str>, open_metrics: String) -> (&'static str, String) {
     let mut accepted = accept.into_iter().flat_map(|value| value.split(','));
     if accepted.any(|one| one.trim().starts_with("application/openmetrics-text")) {
@@ -36,29 +36,4 @@ fn text_format(open_metrics: &str) -> String {
         out.push('\n');
     }
     out
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_clients_that_accept_open_metrics_get_open_metrics() {
-        let asked = |accept: &[&str]| page(accept.iter().copied(), "# EOF\n".to_owned());
-        let both = "text/html, application/openmetrics-text; version=1.0.0;q=0.5";
-        assert_eq!(asked(&[both]), (OPEN_METRICS, "# EOF\n".to_owned()));
-        assert_eq!(asked(&["text/html", "application/openmetrics-text"]).0, OPEN_METRICS);
-        for accept in [&[][..], &["*/*"], &["text/plain;version=0.0.4"]] {
-            assert_eq!(asked(accept), (TEXT, String::new()));
-        }
-    }
-
-    #[test]
-    fn the_text_format_describes_counters_with_their_suffix() {
-        let open_metrics = "# HELP a_b Words of it.\n# TYPE a_b counter\na_b_total{x=\"# y\"} 1\n# HELP c_seconds C.\n# TYPE c_seconds gauge\n\
-                            # UNIT c_seconds seconds\nc_seconds 0.5\n# EOF\n";
-        let expected = "# HELP a_b_total Words of it.\n# TYPE a_b_total counter\na_b_total{x=\"# y\"} 1\n# HELP c_seconds C.\n\
-                        # TYPE c_seconds gauge\nc_seconds 0.5\n";
-        assert_eq!(text_format(open_metrics), expected);
-    }
 }

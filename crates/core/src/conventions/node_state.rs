@@ -1,11 +1,9 @@
-//! The states of a replica's source and of a node. `docs/concepts.md` describes these states for
-//! operators.
+//! The states of a replica's source and of a node (docs/concepts.md).
 
 use std::{fmt, time::Duration};
 
-/// When a replica decides whether a node is up to date, it ignores changes that it has known for
-/// less than this duration. In a busy cluster, some newer changes are always on their way to the
-/// node.
+/// Changes that a replica has known for less than this time do not make a node lag: in a busy
+/// cluster, some are always on their way.
 pub const SETTLED: Duration = Duration::from_secs(1);
 
 /// The state of the source of a control plane replica.
@@ -47,16 +45,14 @@ pub struct Reported {
     pub has_state: bool,
     /// The node's last attempt to program its kernel failed, or the node rejects a resource.
     pub is_failing: bool,
-    /// The acknowledged state contains all changes that the replica has known for longer than
-    /// [`SETTLED`].
+    /// The acknowledged state contains all changes older than [`SETTLED`].
     pub is_settled: bool,
 }
 
 /// The state of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum NodeState {
-    /// The node has all changes that its replica has known for longer than [`SETTLED`], and the
-    /// replica follows its source.
+    /// The node has all changes older than [`SETTLED`], and the replica follows its source.
     UpToDate,
     /// The node lacks a change that its replica has known for longer than [`SETTLED`].
     Behind,
@@ -99,26 +95,6 @@ impl NodeState {
             Self::Failing => "failing",
             Self::Waiting => "waiting",
             Self::CutOff => "cut_off",
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_a_settled_node_of_a_replica_that_follows_its_source_is_up_to_date() {
-        for source in SourceState::ALL {
-            for bits in 0..8_u8 {
-                let [has_state, is_failing, is_settled] = [1, 2, 4].map(|bit| bits & bit != 0);
-                let state = NodeState::of(source, Reported { has_state, is_failing, is_settled });
-                let is_up_to_date = source == SourceState::Following && has_state && !is_failing && is_settled;
-                assert_eq!(state == NodeState::UpToDate, is_up_to_date, "{source} {bits:03b}");
-                if source == SourceState::Unlisted {
-                    assert_eq!(state, NodeState::Waiting);
-                }
-            }
         }
     }
 }

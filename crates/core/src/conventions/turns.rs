@@ -1,5 +1,4 @@
-//! How often something may happen for each key: some times at once, and then once in an interval.
-//! The caller reads the clock.
+//! How often something may happen for each key: some times at once, then once in an interval.
 
 use std::{
     collections::HashMap,
@@ -39,7 +38,6 @@ impl<K: Hash + Eq> Turns<K> {
     }
 
     /// Takes a turn of a key.
-    ///
     /// # Errors
     /// The time of the next turn, if the key has none at `now`.
     pub fn take(&mut self, key: K, now: Instant) -> Result<(), Instant> {

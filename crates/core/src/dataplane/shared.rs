@@ -92,18 +92,14 @@ impl<T: Copy + Ord + Hash> RefCounts<T> {
     }
 }
 
-// Quarantined services: the kernel rejects their objects. Plans leave these services out, and
-// their last good objects stay in the kernel.
+// Services whose objects the kernel rejects. Plans skip them, and their last good objects remain.
 
-/// The quarantined services, and the objects that services had before unconfirmed plans. `T` is
-/// what a ledger records for one service.
+/// The quarantined services, and the objects (`T`) of services before unconfirmed plans.
 #[derive(Debug, Clone)]
 pub(super) struct Quarantine<T> {
-    /// For each service that plans changed since the last confirmation, its objects before the
-    /// first of these changes.
+    /// The objects of each service before the first change since the last confirmation.
     before: HashMap<Arc<ServiceKey>, T>,
-    /// True if a full plan was made since the last confirmation. The older objects of services that
-    /// are not in `before` are then unknown.
+    /// True after a full plan since the last confirmation: objects not in `before` are unknown.
     is_after_full: bool,
     /// The quarantined services with their last good objects, or `None` if these are unknown.
     services: HashMap<Arc<ServiceKey>, Option<T>>,

@@ -125,8 +125,7 @@ pub struct UserspaceLedger {
 }
 
 impl UserspaceLedger {
-    /// Creates a ledger without pools. The numbers of pools are even for IPv4 and odd for IPv6, so
-    /// that one table can contain both families.
+    /// Creates a ledger without pools, whose numbers are even for IPv4 and odd for IPv6.
     #[must_use]
     pub fn new(family: Family, listening: Listening) -> Self {
         let last_number = if family == Family::V4 { 0 } else { 1 };
@@ -143,8 +142,7 @@ impl UserspaceLedger {
         plan
     }
 
-    /// Plans the changes from the pools that the ledger recorded to the wanted pools. The caller
-    /// passes the Services that change meanwhile to [`Self::changed`].
+    /// Plans the changes to the wanted pools. [`Self::changed`] gets what changes meanwhile.
     pub fn full(&mut self, source: &dyn StateSource) -> UserspacePlan {
         let mut plan = UserspacePlan::default();
         let mut keys = shared::services(source);
@@ -157,8 +155,7 @@ impl UserspaceLedger {
         plan
     }
 
-    /// The Services with endpoints that get no connection on this node, because of
-    /// [`NodeFacts::dialled`].
+    /// The Services whose endpoints [`NodeFacts::dialled`] keeps from getting connections here.
     #[must_use]
     pub fn refusing(&self) -> &BTreeSet<Arc<ServiceKey>> {
         &self.refusing

@@ -52,8 +52,7 @@ pub struct ExplainedEndpoint {
     pub left_out: Option<LeftOut>,
 }
 
-/// Explains the endpoints of a service port under a policy. `chosen` are the endpoints to which the
-/// node sends new connections.
+/// Explains the endpoints of a port under a policy. `chosen` get the new connections.
 pub(super) fn explain<'a>(
     endpoints: impl Iterator<Item = &'a Endpoint> + Clone,
     port: &ServicePort,

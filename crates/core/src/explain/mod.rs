@@ -56,8 +56,7 @@ impl Mode {
         }
     }
 
-    /// True if source ranges also apply to a Service without endpoints. The rules of other modes
-    /// reject the packets of all clients.
+    /// True if source ranges also apply without endpoints. Other modes then reject all clients.
     pub(crate) fn guards_without_endpoints(self) -> bool {
         matches!(self, Self::Nftables | Self::Userspace)
     }
@@ -104,8 +103,7 @@ pub enum Source {
     Address {
         /// The source address of the packet.
         address: IpAddr,
-        /// The caller knows that the address belongs to a pod of this node. The value counts only
-        /// if rules recognise local pods by their interface.
+        /// The address is of a local pod. It counts if rules know local pods by interface.
         is_local_pod: bool,
     },
 }
@@ -128,8 +126,7 @@ pub enum PacketFate {
     Rejected,
     /// The node drops the packet.
     Dropped,
-    /// The Service has no rule for the packet. Rules of another Service or of another program, or
-    /// the routes of the node, decide.
+    /// The Service has no rule for the packet: others, or the routes of the node, decide.
     NotServed,
 }
 
@@ -155,13 +152,11 @@ pub struct Explanation {
     pub steps: Vec<String>,
     /// What happens to the packet.
     pub fate: PacketFate,
-    /// The endpoints of the destination's family, in order of address and port. Empty if the fate
-    /// does not depend on endpoints.
+    /// The endpoints of the family, in order. Empty if the fate does not depend on them.
     pub endpoints: Vec<ExplainedEndpoint>,
 }
 
-/// The maximum number of destinations that [`explain`] explains without `to`. The cost of each
-/// destination is linear in the endpoints of the Service.
+/// The maximum number of destinations that [`explain`] explains without `to`.
 pub const MAX_DESTINATIONS: usize = 32;
 
 /// Explains what a node does with a packet to `to`. Without `to`, explains the addresses and
@@ -236,8 +231,7 @@ impl<'a> Explainer<'a> {
         addresses_of(self.service).find(|(of_service, _)| *of_service == address).map(|(_, claim)| claim)
     }
 
-    /// Explains a frontend of the Service. Returns `None` if the family has no ClusterIP, because
-    /// the Service has no rules in this family.
+    /// Explains a frontend; `None` if the Service has no rules in the family.
     fn frontend(
         &self,
         port: &'a ServicePort,

@@ -121,8 +121,7 @@ fn dropped_instead(fate: Fate) -> Fate {
     if fate == Fate::Rejected { Fate::Dropped } else { fate }
 }
 
-/// The fate while no proxy accepts connections: the proxy of mode userspace alone can send headers
-/// to endpoints, and it refuses SCTP.
+/// The fate while no proxy accepts connections: only it sends headers, and it refuses SCTP.
 fn direct(view: &ServicePortView, settings: &NodeSettings, fate: impl FnOnce() -> Fate) -> Fate {
     let is_userspace = matches!(settings.mode, Mode::Userspace | Mode::UserspaceIptables);
     if is_userspace && view.protocol == Protocol::Sctp {

@@ -1,5 +1,4 @@
-//! The owners of frontends. Several Services may specify the same frontend, and one of them owns
-//! it.
+//! The owners of frontends: one of the Services that specify a frontend owns it.
 //!
 //! A frontend is an address, protocol and port, or a NodePort. The Service with the strongest
 //! [`Claim`] owns the frontend. Among equal claims the oldest Service owns it, and among Services
@@ -435,15 +434,11 @@ impl FrontendOwners {
         }
     }
 
-    pub(super) fn owning(&self, frontend: &Frontend) -> Option<&Arc<ServiceKey>> {
-        self.first(frontend).filter(|first| first.claim != Claim::Reserved).map(|first| &first.key)
-    }
-
     /// Returns the Service that owns a frontend, or `None` if no Service gets the frontend. The
     /// owner of a ClusterIP also owns frontends there that only other Services specify.
     #[must_use]
     pub fn owner(&self, frontend: &Frontend) -> Option<&ServiceKey> {
-        self.owning(frontend).map(|owner| &**owner)
+        self.first(frontend).filter(|first| first.claim != Claim::Reserved).map(|first| &*first.key)
     }
 
     /// True if the Service owns the frontend, or would own it if it specified the frontend.

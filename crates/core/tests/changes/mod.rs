@@ -191,7 +191,7 @@ prop_compose! {
     }
 }
 
-pub(crate) fn any_change(services: u8) -> impl Strategy<Value = Change> {
+fn any_change(services: u8) -> impl Strategy<Value = Change> {
     prop_oneof![
         3 => any_service(services).prop_map(Change::from),
         6 => any_endpoint(services).prop_map(|(key, endpoint)| Change::Endpoint(key, endpoint)),
@@ -201,7 +201,7 @@ pub(crate) fn any_change(services: u8) -> impl Strategy<Value = Change> {
 }
 
 /// Identifies the object of a change.
-pub(crate) fn subject(change: &Change) -> (ServiceKey, Option<IpAddr>) {
+fn subject(change: &Change) -> (ServiceKey, Option<IpAddr>) {
     match change {
         Change::Service(service) => (service.key.clone(), None),
         Change::RemoveService(key) => (key.clone(), None),
@@ -212,14 +212,14 @@ pub(crate) fn subject(change: &Change) -> (ServiceKey, Option<IpAddr>) {
 }
 
 /// Returns the last item of each subject.
-pub(crate) fn last_of_each<T: Clone, S: Ord>(all: &[T], subject: impl Fn(&T) -> S) -> Vec<T> {
+fn last_of_each<T: Clone, S: Ord>(all: &[T], subject: impl Fn(&T) -> S) -> Vec<T> {
     let mut seen = BTreeSet::new();
     let mut last: Vec<T> = all.iter().rev().filter(|one| seen.insert(subject(one))).cloned().collect();
     last.reverse();
     last
 }
 
-/// A change of the state or of the failing endpoints.
+/// A change of the state, of the failing endpoints, or of the node.
 #[allow(dead_code)] // not used by every test that includes this module
 #[derive(Debug, Clone)]
 pub(crate) enum Event {
@@ -227,6 +227,10 @@ pub(crate) enum Event {
     Change(Box<Change>),
     /// The endpoints of a service that fail health checks of the node.
     Failing(ServiceKey, BTreeSet<SocketAddr>),
+    /// The zone of the node.
+    Zone(Option<u8>),
+    /// The last byte of the addresses of the node.
+    Address(u8),
 }
 
 impl From<Change> for Event {
@@ -246,16 +250,25 @@ impl Event {
                     dirty.services.insert(key);
                 }
             }
+            Self::Zone(zone) => node.zone = zone.map(|zone| format!("z{zone}").into()),
+            Self::Address(last) => {
+                let v6 = format!("2001:db8:5::{last}").parse().unwrap();
+                node.addresses = vec![IpAddr::from([192, 0, 2, *last]), v6];
+            }
         }
     }
 
-    fn subject(&self) -> (ServiceKey, Option<IpAddr>, bool) {
+    /// Whether an agent programs all services after this event.
+    pub(crate) fn is_of_node(&self) -> bool {
+        matches!(self, Self::Zone(_) | Self::Address(_))
+    }
+
+    fn subject(&self) -> (u8, Option<(ServiceKey, Option<IpAddr>)>) {
         match self {
-            Self::Change(change) => {
-                let (key, address) = subject(change);
-                (key, address, false)
-            }
-            Self::Failing(key, _) => (key.clone(), None, true),
+            Self::Change(change) => (0, Some(subject(change))),
+            Self::Failing(key, _) => (1, Some((key.clone(), None))),
+            Self::Zone(_) => (2, None),
+            Self::Address(_) => (3, None),
         }
     }
 }
@@ -276,6 +289,16 @@ pub(crate) fn any_event(services: u8) -> impl Strategy<Value = Event> {
     prop_oneof![
         9 => any_change(services).prop_map(Event::from),
         1 => any_failing(services),
+    ]
+}
+
+/// Like [`any_event`], with changes of the node.
+#[allow(dead_code)] // not used by every test that includes this module
+pub(crate) fn any_event_or_node(services: u8) -> impl Strategy<Value = Event> {
+    prop_oneof![
+        8 => any_event(services),
+        2 => prop::option::of(1u8..4).prop_map(Event::Zone),
+        1 => (0u8..4).prop_map(Event::Address),
     ]
 }
 

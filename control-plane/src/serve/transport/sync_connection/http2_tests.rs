@@ -149,21 +149,6 @@ fn a_stream_without_hello_ends_after_the_timeout() {
     assert!(rig.http2.is_over(), "the server does not wait for a client that does not close the connection");
 }
 
-#[test]
-fn a_stream_that_ends_in_the_middle_of_a_message_completes_the_message_first() {
-    let mut rig = Rig::new(Settings::default());
-    rig.receive(&wire(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 10]));
-    rig.receive(&wire(kind::DATA, 0, 1, &hello()));
-    rig.written();
-    rig.streams.context.lifecycle.send_replace(Lifecycle::Ended);
-    rig.pass(Duration::ZERO);
-    assert!(rig.written().is_empty(), "the status comes only after the whole message");
-    rig.receive(&wire(kind::WINDOW_UPDATE, 0, 1, &4_000_u32.to_be_bytes()));
-    let frames = rig.written();
-    assert_eq!((frames[0].0, frames[1].0, frames[1].1), (kind::DATA, kind::HEADERS, 5));
-    assert!(String::from_utf8_lossy(&frames[1].2).contains("this%20replica%20stops"));
-}
-
 proptest! {
     #[test]
     fn the_answers_to_any_bytes_are_bounded(

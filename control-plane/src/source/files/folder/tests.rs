@@ -233,43 +233,6 @@ fn a_removal_does_not_wait_for_the_end_of_other_changes() {
 }
 
 #[test]
-fn the_definition_of_another_file_is_used_at_once_when_the_first_is_gone() {
-    let root = tempfile::tempdir().unwrap();
-    let address = |replica: &Replica| {
-        let served = replica.served();
-        let text = served.get("default/a").cloned().unwrap_or_default();
-        (1..9).find(|number| text.contains(&format!("10.0.0.{number}")))
-    };
-    put(&root, "1.yaml", &service("a", 1));
-    put(&root, "2.yaml", &(node("c") + &service("a", 2)));
-    let mut replica = Replica::started(root.path());
-    assert_eq!(address(&replica), Some(1));
-    assert!(
-        replica.problem_texts()[0].starts_with("2.yaml, document 2: Service default/a: 1.yaml, document 1 defines")
-    );
-    remove(&root, "1.yaml");
-    assert_eq!(replica.scan(SETTLE), ["+a"]);
-    assert_eq!(address(&replica), Some(2));
-    assert_eq!(replica.problem_texts(), NOTHING);
-    put(&root, "1.yaml", &service("a", 3));
-    replica.scan(SETTLE / 2);
-    assert_eq!(address(&replica), Some(3));
-    // Both files change together.
-    put(&root, "2.yaml", &(node("c") + &service("a", 4)));
-    remove(&root, "1.yaml");
-    replica.scan(SETTLE / 2);
-    assert_eq!(address(&replica), Some(4));
-    assert_eq!(replica.scan(SETTLE), NOTHING);
-    assert_eq!(address(&replica), Some(4));
-    // An object that moves to another file stays.
-    put(&root, "1.yaml", &service("a", 4));
-    put(&root, "2.yaml", &node("c"));
-    replica.scan(SETTLE / 2);
-    assert!(!replica.scan(SETTLE).contains(&"-a".to_owned()));
-    assert_eq!(address(&replica), Some(4));
-}
-
-#[test]
 fn an_unreadable_document_keeps_only_what_it_names() {
     let root = tempfile::tempdir().unwrap();
     let (x1, x2) = (service("x1", 1), service("x2", 2));
@@ -334,73 +297,6 @@ fn json_that_is_cut_off_and_files_that_cannot_be_read_keep_everything() {
     replica.scan(SETTLE);
     assert_eq!(replica.scan(SETTLE), ["-n1", "-n2"], "the file is gone");
     assert_eq!(replica.problem_texts(), NOTHING);
-}
-
-#[test]
-fn a_folder_is_empty_only_if_it_had_manifests_or_says_so() {
-    let above = tempfile::tempdir().unwrap();
-    let root = above.path().join("root");
-    let mut replica = Replica::started(&root);
-    assert!(replica.folder.unreadable().unwrap().contains("create it"), "{:?}", replica.folder.unreadable());
-    assert!(replica.problem_texts()[0].starts_with(&format!(": {}: cannot be read", root.display())));
-    fs::create_dir(&root).unwrap();
-    replica.scan(SETTLE);
-    assert!(replica.folder.unreadable().unwrap().contains("no manifest"), "{:?}", replica.folder.unreadable());
-    fs::write(root.join("a.yaml"), "# nothing yet\n").unwrap();
-    replica.scan(SETTLE);
-    assert!(!replica.is_ready() && replica.folder.unreadable().is_none());
-    fs::write(root.join("a.yaml"), "apiVersion: v1\nkind: List\nitems: []\n").unwrap();
-    replica.scan(SETTLE);
-    assert!(replica.is_ready());
-    // The last object is removed.
-    fs::write(root.join("a.yaml"), node("n1")).unwrap();
-    replica.scan(SETTLE);
-    fs::remove_file(root.join("a.yaml")).unwrap();
-    replica.scan(SETTLE);
-    assert_eq!(replica.scan(SETTLE), ["-n1"]);
-    assert!(replica.folder.unreadable().is_none() && !Replica::started(&root).is_ready());
-    // The folder is replaced by an empty one, such as the place of a mount.
-    fs::write(root.join("a.yaml"), node("n1")).unwrap();
-    replica.scan(SETTLE);
-    fs::rename(&root, above.path().join("away")).unwrap();
-    fs::create_dir(&root).unwrap();
-    replica.scan(SETTLE);
-    assert_eq!(replica.scan(SETTLE), NOTHING);
-    assert!(replica.folder.unreadable().is_some());
-}
-
-#[test]
-fn the_root_may_be_a_file_or_a_symlink_and_may_change() {
-    let above = tempfile::tempdir().unwrap();
-    for (name, text) in [("first", node("a") + &node("b")), ("second", node("b") + &node("c"))] {
-        fs::create_dir(above.path().join(name)).unwrap();
-        fs::write(above.path().join(name).join("n.yaml"), text).unwrap();
-    }
-    fs::write(above.path().join("file"), node("c") + &node("d")).unwrap();
-    // This file has a name of the folder, and is never a part of the root.
-    fs::write(above.path().join("n.yaml"), node("foreign")).unwrap();
-    let root = above.path().join("root");
-    let become_link = |to: &str| {
-        symlink(to, above.path().join("new")).unwrap();
-        fs::rename(above.path().join("new"), &root).unwrap();
-    };
-    become_link("first");
-    let mut replica = Replica::started(&root);
-    assert_eq!(replica.nodes.keys().collect::<Vec<_>>(), ["a", "b"]);
-    become_link("second");
-    assert_eq!(replica.scan(SETTLE), ["+b", "+c"], "b is in another document");
-    assert_eq!(replica.scan(SETTLE), ["-a"]);
-    become_link("file");
-    assert_eq!(replica.scan(SETTLE), ["+c", "+d"], "c is defined elsewhere now");
-    assert_eq!(replica.scan(SETTLE), ["-b"]);
-    fs::remove_file(&root).unwrap();
-    replica.scan(SETTLE);
-    assert_eq!(replica.scan(SETTLE), NOTHING);
-    assert!(replica.folder.unreadable().is_some());
-    become_link("first");
-    replica.scan(SETTLE);
-    replica.scan(SETTLE);
-    assert_eq!(replica.nodes.keys().collect::<Vec<_>>(), ["a", "b"]);
 }
 
 #[test]

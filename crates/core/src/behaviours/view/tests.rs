@@ -1,29 +1,10 @@
 #![allow(clippy::unwrap_used)]
-use std::net::SocketAddr;
-
 use super::*;
 use crate::{
     conventions::addresses::DialPolicy,
     model::{Change, Endpoint, EndpointPort, Placement},
     state::Dirty,
 };
-
-// rows: 18
-#[test]
-fn row_18_external_ips_are_left_out_if_the_node_ignores_external_ips() {
-    let port = ServicePort { name: "p".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
-    let ip = |text: &str| text.parse::<IpAddr>().unwrap();
-    let mut service = Service::new(ServiceKey::new("ns", "s"), vec![ip("10.96.0.1")], vec![port]);
-    service.external_ips = vec![ip("198.51.100.1")];
-    let (key, mut state) = (Arc::new(service.key.clone()), State::default());
-    state.apply(Change::from(service), &mut Dirty::default());
-    let external = |ignores_external_ips| {
-        let facts = NodeFacts { ignores_external_ips, ..NodeFacts::named("n") };
-        service_views(&state, &key, Family::V4, &facts).remove(0).external_ips
-    };
-    assert_eq!(external(false), [ip("198.51.100.1")]);
-    assert_eq!(external(true), [] as [IpAddr; 0]);
-}
 
 fn state_with(service: Service, endpoints: &[(&str, &str)]) -> (State, Arc<ServiceKey>) {
     let (mut state, mut dirty) = (State::default(), Dirty::default());
@@ -49,40 +30,21 @@ fn service(health_check: &str) -> Service {
     service
 }
 
-const ENDPOINTS: [(&str, &str); 4] =
-    [("10.244.1.1", "node-a"), ("10.244.2.1", "node-b"), ("10.244.2.2", "node-b"), ("fd00:1::1", "node-b")];
+// rows: 18
+#[test]
+fn row_18_external_ips_are_left_out_if_the_node_ignores_external_ips() {
+    let external_ips = vec!["198.51.100.1".parse().unwrap()];
+    let (state, key) = state_with(Service { external_ips, ..service("") }, &[]);
+    for ignores_external_ips in [false, true] {
+        let facts = NodeFacts { ignores_external_ips, ..NodeFacts::named("n") };
+        let found = service_views(&state, &key, Family::V4, &facts).remove(0).external_ips;
+        assert_eq!(found.is_empty(), ignores_external_ips);
+    }
+}
 
 /// Returns the addresses of endpoints in order.
 fn texts(found: &[Destination]) -> Vec<String> {
     found.iter().map(|endpoint| endpoint.address.to_string()).collect()
-}
-
-fn ports(all: &[&str]) -> BTreeSet<SocketAddr> {
-    all.iter().map(|text| text.parse().unwrap()).collect()
-}
-
-#[test]
-fn endpoints_that_fail_get_no_new_connections() {
-    let (mut state, key) = state_with(service("tcp"), &ENDPOINTS);
-    let mut node = NodeFacts::named("node-a");
-    let views = |state: &State, node: &NodeFacts| service_views(state, &key, Family::V4, node);
-    let before = views(&state, &node);
-    assert!(node.failing.set(&key, ports(&["10.244.1.1:8080", "10.244.2.1:8080"])));
-    let found = views(&state, &node);
-    assert_eq!(texts(&found[0].cluster_endpoints), ["10.244.2.2"]);
-    assert_eq!(texts(&found[0].local_endpoints), ["10.244.1.1"], "the only local endpoint is used although it fails");
-    assert_eq!(found[1], before[1], "TCP checks do not affect the UDP port");
-    assert_eq!(views_of_all_endpoints(&state, &key, Family::V4, &node), before);
-
-    let all = ports(&["10.244.1.1:8080", "10.244.2.1:8080", "10.244.2.2:8080"]);
-    assert!(node.failing.set(&key, all.clone()) && !node.failing.set(&key, all));
-    assert_eq!(views(&state, &node), before, "all endpoints fail, so all are used");
-
-    // Without the annotation, failing endpoints are used.
-    node.failing.set(&key, ports(&["10.244.1.1:8080"]));
-    assert_ne!(views(&state, &node), before);
-    state.apply(Change::from(service("")), &mut Dirty::default());
-    assert_eq!(views(&state, &node), before);
 }
 
 #[test]

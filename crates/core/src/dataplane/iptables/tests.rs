@@ -1,6 +1,5 @@
 #![allow(clippy::unwrap_used)]
 
-mod proxy;
 mod scripts;
 
 use std::{collections::HashMap, net::IpAddr, sync::Arc};
@@ -50,12 +49,6 @@ fn full(config: RenderConfig, state: &State) -> (RulesLedger, String) {
     let mut ledger = RulesLedger::new(ruleset(config));
     let (script, _) = ledger.full(&FixedState(state, &node()), ExistingTables::default());
     (ledger, script.to_string())
-}
-
-/// Returns the rules of a chain without `-A CHAIN `.
-fn rules<'a>(script: &'a str, chain: &str) -> Vec<&'a str> {
-    let start = format!("-A {chain} ");
-    script.lines().filter_map(|line| line.strip_prefix(&start)).collect()
 }
 
 // rows of iptables: 100

@@ -78,6 +78,5 @@ pub use scheduler::Scheduler;
 
 /// The dummy device that has the addresses of services.
 pub const DEVICE: &str = "kube-ipvs0";
-/// The dummy device that the agent creates to test whether the kernel supports dummy devices. While
-/// the agent replaces [`DEVICE`], this device also has the addresses of [`DEVICE`].
+/// The dummy device that tests the kernel, and that replaces [`DEVICE`] for a moment.
 pub const PROBE_DEVICE: &str = "kube-ipvs-probe";

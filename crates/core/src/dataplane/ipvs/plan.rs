@@ -38,8 +38,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns the object that the operation creates or changes. Returns `None` for removals and
-    /// for operations on whole sets.
+    /// Returns the object that the operation creates or changes, if any.
     #[must_use]
     pub fn object(&self) -> Option<Object> {
         match *self {

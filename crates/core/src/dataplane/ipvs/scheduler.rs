@@ -58,12 +58,10 @@ impl Scheduler {
         Self::WeightedOverflow,
     ];
 
-    /// Number of active connections above which [`Scheduler::WeightedOverflow`] treats the last
-    /// destination as full.
+    /// Active connections above which [`Scheduler::WeightedOverflow`] counts a destination as full.
     pub const OVERFLOW_CONNECTIONS: u32 = 100;
 
-    /// The name in the kernel. The kernel module of the scheduler has this name after the prefix
-    /// `ip_vs_`.
+    /// The name in the kernel. The module has the prefix `ip_vs_`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -102,8 +100,7 @@ impl Scheduler {
         }
     }
 
-    /// Returns the weighted form of this scheduler, or the scheduler itself if it has no weighted
-    /// form.
+    /// Returns the weighted form of this scheduler, or the scheduler itself.
     #[must_use]
     pub fn weighted(self) -> Self {
         match self {

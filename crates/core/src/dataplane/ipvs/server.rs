@@ -18,8 +18,7 @@ use crate::model::Protocol;
 pub struct Wanted {
     /// Settings.
     pub settings: Settings,
-    /// Destinations with their weights, in order of address. All virtual servers of a port and
-    /// policy share these destinations.
+    /// Destinations with weights, in order of address, shared by the servers of a port and policy.
     pub destinations: Arc<[(SocketAddr, u32)]>,
     /// The element that marks the server as Headgate's.
     pub mark: (Set, IpSetElement),
@@ -30,11 +29,9 @@ pub struct Wanted {
 /// The state of a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DestinationState {
-    /// The destination is wanted and has this weight. The weight is 0 if the destination fails
-    /// health checks.
+    /// The destination is wanted and has this weight, 0 if it fails health checks.
     Active(u32),
-    /// The destination is no longer wanted and gets no new connections. Draining started at this
-    /// time in milliseconds.
+    /// The destination drains since this time in milliseconds, and gets no new connections.
     Draining(u64),
 }
 

@@ -17,8 +17,7 @@ use crate::{
     model::{FailingEndpoints, Protocol, Service, TrafficPolicy, Weight},
 };
 
-/// The kind of address of a virtual server. If two services want one address and port with
-/// different kinds, the service with the first kind in this order gets the virtual server.
+/// The kind of address of a virtual server. Among services that want it, the first kind wins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum AddressKind {
     /// ClusterIP.
@@ -140,8 +139,7 @@ impl Port<'_> {
         }
     }
 
-    /// Adds a virtual server. Without endpoints, adds the address and port to the set whose packets
-    /// are rejected or dropped.
+    /// Adds a virtual server, or without endpoints an element that rejects or drops packets.
     fn server(
         &mut self,
         plan: &mut ServicePlan,
@@ -176,12 +174,10 @@ impl Port<'_> {
             let weighted = endpoints.iter().map(|endpoint| (endpoint.socket_address(), endpoint.weight));
             let mut wanted: BTreeMap<SocketAddr, Weight> = weighted.collect();
             let failing = self.failing.among(self.service, view.protocol, wanted.keys().copied());
-            // If the scheduler does not skip destinations of weight 0, failing destinations are
-            // left out.
+            // A scheduler that does not skip weight 0 gets no failing destinations.
             wanted.retain(|address, _| scheduler.skips_weight_zero() || !failing.contains(address));
             let count = wanted.len();
-            // A failing destination keeps its position, so that the weights of other destinations
-            // do not change.
+            // A failing destination keeps its position, and with it the weights of the others.
             let weigh = |(position, (address, weight)): (usize, (SocketAddr, Weight))| {
                 (address, if failing.contains(&address) { 0 } else { scheduler.weight(position, count, weight) })
             };
@@ -207,8 +203,7 @@ impl Port<'_> {
         }
     }
 
-    /// Adds the elements that match hairpin connections, in which an endpoint is its own client.
-    /// Only the node of the endpoint needs these elements.
+    /// Adds the elements of hairpin connections, on the node of the endpoint.
     fn loop_back(&self, plan: &mut ServicePlan) {
         let view = self.view;
         for endpoint in view.reachable_endpoints().iter().filter(|endpoint| endpoint.may_be_local) {

@@ -1,7 +1,7 @@
 //! Names of sets, and schedulers and weights of example services.
 #![allow(clippy::unwrap_used)]
 
-use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
+use std::{net::IpAddr, sync::Arc};
 
 use super::*;
 use crate::{
@@ -79,22 +79,6 @@ impl Rig {
 
 fn weighted(destinations: &[(&str, u32)]) -> Option<Vec<(String, u32)>> {
     Some(destinations.iter().map(|(address, weight)| ((*address).to_owned(), *weight)).collect())
-}
-
-#[test]
-fn names_of_sets_are_the_same_as_in_kube_proxy() {
-    assert_eq!(Set::ClusterIp.name(Family::V4), "KUBE-CLUSTER-IP");
-    assert_eq!(Set::LoopBack.name(Family::V6), "KUBE-6-LOOP-BACK");
-    assert_eq!(Set::LoadBalancerSourceCidr.name(Family::V6), "KUBE-6-LOAD-BALANCER-SOURCE-CID");
-    assert_eq!(Set::NodePortLocalSctp.name(Family::V6), "KUBE-6-NODE-PORT-LOCAL-SCTP-HAS");
-    for family in Family::BOTH {
-        let names: BTreeSet<String> = Set::ALL.iter().map(|set| set.name(family)).collect();
-        assert_eq!(names.len(), Set::ALL.len());
-        assert!(names.iter().all(|name| name.len() <= 31));
-        assert!(Set::ALL.iter().all(|set| Set::parse(&set.name(family), family) == Some(*set)));
-    }
-    let element = IpSetElement::IpPortNet(ip("fd00::1"), Protocol::Udp, 53, "2001:db8::/32".parse().unwrap());
-    assert_eq!(element.to_string(), "fd00::1,udp:53,2001:db8::/32");
 }
 
 #[test]

@@ -81,9 +81,8 @@ pub struct Target {
 }
 
 impl Target {
-    /// Returns the identifier of the service port, which is unrelated to its TCP or UDP port
-    /// number. A port has one group for policy Cluster and one for policy Local. The numbers of
-    /// these groups differ only in the lowest bit.
+    /// Returns the identifier of the service port, unrelated to its TCP or UDP port. The groups for
+    /// policies Cluster and Local differ from it only in the lowest bit.
     #[must_use]
     pub fn port_number(&self) -> u32 {
         port_number(self.group)
@@ -101,13 +100,11 @@ impl Target {
 pub enum Element {
     /// A ClusterIP. Packets to ports of this address that no Service has are rejected.
     ClusterIp(IpAddr),
-    /// An endpoint that may run on this node. Connections of the endpoint to itself are
-    /// masqueraded.
+    /// An endpoint that may run on this node: its connections to itself are masqueraded.
     Hairpin(IpAddr),
     /// A frontend, and the group to which connections are sent.
     Service(Frontend, Target),
-    /// A frontend, and the group to which connections of local pods and of the node itself are
-    /// sent. This group takes precedence over the group of [`Self::Service`].
+    /// A frontend, and the group for local pods and the node itself, before [`Self::Service`].
     Inside(Frontend, Target),
     /// A frontend without endpoints.
     Unserved(Frontend, Refusal),
@@ -124,11 +121,9 @@ pub enum Element {
     Admitted(Frontend, IpNet),
     /// The endpoint in a slot of a group: group, slot, address, port.
     Endpoint(u32, u32, IpAddr, u16),
-    /// The same for a group with affinity. The rules that record clients need a map of another
-    /// form.
+    /// The same for a group with affinity, whose rules need a map of another form.
     AffinityEndpoint(u32, u32, IpAddr, u16),
-    /// An endpoint of a group with affinity. While this element exists, connections of a recorded
-    /// client are sent to the endpoint.
+    /// An endpoint with affinity: connections of its recorded clients are sent to it.
     Member(u32, IpAddr, u16),
 }
 
@@ -193,8 +188,7 @@ impl Lookup {
     /// All maps.
     pub const ALL: [Self; 4] = [Self::Service, Self::Inside, Self::NodePort, Self::InsideNodePort];
 
-    /// Returns the map that contains an element, with the frontend and the target. Returns `None`
-    /// if the element has no target.
+    /// Returns the map of an element, with frontend and target; `None` without a target.
     #[must_use]
     pub fn of(element: &Element) -> Option<(Self, Frontend, Target)> {
         match *element {
@@ -209,8 +203,7 @@ impl Lookup {
     }
 }
 
-/// A chain that selects a slot. Groups with the same selection and the same affinity timeout in the
-/// same map share one chain.
+/// A chain that selects a slot, for all groups with equal selection and affinity timeout in a map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Pick {
     /// The map that contains the target.
@@ -228,8 +221,7 @@ pub struct Shape {
     pub picks: BTreeSet<Pick>,
     /// The prefix lengths of source ranges.
     pub prefix_lengths: BTreeSet<u8>,
-    /// The ranges of ClusterIPs. Packets to an address in a range are dropped if no Service has the
-    /// address.
+    /// The ranges of ClusterIPs, in which packets to an address of no Service are dropped.
     pub service_cidrs: BTreeSet<IpNet>,
 }
 
@@ -257,8 +249,7 @@ impl Shape {
 
 // Groups of endpoints, and their slots.
 
-/// Identifies a group among the groups of a Service. Ports with equal endpoints share the groups of
-/// the first of them.
+/// Identifies a group of a Service. Ports with equal endpoints share the groups of the first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct GroupKey {
     pub(super) protocol: Protocol,
@@ -319,8 +310,7 @@ impl EndpointGroup {
         while let Some(endpoint) = slots.get_mut(slot) {
             *endpoint = endpoint.or_else(|| added.next());
             if endpoint.is_none() {
-                // The endpoint of the last slot moves into this slot, and the loop examines it
-                // next.
+                // The endpoint of the last slot moves here and is examined next.
                 slots.swap_remove(slot);
             } else {
                 slot += 1;
@@ -340,8 +330,7 @@ impl EndpointGroup {
         Target { group: self.number, selection, affinity_timeout_seconds: self.affinity_timeout_seconds }
     }
 
-    /// Appends the elements that only one of this group and `before` has. `before` is the same
-    /// group before a change.
+    /// Appends the elements that only one of this group and `before`, its former value, has.
     pub(super) fn difference(&self, before: Option<&Self>, removed: &mut Vec<Element>, added: &mut Vec<Element>) {
         let is_same_map =
             |before: &&Self| before.affinity_timeout_seconds.is_some() == self.affinity_timeout_seconds.is_some();
@@ -405,8 +394,7 @@ fn slots_of_endpoints(wanted: &[((IpAddr, u16), Weight)], most: u32) -> Vec<u32>
 /// released number is used again as late as possible.
 #[derive(Debug, Default)]
 pub(super) struct Numbers {
-    /// The highest number in use or free. 0 is not used, because it stands for a service port
-    /// without groups.
+    /// The highest number in use or free, from 1: 0 stands for a port without groups.
     last: u32,
     free: VecDeque<u32>,
 }
@@ -460,8 +448,8 @@ impl Numbers {
 /// Service](crate::view), the slots of a Service take less than 100 ms of a processor.
 const MAX_WEIGHTED_DRAWS: u32 = 1024;
 
-/// Returns the endpoint of each of `count` slots. An endpoint has slots in proportion to its
-/// weight, on average. Without endpoints, there are no slots. The endpoints are sorted.
+/// Returns the endpoint of each of `count` slots, on average in proportion to the weights.
+/// The endpoints are sorted.
 pub(super) fn slots(endpoints: &[((IpAddr, u16), Weight)], count: u32) -> Vec<(IpAddr, u16)> {
     let draws = draws_of(endpoints);
     let candidates: Vec<_> = endpoints.iter().zip(draws).map(|((at, _), draws)| (*at, draws, seed(at))).collect();
@@ -743,15 +731,6 @@ mod rendezvous_tests {
         assert_eq!(of(11, 100), [1, 100]);
         assert_eq!(of(12, 100), [1, 50]);
         assert_eq!(of(5000, 100), [1, 1]);
-    }
-
-    /// No endpoint of a large group is without clients.
-    #[test]
-    fn each_of_100_endpoints_has_slots() {
-        let endpoints = endpoints(&(0..100).map(|number| (number, 1)).collect::<Vec<_>>());
-        let slots = slots(&endpoints);
-        let shares: Vec<f64> = endpoints.keys().map(|endpoint| share(&slots, endpoint) * 100.0).collect();
-        assert!(shares.iter().all(|share| (0.3..2.0).contains(share)), "{shares:?}");
     }
 
     proptest! {

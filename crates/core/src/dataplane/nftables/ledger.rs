@@ -1,5 +1,4 @@
-//! A record of the elements that are programmed in one family. The ledger plans the changes of
-//! these elements.
+//! A record of the elements that are programmed in one family, which plans their changes.
 //!
 //! A plan is one transaction: the kernel executes either the whole plan or nothing. The ledger
 //! assumes that plans succeed. After a plan has failed, the caller must use
@@ -65,8 +64,7 @@ pub struct NftablesPlan {
     /// True if the plan adds all elements of the ledger, because the kernel has none. The plan does
     /// not list these elements, so that memory does not hold them twice.
     pub adds_everything: bool,
-    /// The new shape, or `None` if the shape did not change. The chains of the shape are added
-    /// before the elements.
+    /// The new shape, if it changed. Its chains are added before the elements.
     pub shape: Option<Shape>,
     /// Number of services whose elements were computed.
     pub services_planned: u32,
@@ -85,8 +83,7 @@ impl NftablesPlan {
         self.add.len() + if self.adds_everything { ledger.element_count() } else { 0 }
     }
 
-    /// Returns the elements that the plan adds. `ledger` made the plan and has made no other plan
-    /// since.
+    /// Returns the elements that the plan adds. `ledger` has made no plan since this one.
     pub fn added<'a>(&'a self, ledger: &'a NftablesLedger) -> impl Iterator<Item = Element> + 'a {
         let everything = self.adds_everything.then(|| ledger.elements());
         self.add.iter().copied().chain(everything.into_iter().flatten())
@@ -136,9 +133,8 @@ impl NftablesLedger {
         }
     }
 
-    /// Creates a ledger with the configuration and the quarantine of this one, in which nothing is
-    /// programmed. Its [`Self::full`] plans what the full plan of this ledger would write, and
-    /// leaves this ledger as it is.
+    /// Creates an empty ledger with this configuration and quarantine. Its [`Self::full`] plans
+    /// what the full plan of this ledger would write.
     #[must_use]
     pub fn fresh(&self) -> Self {
         Self { quarantine: self.quarantine.clone(), ..Self::new(self.config.clone()) }
@@ -212,8 +208,7 @@ impl NftablesLedger {
 
         let keys = shared::services(source);
         let (quarantined, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.quarantine.contains(key));
-        // The plan compares all records with the kernel's elements, so it needs no round, and the
-        // changes of each service are dropped at once.
+        // All records are compared with the kernel's elements, so the plan needs no round.
         quarantined.iter().for_each(|key| self.keep_last_good(key));
         for part in shared::parts(&keys) {
             source.look(&mut |state, node, _| {
@@ -222,8 +217,7 @@ impl NftablesLedger {
                 }
             });
         }
-        // Services that changed meanwhile are planned again, because two services must not claim
-        // one frontend.
+        // Two services must not claim one frontend, so changed services are planned again.
         source.look(&mut |state, node, changed| {
             for key in &changed.services {
                 if !self.quarantine.contains(key) {
@@ -259,8 +253,8 @@ impl NftablesLedger {
 
     /// The programmed elements, each once, in no particular order.
     pub fn elements(&self) -> impl Iterator<Item = Element> + '_ {
-        let own = self.programmed.values().flat_map(ProgrammedElements::own_elements);
-        own.chain(self.shared.iter().copied())
+        let own = self.programmed.values().flat_map(ProgrammedElements::all_elements);
+        own.filter(|element| !is_shared(element)).chain(self.shared.iter().copied())
     }
 
     /// Programs a service for a full plan, which needs no changes.
@@ -353,8 +347,7 @@ impl NftablesLedger {
         }
     }
 
-    /// Returns the number of a service port: its programmed number, or else its number in the
-    /// kernel, or else a new number.
+    /// Returns the programmed number of a service port, or that in the kernel, or a new one.
     fn port_number(
         &mut self,
         protocol: Protocol,
@@ -452,11 +445,6 @@ impl ProgrammedElements {
     fn all_elements(&self) -> impl Iterator<Item = Element> + '_ {
         self.elements.iter().copied().chain(self.groups.iter().flat_map(EndpointGroup::elements))
     }
-
-    /// Returns the elements that no other service may need.
-    fn own_elements(&self) -> impl Iterator<Item = Element> + '_ {
-        self.all_elements().filter(|element| !is_shared(element))
-    }
 }
 
 /// True if several services may need the same element.
@@ -485,8 +473,7 @@ fn take(sorted: &[Element], is_taken: &mut [bool], element: &Element) -> bool {
     true
 }
 
-/// Returns the group of an element. `None` if the element has no group, or a group with a number
-/// that only another program can have written.
+/// Returns the group of an element, unless only another program can have written its number.
 fn group_of(element: &Element) -> Option<u32> {
     let group = match *element {
         Element::Endpoint(group, ..) | Element::AffinityEndpoint(group, ..) => group,
@@ -519,8 +506,7 @@ impl<'a> Found<'a> {
         slots.take_while(|(of, _)| *of == group).map(|(_, endpoint)| endpoint).collect()
     }
 
-    /// Returns the number of the service port to which the plan's frontends belong in the kernel.
-    /// Returns each number only once.
+    /// Returns the kernel's number of the port of the plan's frontends, each number only once.
     fn take_port(&mut self, plan: &PortPlan) -> Option<u32> {
         let none = Target { group: 0, selection: Selection::ProxyOnly, affinity_timeout_seconds: None };
         let services = plan.services.iter().map(|(frontend, _)| Element::Service(*frontend, none));
@@ -546,8 +532,7 @@ impl NftablesLedger {
         self.quarantine.confirm();
     }
 
-    /// The services that need one of these elements. The cost grows with the number of all
-    /// elements.
+    /// The services that need one of these elements. The cost grows with all elements.
     #[must_use]
     pub fn services_of(&self, elements: &HashSet<Element>) -> Vec<Arc<ServiceKey>> {
         let needs =
@@ -564,8 +549,7 @@ impl NftablesLedger {
         quarantine.set(services, |key| programmed.get(key).cloned());
     }
 
-    /// Makes the next [`Self::full`] leave out the last good elements of a quarantined service. The
-    /// kernel rejects them now.
+    /// Makes the next [`Self::full`] leave out a service's last good elements, now rejected too.
     pub fn forget_last_good(&mut self, service: &ServiceKey) {
         self.quarantine.last_good(service).into_iter().for_each(|last_good| *last_good = None);
     }

@@ -33,25 +33,6 @@ fn group(slots: Vec<(IpAddr, u16)>) -> EndpointGroup {
 }
 
 #[test]
-fn a_slot_moves_only_into_the_place_of_an_endpoint_that_leaves() {
-    let group = group(endpoints(&[4, 2, 9, 7]));
-    let after = |wanted: &[u8]| {
-        let mut group = group.clone();
-        let wanted = endpoints(wanted).into_iter().map(|endpoint| (endpoint, Weight::default()));
-        group.set_endpoints(&wanted.collect::<Vec<_>>(), 4096);
-        group.slots
-    };
-    assert_eq!(after(&[2, 4, 7, 9]), endpoints(&[4, 2, 9, 7]));
-    assert_eq!(after(&[1, 2, 4, 7, 9]), endpoints(&[4, 2, 9, 7, 1]));
-    assert_eq!(after(&[2, 4, 9]), endpoints(&[4, 2, 9]));
-    assert_eq!(after(&[2, 7, 9]), endpoints(&[7, 2, 9]));
-    // A replaced endpoint leaves its slot to the new one.
-    assert_eq!(after(&[2, 4, 5, 7]), endpoints(&[4, 2, 5, 7]));
-    assert_eq!(after(&[1]), endpoints(&[1]));
-    assert_eq!(after(&[]), endpoints(&[]));
-}
-
-#[test]
 fn endpoints_have_slots_in_proportion_to_their_weights() {
     let mut group = group(Vec::new());
     let mut after = |weights: &[(u8, u32)]| {

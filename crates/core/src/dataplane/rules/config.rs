@@ -63,17 +63,14 @@ pub struct RenderConfig {
     pub node_port_addresses: NodePortAddresses,
     /// NodePorts are also served on 127.0.0.0/8. NodePorts are never served on ::1.
     pub localhost_node_ports: bool,
-    /// The sysctl `nf_conntrack_tcp_be_liberal` is on, so the rules do not drop packets in the
-    /// conntrack state INVALID.
+    /// `nf_conntrack_tcp_be_liberal` is on, so rules do not drop packets in the state INVALID.
     pub conntrack_tcp_be_liberal: bool,
-    /// Rules count packets in [`super::names::INVALID_COUNTER`] and
-    /// [`super::names::LOCALHOST_COUNTER`]. Both nfacct counters must exist.
+    /// Rules count packets in the nfacct counters of [`super::names`], which must exist.
     pub counts_packets: bool,
     /// Leaves out the rules of SCTP ports, because iptables cannot match SCTP on this machine. A
     /// single rule for SCTP would make the kernel reject the rules of other protocols too.
     pub leaves_out_sctp: bool,
-    /// The listener of the proxy of mode userspace for each chain. All listeners have one IP
-    /// address. Empty in other modes.
+    /// The proxy's listener for each chain in mode userspace, all with one IP address.
     pub listeners: BTreeMap<GateChain, SocketAddr>,
     /// Layout.
     pub layout: Layout,
@@ -86,8 +83,7 @@ impl RenderConfig {
     /// The number of endpoints above which [`Layout::Auto`] is compact.
     pub const CLASSIC_MAX_ENDPOINTS: usize = 1000;
 
-    /// Returns the defaults for a family: no local detector, and localhost NodePorts for IPv4, as
-    /// in kube-proxy.
+    /// Returns kube-proxy's defaults: no local detector, and localhost NodePorts for IPv4.
     #[must_use]
     pub fn new(family: Family) -> Self {
         Self {
@@ -103,8 +99,7 @@ impl RenderConfig {
         }
     }
 
-    /// True in mode userspace: a proxy carries TCP connections. Rules then send no connection
-    /// straight to endpoints that expect the PROXY protocol, and refuse SCTP.
+    /// True in mode userspace: rules send nothing to endpoints that need the PROXY protocol.
     #[must_use]
     pub fn has_proxy(&self) -> bool {
         !self.listeners.is_empty()

@@ -1,5 +1,4 @@
-//! Dispatch chains: chains that contain rules of many services. The rules of a service in a
-//! dispatch chain are its dispatch lines.
+//! Dispatch chains, which contain rules of many services: their dispatch lines.
 //!
 //! In the classic layout a dispatch chain is one list. In the compact layout its lines are divided
 //! into groups. Each group is a separate chain, and one rule of the dispatch chain jumps to the
@@ -125,8 +124,7 @@ impl Dispatch {
         selectors.iter().filter_map(line).collect()
     }
 
-    /// Writes the chains that changed since the last call. Groups come before the dispatch chains
-    /// that jump to them, and groups that became empty are deleted.
+    /// Writes the changed chains, groups first, and deletes groups that became empty.
     pub fn write_changed(&mut self, script: &mut Script) {
         let dirty = std::mem::take(&mut self.dirty);
         let (tops, groups): (Vec<_>, Vec<_>) = dirty.into_iter().partition(|(_, group)| *group == DispatchGroup::Top);
@@ -237,8 +235,7 @@ impl Dispatch {
     }
 }
 
-/// Renders lines like [`with_chain`], sorted and without duplicates. Two services with the same
-/// endpoint have equal lines.
+/// Renders sorted lines like [`with_chain`], without duplicates of services with equal endpoints.
 fn distinct_with_chain(name: ChainName, lines: &Lines) -> String {
     let rules: BTreeSet<&str> = lines.values().flat_map(|rules| rules.lines()).collect();
     rules.iter().map(|rule| format!("-A {name}{rule}\n")).collect()

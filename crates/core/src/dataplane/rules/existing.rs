@@ -37,8 +37,7 @@ impl RulesHash {
 /// The chains of Headgate in one table, and the rules of the built-in chains.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExistingRules {
-    /// Chains with names of Headgate, with the hash of their rules, or `None` if the hash is
-    /// unknown.
+    /// Chains with names of Headgate, with the hash of their rules if it is known.
     pub chains: HashMap<String, Option<RulesHash>>,
     /// Rules of the built-in chains in order, each without the leading `-A `.
     pub base_rules: Vec<String>,
@@ -50,8 +49,7 @@ pub struct ExistingRules {
     pub prefix_length: Option<u8>,
 }
 
-/// Reads the output of `iptables-save` line by line, so that the text of a large table is never in
-/// memory as a whole.
+/// Reads the output of `iptables-save` line by line, so that no large text is in memory.
 #[derive(Debug)]
 pub struct ExistingReader {
     table: RulesTable,
@@ -94,8 +92,7 @@ impl ExistingReader {
     }
 
     fn rule(&mut self, line: &str, rule: &str) {
-        // iptables 1.8.9 prints a second space after `--nfacct-name`. Other versions may print only
-        // one space.
+        // iptables 1.8.9 prints a second space after `--nfacct-name`, others may not.
         if line.contains("--nfacct-name  ") {
             let line = line.replace("--nfacct-name  ", "--nfacct-name ");
             return self.rule(&line, line.strip_prefix("-A ").unwrap_or(&line));
@@ -124,8 +121,7 @@ impl ExistingReader {
     }
 }
 
-/// Returns the chain that is the target of a rule's `-j` or `-g`. Ignores text in quotes, which is
-/// a comment.
+/// Returns the target of a rule's `-j` or `-g`. Ignores quoted text, which is a comment.
 pub(super) fn target(rule: &str) -> Option<&str> {
     let unquoted = rule.split('"').step_by(2);
     let mut words = unquoted.flat_map(str::split_ascii_whitespace);
@@ -167,8 +163,7 @@ impl ExistingRules {
         self.referenced.contains_key(name) && self.has_chain_with(name, RulesHash::default())
     }
 
-    /// True if a rule outside of Headgate's chains jumps to a chain of Headgate, so that packets
-    /// may reach that chain.
+    /// True if a foreign rule jumps to a chain of Headgate, so that packets may reach it.
     #[must_use]
     pub fn leads_to_ours(&self, table: RulesTable) -> bool {
         !self.referenced.is_empty() || self.jumps_to_ours(table).next().is_some()
@@ -184,8 +179,7 @@ impl ExistingRules {
     }
 }
 
-/// The rules in the kernel, for all tables that Headgate writes, in the order of
-/// [`RulesTable::ALL`].
+/// The rules in the kernel, for the tables of Headgate in the order of [`RulesTable::ALL`].
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExistingTables([ExistingRules; RulesTable::ALL.len()]);
 
@@ -212,25 +206,4 @@ impl ExistingTables {
 #[must_use]
 pub fn is_ours(table: RulesTable, name: &str) -> bool {
     names::all(table).contains(&name) || ChainName::parse(name).is_some()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn targets_of_foreign_rules_are_found_and_comments_are_ignored() {
-        let save = concat!(
-            "*nat\n:KUBE-SERVICES - [0:0]\n:KUBE-MARK-MASQ - [0:0]\n:KUBE-NODEPORTS - [0:0]\n:SOMEBODY - [0:0]\n",
-            "-A KUBE-SERVICES -j KUBE-NODEPORTS\n-A SOMEBODY -m comment --comment \"a -j KUBE-NODEPORTS\" -j KUBE-SERVICES\n",
-            "-A SOMEBODY -g KUBE-MARK-MASQ\n-A SOMEBODY -j DNAT --to-destination 10.0.0.1\n-A SOMEBODY\nCOMMIT\n",
-        );
-        let existing = ExistingRules::parse(RulesTable::Nat, save);
-        let referenced: Vec<&str> = existing.referenced.keys().map(String::as_str).collect();
-        assert_eq!(referenced, ["KUBE-MARK-MASQ", "KUBE-SERVICES"]);
-        assert!(
-            existing.is_undeletable_and_empty("KUBE-MARK-MASQ") && !existing.is_undeletable_and_empty("KUBE-NODEPORTS")
-        );
-        assert!(!existing.is_undeletable_and_empty("KUBE-SERVICES"), "the chain is not empty");
-    }
 }

@@ -1,5 +1,4 @@
-//! iptables rules: their text, scripts for `iptables-restore`, and a record of the programmed
-//! rules.
+//! iptables rules: their text, scripts for `iptables-restore`, and a record of what is programmed.
 //!
 //! A dataplane passes its rules as a [`Ruleset`]: fixed chains, jumps, and a function that renders
 //! the rules of a service with the help of [`service`]. The [`RulesLedger`] records which rules are

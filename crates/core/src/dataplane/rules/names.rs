@@ -34,8 +34,7 @@ pub const FORWARD: &str = "KUBE-FORWARD";
 /// kube-proxy adds this rule to the kubelet's chain KUBE-FIREWALL. Headgate uses a separate chain,
 /// so that a cleanup can remove it without removing rules of the kubelet.
 pub const LOCALNET_GUARD: &str = "KUBE-LOCALNET-GUARD";
-/// `KUBE-PROXY-CANARY`, in all tables: an empty chain. If the chain is missing, another program has
-/// flushed the tables.
+/// `KUBE-PROXY-CANARY`, in all tables, empty: another program that flushes tables removes it.
 pub const CANARY: &str = "KUBE-PROXY-CANARY";
 
 /// The nfacct counter of packets that KUBE-FORWARD drops as INVALID. kube-proxy uses this name too.
@@ -74,12 +73,10 @@ impl GateChain {
     }
 }
 
-/// `KUBE-GATE-INPUT`, in filter: accepts connections to the proxy of mode userspace, even if the
-/// host's firewall would drop them.
+/// `KUBE-GATE-INPUT`, in filter: accepts connections to the proxy before the host's firewall.
 pub const GATE_INPUT: &str = "KUBE-GATE-INPUT";
 
-/// The set that is the gate of mode userspace. While the gate is closed, the set contains all
-/// addresses.
+/// The set that is the gate of mode userspace. It has all addresses while the gate is closed.
 #[must_use]
 pub fn gate_set(family: Family) -> &'static str {
     match family {
@@ -95,15 +92,12 @@ pub const LOAD_BALANCER: &str = "KUBE-LOAD-BALANCER";
 pub const NODE_PORT: &str = "KUBE-NODE-PORT";
 /// `KUBE-SOURCE-RANGES-FIREWALL`, in filter and mangle: drops packets that no source range admits.
 pub const SOURCE_RANGES: &str = "KUBE-SOURCE-RANGES-FIREWALL";
-/// `KUBE-IPVS-FILTER`, in filter: rejects packets to a service's address on ports for which no
-/// virtual server exists.
+/// `KUBE-IPVS-FILTER`, in filter: rejects packets to a service's ports without a virtual server.
 pub const IN_FILTER: &str = "KUBE-IPVS-FILTER";
-/// `KUBE-IPVS-OUT-FILTER`: handles traffic from the node itself. In filter it rejects and drops
-/// packets. In mangle it checks source ranges.
+/// `KUBE-IPVS-OUT-FILTER`: refuses traffic of the node (filter), checks source ranges (mangle).
 pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
 
-/// Returns the fixed names of all chains that a dataplane of Headgate may have
-/// created in a table. A cleanup removes these chains.
+/// Returns the fixed names of Headgate's chains in a table, which a cleanup removes.
 #[must_use]
 pub fn all(table: RulesTable) -> &'static [&'static str] {
     match table {
@@ -144,8 +138,7 @@ pub fn all(table: RulesTable) -> &'static [&'static str] {
     }
 }
 
-/// A chain that contains rules of many services. A chain comes before the chains that jump to it,
-/// and scripts write them in this order.
+/// A chain that contains rules of many services, before the chains that jump to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DispatchChain {
     /// nat KUBE-HAIRPIN, compact layout only: masquerades connections of endpoints to themselves.
@@ -158,13 +151,11 @@ pub enum DispatchChain {
     FilterHairpin,
     /// filter KUBE-SERVICES: ClusterIPs whose packets are rejected or dropped.
     FilterServices,
-    /// filter KUBE-EXTERNAL-SERVICES: external addresses and NodePorts whose packets are rejected
-    /// or dropped.
+    /// filter KUBE-EXTERNAL-SERVICES: external addresses and NodePorts that are refused.
     FilterExternalServices,
     /// filter KUBE-PROXY-FIREWALL: drops packets that no source range admits.
     FilterProxyFirewall,
-    /// filter KUBE-NODEPORTS: accepts packets to health-check node ports before the host's firewall
-    /// can drop them.
+    /// filter KUBE-NODEPORTS: accepts health checks before the host's firewall can drop them.
     FilterNodePorts,
 }
 

@@ -1,5 +1,4 @@
-//! Parts of the rules of one service port. The dataplanes compose the rules of a service from these
-//! parts.
+//! Parts of the rules of one service port, of which the dataplanes compose a service's rules.
 
 use std::{collections::BTreeSet, fmt::Display, net::IpAddr};
 
@@ -47,8 +46,7 @@ pub enum Selector {
 pub struct DispatchLine {
     /// The chain.
     pub chain: DispatchChain,
-    /// The destination that the rule matches. In the compact layout, the selector also determines
-    /// the group of the rule.
+    /// What the rule matches. In the compact layout it also determines the group.
     pub selector: Selector,
     /// The rule without `-A CHAIN`, with a leading space and a line end.
     pub rule: String,
@@ -66,8 +64,7 @@ pub struct ServiceRules {
 }
 
 impl ServiceRules {
-    /// Renders the ports of a service in order. Leaves out SCTP ports if
-    /// [`RenderConfig::leaves_out_sctp`] is set.
+    /// Renders the ports of a service in order, without SCTP if the configuration leaves it out.
     pub(super) fn of_ports(
         config: &RenderConfig,
         is_compact: bool,
@@ -84,8 +81,7 @@ impl ServiceRules {
     }
 }
 
-/// Renders the rule that accepts health checks of a load balancer before the host's firewall can
-/// drop them.
+/// Renders the rule that accepts a load balancer's health checks before the host's firewall.
 pub(super) fn health_check_line(service: &Service) -> DispatchLine {
     let (protocol, port) = (Protocol::Tcp, service.health_check_node_port);
     let mut rule = String::new();
@@ -136,8 +132,7 @@ impl<'a> PortRules<'a> {
         self.config.has_proxy() && self.view.proxy_protocol.is_some()
     }
 
-    /// Adds the chains of single endpoints, or in the compact layout the lines for hairpin
-    /// connections.
+    /// Adds the chains of endpoints, or in the compact layout the hairpin lines.
     pub(in crate::dataplane) fn endpoint_rules(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
         if self.is_proxy_only() {
             return;
@@ -283,8 +278,7 @@ impl<'a> PortRules<'a> {
         let (chain, name) = (self.external, &self.name);
         let mut rules = String::new();
         let reaches_cluster = !self.view.cluster_endpoints.is_empty();
-        // Only NodePorts have destinations in 127.0.0.0/8. The rule is in this chain, because in
-        // KUBE-NODEPORTS it would also slow down connections to the NodePorts of other services.
+        // In KUBE-NODEPORTS this rule would slow down connections to other NodePorts.
         if self.config.counts_packets && self.config.localhost_node_ports && self.view.node_port != 0 {
             Line::append(&mut rules, chain).add("-d 127.0.0.0/8").counted_by(LOCALHOST_COUNTER).end();
         }
@@ -312,8 +306,7 @@ impl<'a> PortRules<'a> {
         ServiceChain { name: chain, rules }
     }
 
-    /// Renders the chain that checks source ranges. Packets that no range admits are not
-    /// translated, and filter KUBE-PROXY-FIREWALL drops them.
+    /// Renders the chain of source ranges. KUBE-PROXY-FIREWALL drops what no range admits.
     pub(in crate::dataplane) fn firewall_chain(&self) -> ServiceChain {
         let (chain, name) = (self.firewall, &self.name);
         let comment = format!("{name} loadbalancer IP");
@@ -334,8 +327,7 @@ impl<'a> PortRules<'a> {
         ServiceChain { name: chain, rules }
     }
 
-    /// Returns the externalIPs and load balancer IPs in order, each with the comment and the target
-    /// of its dispatch line.
+    /// Returns externalIPs and load balancer IPs, with comment and target of the dispatch line.
     fn external_addresses(&self) -> impl Iterator<Item = (Selector, &'static str, ChainName)> {
         let load_balancer_target = if self.uses_firewall { self.firewall } else { self.external };
         let external = self.view.external_ips.iter().map(|address| (*address, "external IP", self.external));

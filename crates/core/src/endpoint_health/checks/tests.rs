@@ -97,24 +97,6 @@ fn the_earliest_check_starts_first_and_first_checks_are_spread() {
     assert!((75..175).contains(&early), "{early}");
 }
 
-#[test]
-fn outcomes_of_checks_of_a_removed_target_are_ignored() {
-    let mut checks = Checks::new(CheckTiming::default(), 7);
-    let web = key("web");
-    checks.set_service(&web, Some(wanted(1000, [1])), 0);
-    for _ in 0..2 {
-        next_outcome(&mut checks, false);
-    }
-    let running = checks.start(10_000).unwrap();
-    checks.set_service(&web, None, 10_000);
-    assert!(checks.is_empty() && checks.failing_count() == 0);
-    // The endpoint is added again while the old check still runs. The endpoint counts as new.
-    checks.set_service(&web, Some(wanted(1000, [1])), 10_000);
-    assert_eq!(checks.finish(&running, Some(false), 10_100), []);
-    assert!(checks.failing(&web).is_empty());
-    assert_consistent(&checks);
-}
-
 #[derive(Debug, Clone)]
 enum Step {
     Set(u8, Option<(u32, Vec<u8>)>),

@@ -197,29 +197,6 @@ proptest! {
     }
 }
 
-/// A change costs what differs, so that an edit of a Service whose address many others claim does
-/// not make these dirty.
-#[test]
-fn an_edit_that_changes_no_claim_touches_no_other_service() {
-    let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
-    let mut state = State::default();
-    let owner = Service::new(ServiceKey::new("t", "web"), vec![address(1)], vec![port.clone()]);
-    state.apply(owner.clone().into(), &mut Dirty::default());
-    for number in 0..10 {
-        let mut other =
-            Service::new(ServiceKey::new("a", &format!("{number}")), vec![address(100 + number)], vec![port.clone()]);
-        other.external_ips = vec![address(1)];
-        state.apply(other.into(), &mut Dirty::default());
-    }
-    let mut dirty = Dirty::default();
-    state.apply(Service { max_connections: 7, ..owner }.into(), &mut dirty);
-    assert_eq!(dirty.services.iter().map(ToString::to_string).collect::<Vec<_>>(), ["t/web"]);
-    assert_eq!(state.frontends().losers().len(), 10);
-    state.apply(Change::RemoveService(ServiceKey::new("t", "web")), &mut Dirty::default());
-    // The others have equal ports, so only one of them gets the frontend.
-    assert_eq!(state.frontends().losers().len(), 9);
-}
-
 /// Whatever two Services share, an edit visits the frontends whose claims differ, each once.
 #[test]
 fn an_edit_of_one_shared_address_visits_only_the_frontends_there() {
@@ -245,51 +222,6 @@ fn an_edit_of_one_shared_address_visits_only_the_frontends_there() {
     }
     assert_eq!(edit(with("old", 100, 1, &[])), (2, 90, "t/old".into()));
     assert_eq!(edit(with("new", 101, 2, &shared[..3])), (1, 60, "t/new".into()));
-}
-
-#[test]
-fn a_service_that_loses_what_is_reserved_gets_it_back_afterwards() {
-    let port = |port| ServicePort { name: "".into(), protocol: Protocol::Tcp, port, node_port: 0 };
-    let mut state = State::default();
-    let mut service = Service::new(ServiceKey::new("t", "web"), vec![address(9)], vec![port(80), port(7443)]);
-    service.external_ips = vec![address(1)];
-    state.apply(service.clone().into(), &mut Dirty::default());
-    let frontend = |port| Frontend::Address(address(1), Protocol::Tcp, port);
-    let owns = |state: &State, port| state.frontends().owns(&service.key, &frontend(port));
-    for (with_addresses, serves_other) in [(false, true), (true, false)] {
-        let mut dirty = Dirty::default();
-        state.reserve(&[frontend(7443)].into(), with_addresses, &mut dirty);
-        assert_eq!((dirty.services.len(), owns(&state, 7443), owns(&state, 80)), (1, false, serves_other));
-        let reported: Vec<_> = state.frontends().reserved_conflicts(&[frontend(7443)].into()).collect();
-        assert_eq!(reported.is_empty(), serves_other, "whole addresses are not known elsewhere");
-        assert_eq!(state.frontends().reserved_conflicts(&BTreeSet::new()).count(), 1);
-        let mut dirty = Dirty::default();
-        state.reserve(&BTreeSet::new(), with_addresses, &mut dirty);
-        assert_eq!((dirty.services.len(), owns(&state, 7443), owns(&state, 80)), (1, true, true));
-        assert_eq!(state.frontends().losers().len(), 0);
-    }
-}
-
-#[test]
-fn a_conflict_names_the_owner_and_the_remedy() {
-    let port = |port| ServicePort { name: "".into(), protocol: Protocol::Tcp, port, node_port: 0 };
-    let mut state = State::default();
-    let mut older = Service::new(ServiceKey::new("a", "older"), vec![address(9)], vec![port(80), port(81)]);
-    (older.external_ips, older.created_unix_seconds) = (vec![address(1)], -1);
-    let owner = Service::new(ServiceKey::new("t", "web"), vec![address(1)], vec![port(80)]);
-    state.apply(owner.into(), &mut Dirty::default());
-    state.apply(older.clone().into(), &mut Dirty::default());
-    let conflicts: Vec<_> = state.frontends().conflicts(&older.key).collect();
-    let shown: Vec<_> = conflicts.iter().map(|conflict| (conflict.field(), conflict.to_string())).collect();
-    let sentence = |place: &str| {
-        format!(
-            "{place} belongs to Service t/web, whose ClusterIP it is: give one of the two Services another address or port"
-        )
-    };
-    assert_eq!(shown, [("spec.externalIPs", sentence("10.96.0.1"))], "the whole address");
-    let frontend = Frontend::Address(address(1), Protocol::Tcp, 81);
-    let conflict = state.frontends().conflict(&older.key, frontend, Claim::ExternalIp).unwrap();
-    assert_eq!(conflict.to_string(), sentence("10.96.0.1 port 81/TCP"));
 }
 
 /// Otherwise a tenant would get the packets for a ClusterIP that the API server gives to a Service

@@ -1,6 +1,16 @@
 //! Scripts that run on the fake kernel.
 
+use std::net::SocketAddr;
+
 use super::*;
+use crate::iptables::names::GateChain;
+
+/// The configuration of mode userspace.
+fn with_proxy() -> RenderConfig {
+    let listener = |(chain, port): (GateChain, u16)| (chain, SocketAddr::new(ip("169.254.77.1"), port));
+    let listeners = GateChain::ALL.into_iter().zip(10245..).map(listener).collect();
+    RenderConfig { listeners, layout: Layout::Classic, ..config() }
+}
 
 /// The time of `iptables-nft-restore` for a step grows with the square of the number of chain names
 /// in the step.
@@ -17,8 +27,8 @@ fn steps_of_a_first_sync_are_bounded_and_produce_the_same_rules() {
     for (layout, base) in [
         (Layout::Classic, config()),
         (Layout::Compact, config()),
-        (Layout::Classic, proxy::with_proxy()),
-        (Layout::Compact, proxy::with_proxy()),
+        (Layout::Classic, with_proxy()),
+        (Layout::Compact, with_proxy()),
     ] {
         let config = RenderConfig { layout, ..base };
         let mut ledger = RulesLedger::new(ruleset(config.clone()));

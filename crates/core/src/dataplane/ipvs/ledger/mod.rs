@@ -1,5 +1,4 @@
-//! A record of the objects that are programmed in one family. The ledger plans the changes of these
-//! objects.
+//! A record of the objects that are programmed in one family, which plans their changes.
 //!
 //! The ledger assumes that plans succeed, except for the operations that the caller passes to
 //! [`IpvsLedger::record`] as rejected. After any other failure, the caller must use
@@ -57,13 +56,11 @@ pub struct IpvsLedger {
     draining: BTreeSet<ServerKey>,
     /// The virtual servers that plans had no room for.
     waiting: BTreeSet<ServerKey>,
-    /// Elements of sets. Each service and each virtual server that needs an element counts as a
-    /// user.
+    /// Elements of sets, with the services and virtual servers that need them.
     elements: RefCounts<(Set, IpSetElement)>,
     /// Number of elements of each set.
     set_sizes: BTreeMap<Set, usize>,
-    /// Addresses of the device. Each service and each virtual server that needs an address counts
-    /// as a user.
+    /// Addresses of the device, with the services and virtual servers that need them.
     device_addresses: RefCounts<IpAddr>,
     problems: BTreeMap<Arc<ServiceKey>, SchedulerProblem>,
     deferred: Deferred,
@@ -73,9 +70,8 @@ pub struct IpvsLedger {
 /// needs, and that another service needs after this plan, stays in the kernel.
 #[derive(Debug, Default)]
 struct ObjectRound {
-    /// Deferred servers and destinations to try again. Deferred elements and addresses are not
-    /// listed here, because `elements` and `device_addresses` record that the kernel lacks these
-    /// objects.
+    /// Deferred servers and destinations to try again. `elements` and `device_addresses` know
+    /// those of their kinds.
     retries: BTreeSet<Object>,
     /// Changes of servers for [`IpvsPlan::before`] and [`IpvsPlan::after`], in order.
     before: Vec<Op>,
@@ -109,9 +105,8 @@ impl IpvsLedger {
         }
     }
 
-    /// Creates a ledger with the configuration and the quarantine of this one, in which nothing is
-    /// programmed. Its [`Self::full`] plans what the full plan of this ledger would write, and
-    /// leaves this ledger as it is.
+    /// Creates an empty ledger with this configuration and quarantine. Its [`Self::full`] plans
+    /// what the full plan of this ledger would write.
     #[must_use]
     pub fn fresh(&self) -> Self {
         Self { rules: self.rules.fresh(), ..Self::new(self.config.clone()) }
@@ -194,8 +189,7 @@ impl IpvsLedger {
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> IpvsPlan {
         let (script, planned) = self.rules.changed(state, node, dirty);
         let mut round = ObjectRound::default();
-        // An address may move from one service to another. Each server is programmed once, after
-        // all plans are known.
+        // An address may move between services, so servers follow once all plans are known.
         let mut servers = BTreeSet::new();
         for key in &dirty.services {
             let plan = self.plan_of(state, node, key);
@@ -291,8 +285,7 @@ impl IpvsLedger {
         plan
     }
 
-    /// Returns the virtual servers with draining destinations. The agent reads the number of
-    /// connections of these destinations from the kernel and calls [`Self::drained`].
+    /// Returns the virtual servers with draining destinations, for [`Self::drained`].
     pub fn draining(&self) -> impl Iterator<Item = ServerKey> {
         self.draining.iter().copied()
     }
@@ -340,9 +333,8 @@ impl IpvsLedger {
         plan
     }
 
-    /// Returns the minimum and the maximum number of elements that a set in the kernel must have.
-    /// The maximum is the number of wanted elements. The minimum does not count deferred elements.
-    /// The cost is linear in the number of deferred objects.
+    /// Returns how many elements a set in the kernel must have: all wanted ones at most, and those
+    /// that are not deferred at least. The cost is linear in the number of deferred objects.
     #[must_use]
     pub fn set_size(&self, set: Set) -> RangeInclusive<usize> {
         let wanted = self.set_sizes.get(&set).copied().unwrap_or_default();
@@ -369,8 +361,7 @@ impl IpvsLedger {
         service::plan(&self.config, service, &views, &node.failing)
     }
 
-    /// Returns the operation that creates an object, or `None` if no service wants the object. The
-    /// ledger must count the object as programmed.
+    /// Returns the operation that creates a programmed object; `None` if no service wants it.
     pub(super) fn op_for(&self, object: Object) -> Option<Op> {
         match object {
             Object::Element(set, element) => Some(Op::AddElement(set, element)),
@@ -447,8 +438,7 @@ impl IpvsLedger {
             return;
         };
         let fresh = Server::new(key, wanted.settings, wanted.mark, wanted.is_on_device);
-        // The new mark and address are added before the old mark and address are released, so that
-        // the kernel keeps a mark or an address that does not change.
+        // The new mark comes before the old one goes, so that the kernel keeps an equal one.
         self.need_objects_of(&fresh, round);
         let mut server = match self.servers.remove(&key) {
             None => {
@@ -486,8 +476,7 @@ impl IpvsLedger {
         }
     }
 
-    /// Removes a server that no service wants and that has no destinations. Updates whether the
-    /// server is draining.
+    /// Removes an unwanted server without destinations. Updates whether the server is draining.
     fn remove_if_unused(&mut self, key: ServerKey, round: &mut ObjectRound) {
         let is_wanted = self.candidates.contains_key(&key);
         let Some(server) = self.servers.get(&key) else { return };

@@ -88,8 +88,7 @@ impl IpvsLedger {
         })
     }
 
-    /// True if an object is deferred because the kernel rejected the operation that creates or
-    /// changes it.
+    /// True if the kernel rejected the operation that creates or changes an object.
     #[must_use]
     pub fn is_deferred(&self, object: &Object) -> bool {
         self.deferred.contains(object)

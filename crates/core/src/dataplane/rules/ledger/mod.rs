@@ -1,5 +1,4 @@
-//! A record of the rules that are programmed in one family. The ledger plans the scripts that
-//! change these rules.
+//! A record of the rules that are programmed in one family, which plans scripts that change them.
 //!
 //! The ledger keeps a hash of each chain instead of its text. It assumes that the kernel accepts
 //! every script. After a script has failed, the record may differ from the kernel, and the caller
@@ -41,8 +40,7 @@ pub struct RulesLedger {
     dispatch: Dispatch,
     /// Number of services for which the dispatch groups were sized.
     groups_sized_for: usize,
-    /// Chains that are not wanted, but that the kernel does not delete because foreign rules jump
-    /// to them.
+    /// Unwanted chains that the kernel does not delete, because foreign rules jump to them.
     undeletable: BTreeSet<(RulesTable, String)>,
     quarantine: Quarantine<Before>,
     /// Counts for all services.
@@ -78,9 +76,8 @@ impl RulesLedger {
         }
     }
 
-    /// Creates a ledger with the configuration and the quarantine of this one, in which nothing is
-    /// programmed. Its [`Self::full`] plans what the full script of this ledger would write, and
-    /// leaves this ledger as it is.
+    /// Creates an empty ledger with this configuration and quarantine. Its [`Self::full`] plans
+    /// what the full script of this ledger would write.
     #[must_use]
     pub fn fresh(&self) -> Self {
         Self {
@@ -175,7 +172,10 @@ impl RulesLedger {
         let mut is_compact = false;
         source.look(&mut |state, _, _| {
             is_compact = self.wants_compact(state, nat.chains.contains_key(HAIRPIN));
-            self.dispatch = self.new_dispatch(state, is_compact, nat.prefix_length);
+            let services = state.entries().filter_map(|(_, entry)| entry.service());
+            let addresses = services.filter_map(|service| service.cluster_ip(self.ruleset.config.family));
+            let addresses: Option<Vec<IpAddr>> = is_compact.then(|| addresses.collect());
+            self.dispatch = Dispatch::new(Arc::clone(&self.ruleset), addresses.as_deref(), nat.prefix_length);
             self.groups_sized_for = state.service_count();
         });
         self.programmed.clear();
@@ -222,8 +222,7 @@ impl RulesLedger {
         self.dispatch.prefix_length()
     }
 
-    /// Returns a script that removes all rules and chains of Headgate. It deletes the jumps from
-    /// the built-in chains first.
+    /// Returns a script that removes all rules and chains of Headgate, first the jumps to them.
     #[must_use]
     pub fn cleanup(existing: &ExistingTables) -> Script {
         let mut script = Script::default();
@@ -238,8 +237,7 @@ impl RulesLedger {
         script
     }
 
-    /// Returns a script that removes the chains of mode userspace. No chain of a service may jump
-    /// to them.
+    /// Returns a script that removes the chains of mode userspace, to which no chain may jump.
     #[must_use]
     pub fn cleanup_of_gates(existing: &ExistingTables) -> Script {
         let mut script = Script::default();
@@ -278,8 +276,7 @@ impl RulesLedger {
         tally
     }
 
-    /// Returns the chains whose rules do not depend on services, in the order in which a script
-    /// writes them.
+    /// Returns the chains that do not depend on services, in the order in which they are written.
     fn fixed_chains(&self, is_compact: bool) -> impl Iterator<Item = FixedChain> {
         self.ruleset.chains.iter().cloned().chain(self.ruleset.leading_to_dispatch(is_compact))
     }
@@ -290,8 +287,7 @@ impl RulesLedger {
 
     fn layout_is_outgrown(&self, state: &State) -> bool {
         let is_compact = self.dispatch.is_compact();
-        // Groups are sized for the number of services at the last full script. If this number has
-        // quadrupled, the groups are too long, and a full script is worth its cost.
+        // If the number of services has quadrupled, groups are so long that a full script pays.
         let groups_are_outgrown = is_compact && state.service_count() > 4 * self.groups_sized_for.max(64);
         self.wants_compact(state, is_compact) != is_compact || groups_are_outgrown
     }
@@ -302,15 +298,6 @@ impl RulesLedger {
     fn wants_compact(&self, state: &State, is_compact: bool) -> bool {
         let factor = if is_compact { 2 } else { 1 };
         self.ruleset.config.is_compact(state.service_count() * factor, state.endpoint_count() * factor)
-    }
-
-    fn new_dispatch(&self, state: &State, is_compact: bool, prefix_length: Option<u8>) -> Dispatch {
-        let addresses = is_compact.then(|| self.dispatched_addresses(state));
-        Dispatch::new(Arc::clone(&self.ruleset), addresses.as_deref(), prefix_length)
-    }
-
-    fn dispatched_addresses(&self, state: &State) -> Vec<IpAddr> {
-        state.entries().filter_map(|(_, entry)| entry.service()?.cluster_ip(self.ruleset.config.family)).collect()
     }
 
     fn render(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServiceRules {
@@ -416,14 +403,12 @@ impl RulesLedger {
         }
     }
 
-    /// Records that the kernel rejected the deletion of a chain, and that the chain still exists
-    /// without rules. Returns false if the chain was already recorded.
+    /// Records that the kernel refused to delete a chain, now empty. False if that was known.
     pub fn note_undeletable(&mut self, table: RulesTable, name: &str) -> bool {
         self.undeletable.insert((table, name.to_owned()))
     }
 
-    /// Returns the names of all programmed chains of a table. The cost is linear in the number of
-    /// chains.
+    /// Returns the names of all programmed chains of a table, in linear time.
     fn wanted_chains(&self, table: RulesTable) -> BTreeSet<String> {
         let fixed = self.fixed_chains(self.dispatch.is_compact()).filter(|chain| chain.table == table);
         let mut wanted: BTreeSet<String> = fixed.map(|chain| chain.name.to_owned()).collect();
@@ -438,8 +423,7 @@ impl RulesLedger {
         wanted
     }
 
-    /// Returns the chains and jumps that the kernel has if all scripts succeeded and no other
-    /// program changed them. The rules of chains are not included.
+    /// Returns the chains and jumps, without rules, of a kernel that nobody else changed.
     fn expected(&self) -> ExistingTables {
         let mut expected = ExistingTables::default();
         for table in RulesTable::ALL {

@@ -1,5 +1,4 @@
-//! Quarantined services: the kernel rejects their rules. Steps skip these services, and their last
-//! good rules remain in the kernel.
+//! Services whose rules the kernel rejects. Steps skip them, and their last good rules remain.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -15,8 +14,7 @@ use crate::{
     state::State,
 };
 
-/// The rules of a service that were programmed before the unconfirmed scripts. `lines` contains the
-/// old dispatch lines of the service if the dispatch chains now have other lines.
+/// A service's rules before the unconfirmed scripts, and its dispatch lines if they changed.
 #[derive(Debug, Clone)]
 pub(super) struct Before {
     pub(super) programmed: ProgrammedRules,
@@ -48,8 +46,7 @@ impl RulesLedger {
         }
     }
 
-    /// Saves the dispatch lines that may have to be restored, before a full script replaces the
-    /// dispatch chains.
+    /// Saves the dispatch lines that may have to be restored after a full script.
     pub(super) fn begin_full(&mut self) {
         self.quarantine.begin_full();
         for (key, Before { programmed, lines }) in self.quarantine.unconfirmed() {
@@ -89,8 +86,7 @@ impl RulesLedger {
     #[must_use]
     pub fn trial(&self, state: &State, node: &NodeFacts, services: &[Arc<ServiceKey>]) -> Script {
         let mut script = Script::default();
-        // The chains of services are in nat. Filter comes first, so that nat does not change if the
-        // kernel rejects filter.
+        // Services' chains are in nat, which must not change if the kernel rejects filter.
         script.put_filter_first();
         for chain in self.ruleset.chains.iter().filter(|chain| chain.name != CANARY) {
             script.write_chain(chain.table, &chain.name, &chain.rules);
@@ -113,8 +109,7 @@ impl RulesLedger {
         script
     }
 
-    /// Returns a script that tests whether the kernel accepts rules that count packets. The caller
-    /// must run [`Self::end_of_trials`] afterwards.
+    /// Returns a trial of rules that count packets, to be followed by [`Self::end_of_trials`].
     #[must_use]
     pub fn trial_of_counters() -> Script {
         let rule = |counter| format!("-A {CANARY} -m nfacct --nfacct-name {counter}\n");
@@ -124,8 +119,7 @@ impl RulesLedger {
         script
     }
 
-    /// Returns a script that tests whether the kernel accepts rules that match SCTP. The caller
-    /// must run [`Self::end_of_trials`] afterwards.
+    /// Returns a trial of rules that match SCTP, to be followed by [`Self::end_of_trials`].
     #[must_use]
     pub fn trial_of_sctp() -> Script {
         let mut script = Script::default();
@@ -133,8 +127,7 @@ impl RulesLedger {
         script
     }
 
-    /// Returns a script that tests whether the kernel accepts rules that match the gate of mode
-    /// userspace, which must exist. The caller must run [`Self::end_of_trials`] afterwards.
+    /// Returns a trial of rules that match the gate, which must exist, as [`Self::trial_of_sctp`].
     #[must_use]
     pub fn trial_of_gate(family: Family) -> Script {
         let mut rule = String::new();
