@@ -2,13 +2,11 @@
 //! stand-in API server, the page of behaviours, test machines with their own kernel, the driver of
 //! fuzz targets, counts of instructions, and the fleet in simulated time.
 
-pub mod agent;
 pub mod apiserver;
 pub mod behaviours;
 pub mod bench;
 pub mod cases;
 pub mod count;
-pub mod failover;
 pub mod fleet;
 pub mod fuzz;
 #[path = "../../node-agent/tests/in_memory/mod.rs"]

@@ -116,6 +116,4 @@ pub enum Order {
     /// Send an ERROR event with code 410 (the version is too old), then end the response. After
     /// `ApiServer::compact`, the watches cannot be resumed either.
     Expire,
-    /// Send a BOOKMARK event after all earlier events, if the watch allows bookmarks.
-    Bookmark,
 }

@@ -105,13 +105,9 @@ where
             if !params.watch {
                 return list(&mut shared.lock(), kind, &params);
             }
-            return match watch::open(shared, socket, kind, params) {
-                // The real server has sent code 200 when it finds that the version is too old.
-                Err(failure) if !options.gone_as_http_status => {
-                    Ok(respond(StatusCode::OK, line("ERROR", &failure.body)))
-                }
-                other => other,
-            };
+            // The real server has sent code 200 when it finds that the version is too old.
+            let answer = watch::open(shared, socket, kind, params);
+            return Ok(answer.unwrap_or_else(|failure| respond(StatusCode::OK, line("ERROR", &failure.body))));
         }
         let pod = Kind::of_object_path(path).filter(|(kind, ..)| *kind == Kind::Pod);
         let pod = pod.and_then(|(kind, namespace, name)| shared.lock().get(kind, &key(kind, namespace, name)));

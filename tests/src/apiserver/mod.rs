@@ -35,7 +35,6 @@ pub use self::{
     kinds::Kind,
     real::{ASSETS_VARIABLE, RealApiServer},
     rights::Rights,
-    state::Backup,
     status::{Failure, failure},
     tokens::Token,
     under_test::{ApiUnderTest, client},
@@ -62,9 +61,6 @@ pub struct Options {
     pub service_field_selectors: bool,
     /// Whether the server has ServiceCIDRs. If false, their paths get 404.
     pub service_cidrs: bool,
-    /// Whether the server answers a watch from a version that is too old with HTTP code 410. If
-    /// false, the server answers with code 200 and an ERROR event, like current servers.
-    pub gone_as_http_status: bool,
     /// The rights of clients. Other requests get 403. With `None`, clients may do everything.
     pub rights: Option<Rights>,
 }
@@ -77,7 +73,6 @@ impl Default for Options {
             streaming_lists: true,
             service_field_selectors: true,
             service_cidrs: true,
-            gone_as_http_status: false,
             rights: None,
         }
     }
@@ -99,9 +94,6 @@ pub enum Restart {
     LoseHistory,
     /// The objects, without the history. The version counter is raised by this number.
     RaiseVersions(u64),
-    /// The objects and the version counter of a backup, as after a restore of etcd. The version
-    /// counter decreases.
-    RestoreBackup(Backup),
 }
 
 /// A running stand-in API server. Dropping it ends its thread and closes all sockets.
@@ -224,11 +216,6 @@ impl ApiServer {
         self.shared.change(|state| state.expired_tokens = state.token_serial);
     }
 
-    /// Returns a copy of the objects and the version counter, for [`Restart::RestoreBackup`].
-    pub fn backup(&self) -> Backup {
-        self.look(|state| Backup { objects: state.objects.clone(), version: state.version })
-    }
-
     fn look<R>(&self, look: impl FnOnce(&State) -> R) -> R {
         look(&self.shared.lock())
     }
@@ -301,10 +288,6 @@ impl ApiServer {
             Restart::LoseHistory => state.compact(),
             Restart::RaiseVersions(by) => {
                 state.version += by;
-                state.compact();
-            }
-            Restart::RestoreBackup(backup) => {
-                (state.objects, state.version) = (backup.objects.clone(), backup.version);
                 state.compact();
             }
         });

@@ -86,14 +86,6 @@ struct Change {
     after: Option<Arc<Value>>,
 }
 
-/// A copy of all objects and the version counter, like a backup of etcd. `ApiServer::backup`
-/// creates it.
-#[derive(Debug, Clone)]
-pub struct Backup {
-    pub(super) objects: Objects,
-    pub(super) version: u64,
-}
-
 /// A piece of the body of a watch.
 #[derive(Debug)]
 pub(super) enum Piece {
@@ -332,10 +324,6 @@ impl State {
                 Order::Raw(bytes) => watch.queue.push_back((true, Piece::Bytes(bytes.clone()))),
                 Order::Error(status) => watch.push_error(status),
                 Order::Expire => watch.push_error(&status::too_old(self.version, self.version).body),
-                Order::Bookmark if watch.params.bookmarks && self.options.bookmarks => {
-                    watch.push_bookmark(self.version, false);
-                }
-                Order::Bookmark => {}
             })
             .count()
     }

@@ -64,27 +64,3 @@ fn attribute(head: &str, name: &str) -> Option<String> {
     let value = head.split(' ').find_map(|word| word.strip_prefix(&start))?;
     Some(value.split('"').next()?.to_owned())
 }
-
-#[cfg(test)]
-mod tests {
-    use super::{ProvingTest, Report};
-
-    #[test]
-    fn a_test_fails_if_one_of_its_runs_fails() {
-        let report = Report::parse(
-            r#"<testsuite name="headgate-tests::kernel">
-                <testcase name="packets::legacy::spread" classname="headgate-tests::kernel" time="1"></testcase>
-                <testcase name="packets::nft::spread" classname="headgate-tests::kernel" time="1"><failure type="x">no</failure></testcase>
-                <testcase name="packets::legacy::refused" classname="headgate-tests::kernel" time="1"/>
-                <testcase name="others::refused" classname="headgate-tests::kernel" time="1"><failure type="x">no</failure></testcase>
-                <testcase name="packets::nft::refused" classname="headgate-tests::kernel" time="1"><system-out>x</system-out></testcase>"#,
-        );
-        let objection = |name: &str| {
-            let file = "tests/tests/kernel/packets.rs".into();
-            report.objection(&ProvingTest { file, name: name.to_owned(), part: None })
-        };
-        assert_eq!(objection("spread"), Some("failed"));
-        assert_eq!(objection("refused"), None);
-        assert_eq!(objection("fused"), Some("did not run"));
-    }
-}

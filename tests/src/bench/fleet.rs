@@ -15,7 +15,6 @@ use crate::fleet::{
     Settings,
     bare::{self, BareWrites},
     phase::Phase,
-    rig::Wire,
     stage::{Setup, Stage},
 };
 
@@ -51,9 +50,6 @@ pub struct Load {
     /// 40 %
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 250)]
     pub ack_interval_ms: u64,
-    /// The network between replica and agents
-    #[arg(long, value_enum, default_value = "veth")]
-    pub wire: Wire,
 }
 
 impl Load {
@@ -67,7 +63,6 @@ impl Load {
             endpoints: 10,
             agents,
             full_agents: self.full_agents,
-            wire: self.wire,
             settings: Settings { ack_interval: Duration::from_millis(self.ack_interval_ms), ..Settings::default() },
             is_pinned: true,
         })
@@ -119,7 +114,7 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
 fn measure(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(5_000);
     let mut stage = load.stage(agents, services)?;
-    stage.start_replica(&[])?;
+    stage.start_replica()?;
     std::thread::sleep(SETTLING);
     let bare = bare::measure(&stage.machines, agents, BARE_SECONDS * load.rate, load.rate)?;
     let alone = stage.replicas[0].resident_bytes()?;

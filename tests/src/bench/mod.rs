@@ -5,13 +5,9 @@
 //! Figures are medians of repeated runs. Benches check counts, bytes and ratios within one run, and
 //! fail if a check fails. Benches do not check absolute times, because machines differ.
 
-pub mod barrier;
 pub mod clock;
 pub mod fleet;
-pub mod iptables;
-pub mod ipvs;
 pub mod kube_proxy_nft_shape;
-pub mod kube_proxy_shape;
 pub mod memory;
 pub mod nft_latency;
 pub mod nft_memory;
@@ -21,7 +17,6 @@ pub mod report;
 pub mod rollouts;
 pub mod snapshots;
 pub mod storm;
-pub mod two_level_shape;
 pub mod under_attack;
 pub mod userspace;
 pub mod wire;

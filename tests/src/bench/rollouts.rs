@@ -5,7 +5,7 @@
 //! A second part compares the barrier with a sleep of 5 seconds and with no wait, on nodes that
 //! change their rules as slowly as kube-proxy can. Every write of IPv4 rules takes a second, which
 //! is kube-proxy's default `minSyncPeriod`, and on one of the three nodes `--slow-node-seconds`.
-//! The default of 5 seconds is what the bench `iptables-full` measures for one write of 10,000
+//! The default of 5 seconds is what one write takes for 10,000
 //! Services in kube-proxy's shape. A change that arrives during a write waits for the end of the
 //! write, and then for its own write, as with kube-proxy.
 

@@ -88,7 +88,7 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
 /// An agent receives anything other than a full snapshot, or the replica sends too many snapshots
 /// at once.
 pub fn measure(stage: &mut Stage, agents: usize) -> Result<Snapshots> {
-    stage.start_replica(&[])?;
+    stage.start_replica()?;
     std::thread::sleep(SETTLING);
     let replica = &stage.replicas[0];
     let (before, cpu) = (replica.resident_bytes()?, replica.cpu()?);

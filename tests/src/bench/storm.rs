@@ -93,7 +93,7 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
 /// source.
 pub fn measure(stage: &mut Stage, agents: usize) -> Result<Storm> {
     ensure!(stage.setup().full_agents > 0, "no agent holds a state: --full-agents must be at least 1");
-    let (first, second) = (stage.start_replica(&[])?, stage.start_replica(&[])?);
+    let (first, second) = (stage.start_replica()?, stage.start_replica()?);
     stage.join(0, agents, first)?;
     give_digests_to_all_agents(stage)?;
     let elsewhere = elsewhere(stage, agents, second)?;
@@ -128,7 +128,7 @@ fn elsewhere(stage: &mut Stage, agents: usize, second: usize) -> Result<Return> 
 }
 
 fn changed_meanwhile(stage: &mut Stage, agents: usize) -> Result<Return> {
-    let third = stage.start_replica(&[])?;
+    let third = stage.start_replica()?;
     let address = stage.replicas[third].address();
     let changes = stage.replicas[third].metric(&stage.machines, "headgate_store_changes_total")?;
     stage.fleet.ask(|worker| worker.suspend(Break::Reset, |_| true))?;

@@ -123,7 +123,7 @@ impl Agent {
             full.on_message(message)?;
             let point = self.tracker.point().map(|point| (point.epoch, point.version));
             if point != full.held.position() {
-                return Err(Violation::Agent(format!(
+                return Err(Violation(format!(
                     "the real agent is at {:?}, and the tracker at {point:?}",
                     full.held.position()
                 )));
@@ -152,24 +152,13 @@ impl Agent {
         };
         Some(v1::AgentMessage { body: Some(Body::Ack(ack)) }.encode_to_vec())
     }
-
-    /// Encodes a NACK at the present version.
-    pub(super) fn nack(&self) -> Vec<u8> {
-        let version = self.tracker.point().map_or(0, |point| point.version);
-        let rejection = v1::Rejection {
-            resource: format!("Service bench/rejected-by-{}", self.node),
-            field: "ports[0].port".into(),
-            reason: "a simulated agent rejects this Service".into(),
-        };
-        let nack = v1::Nack { version, rejections: vec![rejection], in_force: 1, ..v1::Nack::default() };
-        v1::AgentMessage { body: Some(Body::Nack(nack)) }.encode_to_vec()
-    }
 }
 
 impl Full {
     fn on_message(&mut self, message: &[u8]) -> Result<(), Violation> {
-        let message = v1::ServerMessage::decode(message).map_err(|_| Violation::Malformed)?;
-        let effects = self.machine.on_message(message).map_err(|violation| Violation::Agent(violation.to_string()))?;
+        let message = v1::ServerMessage::decode(message).map_err(Violation::from)?;
+        let effects =
+            self.machine.on_message(message).map_err(|violation| Violation(format!("the real agent: {violation}")))?;
         for effect in effects {
             match effect {
                 MachineEffect::Apply(step) => {
@@ -178,7 +167,7 @@ impl Full {
                     self.dirty_services += dirty.services.len() as u64;
                 }
                 MachineEffect::Reject(rejections) => {
-                    return Err(Violation::Agent(format!("the agent rejects resources: {rejections:?}")));
+                    return Err(Violation(format!("the agent rejects resources: {rejections:?}")));
                 }
                 _ => {}
             }

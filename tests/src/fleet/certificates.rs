@@ -13,7 +13,6 @@ use rustls::{
     sign::{CertifiedKey, SigningKey, SingleCertAndKey},
     version::TLS13,
 };
-use tonic::transport::{ClientTlsConfig, Identity};
 
 /// The name in the replicas' certificates.
 const SERVER_NAME: &str = "control-plane";
@@ -87,15 +86,6 @@ impl Authority {
             key: file("tls.key", key.serialize_pem())?,
             client_ca: file("ca.crt", self.certificate.pem())?,
         })
-    }
-
-    /// The TLS configuration of a client that may use `Inspect`.
-    pub(super) fn reader(&self) -> Result<ClientTlsConfig> {
-        let key = KeyPair::generate()?;
-        let certificate = self.sign("reader", vec![SanType::URI("headgate://reader/bench".try_into()?)], &key)?;
-        let own = Identity::from_pem(certificate.pem(), key.serialize_pem());
-        let authority = tonic::transport::Certificate::from_pem(self.certificate.pem());
-        Ok(ClientTlsConfig::new().identity(own).ca_certificate(authority).domain_name(SERVER_NAME))
     }
 
     /// The TLS configuration of an agent: TLS 1.3, a certificate for its node, and a store for

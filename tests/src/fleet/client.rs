@@ -13,13 +13,12 @@ use rustls::ClientConfig;
 use socket2::{Domain, SockRef, Socket, Type};
 
 use super::{
-    Break, Fault, Member,
+    Break, Member,
     agent::{Agent, Reference},
     http2::{Broken, End, Http2},
     latency::{Histogram, Timetable},
-    send,
     tls::Tls,
-    tracker::{Effect, Mode, Point, Received, Violation},
+    tracker::{Effect, Mode, Point, Received},
 };
 
 /// The largest number of earlier versions in an ACK (`Ack.earlier` in discovery.proto).
@@ -90,7 +89,6 @@ struct Link {
     has_ended: bool,
     since: Instant,
     last_heard: Instant,
-    has_sent_garbage: bool,
 }
 
 /// One simulated agent. The agent's state survives its connections.
@@ -208,11 +206,10 @@ impl Client {
         self.is_following() && self.agent.tracker().point().is_some_and(|point| point.slices() >= slices)
     }
 
-    /// Whether the agent is healthy: it reads at full speed, sends no garbage, and is not
-    /// suspended.
+    /// Whether the agent is healthy: it reads, and is not suspended.
     #[must_use]
     pub fn is_healthy(&self) -> bool {
-        matches!(self.member.fault, Fault::None | Fault::Nack) && !self.is_suspended
+        !self.member.never_reads && !self.is_suspended
     }
 
     pub(super) fn is_handshaking(&self) -> bool {
@@ -265,17 +262,8 @@ impl Client {
         tls.take(&mut [], &mut out, |_| Ok(())).map_err(anyhow::Error::msg)?;
         let now = Instant::now();
         let http2 = Http2::new();
-        self.link = Some(Link {
-            socket,
-            tls,
-            http2,
-            out,
-            is_open: false,
-            has_ended: false,
-            since: now,
-            last_heard: now,
-            has_sent_garbage: false,
-        });
+        self.link =
+            Some(Link { socket, tls, http2, out, is_open: false, has_ended: false, since: now, last_heard: now });
         self.counts.connections += 1;
         self.ack_is_scheduled = false;
         Ok(())
@@ -320,12 +308,10 @@ impl Client {
         link.flush()
     }
 
-    /// Reads available bytes, and processes their messages. If `limit` is below the size of the
-    /// buffer, this function makes one read of at most `limit` bytes. Returns the ACK or move that
-    /// the worker must make later, if any.
+    /// Reads available bytes, and processes their messages. Returns the ACK or move that the worker
+    /// must make later, if any.
     pub(super) fn on_readable(
         &mut self,
-        limit: usize,
         scratch: &mut Scratch,
         gauge: &mut Gauge,
         ack_interval: Duration,
@@ -337,7 +323,7 @@ impl Client {
             let Scratch { incoming, plain, cipher } = scratch;
             let held = link.tls.partial().len();
             incoming[..held].copy_from_slice(link.tls.partial());
-            let room = (incoming.len() - held).min(limit);
+            let room = incoming.len() - held;
             let count = match link.socket.read(&mut incoming[held..held + room]) {
                 Ok(0) => return Err(link.closed()),
                 Ok(count) => count,
@@ -416,8 +402,7 @@ impl Client {
                 return Err(Lost::Ended(shown(&end)));
             }
             link.encrypt_and_flush(plain, cipher)?;
-            let is_drained = count < room && !link.has_ended;
-            if is_drained || limit < incoming.len() {
+            if count < room && !link.has_ended {
                 break;
             }
         }
@@ -425,22 +410,8 @@ impl Client {
         Ok(Outcome { move_at: move_at.map(|at| (at, self.counts.connections)), ..outcome })
     }
 
-    /// Sends an ACK, or returns the time at which the ACK is due. Agents with `Fault::Nack` first
-    /// send a NACK. Agents with `Fault::Garbage` first send garbage once.
+    /// Sends an ACK, or returns the time at which the ACK is due.
     fn answer(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<Outcome, Lost> {
-        if self.member.fault == Fault::Nack {
-            let nack = self.agent.nack();
-            self.send(&nack, scratch)?;
-        }
-        if let (Fault::Garbage(garbage), Some(link)) = (self.member.fault, &mut self.link)
-            && !link.has_sent_garbage
-        {
-            link.has_sent_garbage = true;
-            scratch.plain.clear();
-            scratch.cipher.clear();
-            send::garbage(garbage, &mut link.http2, &mut scratch.plain, &mut scratch.cipher);
-            link.encrypt_and_flush(&mut scratch.plain, &mut scratch.cipher)?;
-        }
         let is_urgent = self.agent.tracker().is_urgent();
         let next = if is_urgent { self.last_ack.map(|at| at + AT_ONCE) } else { self.next_ack };
         match next.filter(|due| *due > Instant::now()) {
@@ -488,7 +459,7 @@ impl Client {
         }
         let limit = Duration::from_millis(3 * self.agent.tracker().heartbeat_interval_ms());
         if !limit.is_zero() && now.duration_since(link.last_heard) > limit {
-            return Err(Lost::Violation(Violation::Silent.to_string()));
+            return Err(Lost::Violation("the server sent nothing for three heartbeat intervals".to_owned()));
         }
         Ok(())
     }

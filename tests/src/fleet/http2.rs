@@ -132,20 +132,13 @@ impl Http2 {
         let mut framed = [0; PREFIX_BYTES];
         let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
         framed[1..].copy_from_slice(&length.to_be_bytes());
-        self.send_data(&framed, message, out)
-    }
-
-    /// Appends a message with the given prefix instead of a valid gRPC prefix, like [`Self::send`].
-    pub(super) fn send_data(&mut self, prefix: &[u8], message: &[u8], out: &mut Vec<u8>) -> bool {
-        let total = prefix.len() + message.len();
-        let needed = i64::try_from(total).unwrap_or(i64::MAX);
+        let needed = i64::try_from(PREFIX_BYTES + message.len()).unwrap_or(i64::MAX);
         if self.send_window.min(self.stream_send_window) < needed {
             return false;
         }
         self.send_window -= needed;
         self.stream_send_window -= needed;
-        let mut rest = message;
-        let mut prefix = prefix;
+        let (mut rest, mut prefix) = (message, &framed[..]);
         loop {
             let (now, later) = rest.split_at(rest.len().min(MAX_FRAME_BYTES - prefix.len()));
             put_header(out, prefix.len() + now.len(), kind::DATA, 0, STREAM);

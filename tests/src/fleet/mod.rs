@@ -8,7 +8,7 @@
 //! decode all messages into the state of a real agent ([`agent`]). Tests compare the digests of
 //! this state with the digests of the source.
 //!
-//! Tests can make agents misbehave ([`Fault`]). [`rig`] creates the network namespaces and starts
+//! Agents can be slow ([`Member::never_reads`]). [`rig`] creates the network namespaces and starts
 //! the replicas. [`source`] starts the API server.
 
 pub mod agent;
@@ -19,9 +19,7 @@ mod hpack;
 pub(crate) mod http2;
 pub mod latency;
 pub mod phase;
-pub mod relay;
 pub mod rig;
-mod send;
 pub mod source;
 pub mod stage;
 mod tls;
@@ -42,38 +40,6 @@ use mio::Waker;
 use self::{certificates::Authority, latency::Timetable, worker::Job};
 pub use self::{client::Client, worker::Worker};
 use crate::testbed::netns::Namespace;
-
-/// The misbehaviour of an agent, which begins after the agent has sent `Hello`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Fault {
-    /// No misbehaviour.
-    #[default]
-    None,
-    /// The agent reads nothing.
-    NeverRead,
-    /// The agent reads slowly.
-    SlowRead {
-        /// Encrypted bytes per second.
-        bytes_per_second: u32,
-    },
-    /// The agent rejects a resource of every batch.
-    Nack,
-    /// The agent sends garbage instead of messages.
-    Garbage(Garbage),
-}
-
-/// The layer at which an agent sends garbage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Garbage {
-    /// Bytes that are not TLS records.
-    Tls,
-    /// TLS records that contain no HTTP/2 frames.
-    Http2,
-    /// DATA frames that contain no gRPC messages.
-    Grpc,
-    /// gRPC messages that contain no `AgentMessage`.
-    Message,
-}
 
 /// How agents close their connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -113,8 +79,8 @@ pub struct Member {
     pub replicas: Vec<SocketAddr>,
     /// The agent's source address; `None` if the kernel chooses the address.
     pub source: Option<IpAddr>,
-    /// The agent's misbehaviour.
-    pub fault: Fault,
+    /// Whether the agent reads nothing once it has its connection.
+    pub never_reads: bool,
     /// Whether the agent decodes all messages into the state of a real agent.
     pub is_full: bool,
     /// Whether the latency of changes to this agent is measured.

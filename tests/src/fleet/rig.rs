@@ -27,8 +27,6 @@ use crate::testbed::{
 const SERVER: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 1);
 /// The address of the agents' machine.
 const AGENTS: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 2);
-/// An address of the agents' machine that can be removed.
-const VANISHING: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 3);
 /// The number of source addresses of agents. Agents use several addresses, because a replica limits
 /// the simultaneous TLS handshakes of each source address.
 const HOSTS: u8 = 64;
@@ -39,39 +37,26 @@ pub const LOAD_CORE: usize = 1;
 /// How long a replica may take until it serves.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// The network between replicas and agents.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Wire {
-    /// Two machines and a veth pair. Each machine receives packets on its own core.
-    Veth,
-    /// Two machines and a veth pair. The sender's core also receives the packets, which is the
-    /// default for veth pairs.
-    VethUnsteered,
-    /// One machine and its loopback interface. The sender's core also receives the packets.
-    Loopback,
-}
-
 /// The machines.
 #[derive(Debug)]
 pub struct Machines {
     server: Namespace,
-    agents: Option<Namespace>,
+    agents: Namespace,
 }
 
 impl Machines {
-    /// Creates the machines. Packets are steered to cores only if there are at least two cores.
+    /// Creates the machines, which a veth pair connects. With `is_pinned`, each machine receives
+    /// packets on its own core, if there are two; otherwise the sender's core receives them, which
+    /// is the default for veth pairs.
     ///
     /// # Errors
     /// The process is not root, or `ip` is missing or fails.
-    pub fn create(wire: Wire) -> Result<Self> {
+    pub fn create(is_pinned: bool) -> Result<Self> {
         check_prerequisites()?;
         sweep_stale()?;
         let prefix = unique_prefix();
         let server = Namespace::create(format!("{prefix}-replicas"))?;
         server.ip_batch("link set lo up\n")?;
-        if wire == Wire::Loopback {
-            return Ok(Self { server, agents: None });
-        }
         let agents = Namespace::create(format!("{prefix}-agents"))?;
         agents.ip_batch("link set lo up\n")?;
         agents.set_sysctls(&[("ipv4/ip_local_port_range", "1024 65000")])?;
@@ -80,14 +65,12 @@ impl Machines {
             agents.name()
         ))?;
         let hosts: String = (0..HOSTS).map(|host| format!("addr add {}/24 dev veth0\n", host_address(host))).collect();
-        agents.ip_batch(&format!(
-            "addr add {AGENTS}/24 dev veth0\naddr add {VANISHING}/24 dev veth0\n{hosts}link set veth0 up\n"
-        ))?;
-        if wire == Wire::Veth && cores()? >= 2 {
+        agents.ip_batch(&format!("addr add {AGENTS}/24 dev veth0\n{hosts}link set veth0 up\n"))?;
+        if is_pinned && cores()? >= 2 {
             steer(&server, SERVER_CORE)?;
             steer(&agents, LOAD_CORE)?;
         }
-        Ok(Self { server, agents: Some(agents) })
+        Ok(Self { server, agents })
     }
 
     /// The replicas' machine.
@@ -99,13 +82,13 @@ impl Machines {
     /// The agents' machine.
     #[must_use]
     pub fn agents(&self) -> &Namespace {
-        self.agents.as_ref().unwrap_or(&self.server)
+        &self.agents
     }
 
     /// The address at which replicas listen.
     #[must_use]
     pub fn server_address(&self) -> IpAddr {
-        if self.agents.is_some() { SERVER.into() } else { Ipv4Addr::LOCALHOST.into() }
+        SERVER.into()
     }
 
     /// The source address of the agent with this number.
@@ -113,24 +96,7 @@ impl Machines {
     pub fn host(&self, agent: usize) -> IpAddr {
         // The remainder is below 64, so it fits.
         let host = u8::try_from(agent % usize::from(HOSTS)).unwrap_or_default();
-        if self.agents.is_some() { host_address(host).into() } else { Ipv4Addr::new(127, 0, 0, 2 + host).into() }
-    }
-
-    /// The source address of agents that [`Self::vanish`] disconnects; `None` on the loopback
-    /// interface.
-    #[must_use]
-    pub fn vanishing_address(&self) -> Option<IpAddr> {
-        self.agents.as_ref().map(|_| VANISHING.into())
-    }
-
-    /// Removes the vanishing address. Agents with this source address can then neither send nor
-    /// receive.
-    ///
-    /// # Errors
-    /// The machines use the loopback interface, or the address was already removed.
-    pub fn vanish(&self) -> Result<()> {
-        let agents = self.agents.as_ref().context("agents cannot vanish on the loopback interface")?;
-        agents.ip_batch(&format!("addr del {VANISHING}/24 dev veth0\n"))
+        host_address(host).into()
     }
 }
 
@@ -185,8 +151,6 @@ pub struct ReplicaSetup<'a> {
     pub kubeconfig: &'a str,
     /// The TLS files.
     pub files: &'a ServerFiles,
-    /// Additional options.
-    pub options: &'a [&'a str],
     /// The core to which the process is pinned, if any.
     pub core: Option<usize>,
 }
@@ -244,7 +208,7 @@ impl Replica {
         command.args(["--listen", &address.to_string(), "--metrics-listen", &metrics.to_string()]);
         command.arg("--kubeconfig").arg(&kubeconfig);
         command.arg("--tls-cert").arg(&setup.files.cert).arg("--tls-key").arg(&setup.files.key);
-        command.arg("--tls-client-ca").arg(&setup.files.client_ca).args(setup.options);
+        command.arg("--tls-client-ca").arg(&setup.files.client_ca);
         let log = folder.join(format!("{}.log", setup.name));
         let process = Process::start(setup.name, machines.server(), command, &log)?;
         Ok(Self { process, address, metrics })
@@ -254,12 +218,6 @@ impl Replica {
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
-    }
-
-    /// The address for Inspect.
-    #[must_use]
-    pub fn inspect_address(&self) -> SocketAddr {
-        SocketAddr::new(self.address.ip(), self.address.port() + 1)
     }
 
     /// Returns the process, so that the caller can end it.

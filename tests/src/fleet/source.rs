@@ -71,17 +71,6 @@ impl Source {
         Ok(version)
     }
 
-    /// Writes Nodes with these names.
-    ///
-    /// # Errors
-    /// The API server refuses a Node, which is a defect.
-    pub fn add_nodes<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> Result<()> {
-        for name in names {
-            self.apply(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}))?;
-        }
-        Ok(())
-    }
-
     fn slice_object(&self, number: u32) -> Value {
         slice_object(number, self.endpoints, !self.unready.contains(&number))
     }

@@ -1,15 +1,14 @@
 //! The complete environment of a fleet: machines, a source, replicas and agents.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
-use tonic::transport::ClientTlsConfig;
 
 use super::{
     Fleet, Member, Settings,
     certificates::{Authority, ServerFiles},
     latency::Timetable,
-    rig::{self, LOAD_CORE, Machines, Replica, ReplicaSetup, SERVER_CORE, Wire},
+    rig::{self, LOAD_CORE, Machines, Replica, ReplicaSetup, SERVER_CORE},
     source::Source,
 };
 
@@ -33,8 +32,6 @@ pub struct Setup {
     /// The number of agents that decode all messages into the state of a real agent. These are the
     /// agents with the lowest numbers.
     pub full_agents: usize,
-    /// The network between replicas and agents.
-    pub wire: Wire,
     /// The settings of all agents.
     pub settings: Settings,
     /// Whether replicas and load are pinned to one core each.
@@ -52,7 +49,6 @@ pub struct Stage {
     pub source: Source,
     /// The machines of replicas and agents.
     pub machines: Machines,
-    authority: Arc<Authority>,
     files: ServerFiles,
     folder: tempfile::TempDir,
     setup: Setup,
@@ -72,13 +68,13 @@ impl Stage {
         rig::allow_open_files(FILES_PER_AGENT * setup.agents as u64 + SPARE_FILES)?;
         let folder = tempfile::tempdir().context("creating a folder")?;
         let authority = Arc::new(Authority::new()?);
-        let machines = Machines::create(setup.wire)?;
+        let machines = Machines::create(setup.is_pinned)?;
         let files = authority.write_server_files(folder.path(), machines.server_address())?;
         let timetable = Arc::new(Timetable::default());
         let source = Source::start(machines.server(), Arc::clone(&timetable), setup.services, setup.endpoints)?;
         let core = setup.is_pinned.then_some(LOAD_CORE);
-        let fleet = Fleet::start(setup.settings.clone(), Arc::clone(&authority), timetable, machines.agents(), core)?;
-        Ok(Self { fleet, replicas: Vec::new(), source, machines, authority, files, folder, setup, started: 0 })
+        let fleet = Fleet::start(setup.settings.clone(), authority, timetable, machines.agents(), core)?;
+        Ok(Self { fleet, replicas: Vec::new(), source, machines, files, folder, setup, started: 0 })
     }
 
     /// Starts a replica, and waits until it has listed the source. Returns its index in
@@ -86,52 +82,18 @@ impl Stage {
     ///
     /// # Errors
     /// The replica does not serve in time.
-    pub fn start_replica(&mut self, options: &[&str]) -> Result<usize> {
-        let kubeconfig = self.source.api().kubeconfig();
-        self.start_replica_on(&kubeconfig, options)
-    }
-
-    /// Starts a replica with the text of a kubeconfig file, and waits until it has listed its
-    /// source. Returns its index in [`Self::replicas`].
-    ///
-    /// # Errors
-    /// The replica does not serve in time.
-    pub fn start_replica_on(&mut self, kubeconfig: &str, options: &[&str]) -> Result<usize> {
+    pub fn start_replica(&mut self) -> Result<usize> {
         let name = format!("replica-{}", self.started);
         let setup = ReplicaSetup {
             name: &name,
-            port: self.address_of(self.started)?.port(),
-            kubeconfig,
+            port: u16::try_from(7443 + 10 * self.started).context("too many replicas")?,
+            kubeconfig: &self.source.api().kubeconfig(),
             files: &self.files,
-            options,
             core: self.setup.is_pinned.then_some(SERVER_CORE),
         };
         self.replicas.push(Replica::start(&self.machines, self.folder.path(), &setup)?);
         self.started += 1;
         Ok(self.replicas.len() - 1)
-    }
-
-    /// The address for agents of the replica that is started as the one with this number, from 0.
-    ///
-    /// # Errors
-    /// The number is too large.
-    pub fn address_of(&self, number: usize) -> Result<SocketAddr> {
-        let port = u16::try_from(7443 + 10 * number).context("too many replicas")?;
-        Ok(SocketAddr::new(self.machines.server_address(), port))
-    }
-
-    /// The TLS configuration of a client that may use `Inspect`.
-    ///
-    /// # Errors
-    /// The cryptographic library fails.
-    pub fn reader(&self) -> Result<ClientTlsConfig> {
-        self.authority.reader()
-    }
-
-    /// The name of the node of the agent with this number.
-    #[must_use]
-    pub fn node_name(agent: usize) -> String {
-        format!("node-{agent:05}")
     }
 
     /// Kills a replica with SIGKILL. The other replicas keep their order.
@@ -150,7 +112,7 @@ impl Stage {
     #[must_use]
     pub fn members(&self, first: usize, count: usize, replica: usize) -> Vec<Member> {
         let member = |number: usize| Member {
-            node: Self::node_name(number),
+            node: format!("node-{number:05}"),
             replicas: vec![self.replicas[replica].address()],
             source: Some(self.machines.host(number)),
             is_full: number < self.setup.full_agents,
@@ -178,14 +140,6 @@ impl Stage {
     pub fn wait_for_all(&self, slices: u64) -> Result<()> {
         let what = format!("every agent has reached position {slices} of EndpointSlices");
         self.fleet.wait_until(&what, CONVERGENCE_LIMIT, move |worker| worker.having(slices) == worker.healthy())
-    }
-
-    /// The text of a kubeconfig file for the source's API server at another address, such as the
-    /// address of a relay.
-    #[must_use]
-    pub fn kubeconfig_through(&self, address: std::net::SocketAddr) -> String {
-        let api = self.source.api();
-        api.kubeconfig().replace(&api.url(), &format!("http://{address}"))
     }
 
     /// The settings of the stage.

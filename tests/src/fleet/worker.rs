@@ -13,7 +13,7 @@ use headgate_core::digest::Digests;
 use mio::{Events, Poll, Token, Waker};
 
 use super::{
-    Break, Client, Fault, Member, Settings,
+    Break, Client, Member, Settings,
     agent::Reference,
     certificates::Authority,
     client::{Counts, Gauge, Lost, Outcome, Scratch},
@@ -27,8 +27,6 @@ pub(super) type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 
 const WAKE: Token = Token(usize::MAX);
 const SWEEP_INTERVAL: Duration = Duration::from_millis(500);
-/// How often a slow reader reads.
-const SLOW_READ_INTERVAL: Duration = Duration::from_millis(250);
 /// Longest time of a handshake. After this time the agent connects again.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(20);
 const MOST_BACKOFF: Duration = Duration::from_secs(10);
@@ -38,7 +36,6 @@ enum Due {
     Ack(usize),
     Connect(usize),
     Move(usize, u64),
-    SlowRead(usize),
     Sweep,
 }
 
@@ -145,30 +142,23 @@ impl Worker {
         if is_closed {
             client.on_closed();
         }
-        // Faults begin after the handshake. A timer makes a slow reader read.
-        let is_open = client.is_connected() && !client.is_handshaking();
-        match client.member.fault {
-            // For an agent that never reads, this event is the only sign that the connection has
-            // ended.
-            Fault::NeverRead if is_open && is_closed => {
-                return self.after(index, Err(Lost::Ended("connection: closed".to_owned())));
+        if client.member.never_reads && client.is_connected() && !client.is_handshaking() {
+            // This event is the only sign that the connection has ended.
+            if is_closed {
+                self.after(index, Err(Lost::Ended("connection: closed".to_owned())));
             }
-            Fault::NeverRead | Fault::SlowRead { .. } if is_open => return,
-            _ => {}
+            return;
         }
-        self.read_some(index, usize::MAX);
+        self.read_all(index);
     }
 
-    fn read_some(&mut self, index: usize, limit: usize) {
+    fn read_all(&mut self, index: usize) {
         let was_handshaking = self.clients[index].is_handshaking();
         let (interval, reference) = (self.settings.ack_interval, self.reference.as_deref());
         let client = &mut self.clients[index];
-        let read = client.on_readable(limit, &mut self.scratch, &mut self.gauge, interval, reference);
+        let read = client.on_readable(&mut self.scratch, &mut self.gauge, interval, reference);
         if was_handshaking && client.is_connected() && !client.is_handshaking() {
             self.handshaking -= 1;
-            if let Fault::SlowRead { .. } = client.member.fault {
-                self.due.push(Reverse((Instant::now() + SLOW_READ_INTERVAL, Due::SlowRead(index))));
-            }
         }
         self.after(index, read);
     }
@@ -225,7 +215,7 @@ impl Worker {
 
     fn run_due_timers(&mut self) {
         let now = Instant::now();
-        while let Some(Reverse((at, due))) = self.due.peek().copied().filter(|Reverse((at, _))| *at <= now) {
+        while let Some(Reverse((_, due))) = self.due.peek().copied().filter(|Reverse((at, _))| *at <= now) {
             self.due.pop();
             match due {
                 Due::Ack(index) => {
@@ -241,34 +231,19 @@ impl Worker {
                         self.waiting.push_back(index);
                     }
                 }
-                Due::SlowRead(index) => self.slow_read(index, at),
                 Due::Sweep => self.sweep(now),
             }
         }
     }
 
-    fn slow_read(&mut self, index: usize, at: Instant) {
-        let client = &self.clients[index];
-        let Fault::SlowRead { bytes_per_second } = client.member.fault else {
-            return self.read_some(index, usize::MAX);
-        };
-        if !client.is_connected() {
-            return;
-        }
-        let share = u64::from(bytes_per_second) * u64::try_from(SLOW_READ_INTERVAL.as_millis()).unwrap_or(1) / 1_000;
-        self.read_some(index, usize::try_from(share.max(1)).unwrap_or(usize::MAX));
-        self.due.push(Reverse((at + SLOW_READ_INTERVAL, Due::SlowRead(index))));
-    }
-
-    /// Checks that no handshake takes too long, and that every agent that reads at full speed
-    /// receives messages from its server. A real agent reconnects after silence (discovery.proto,
+    /// Checks that no handshake takes too long, and that every agent that reads receives messages
+    /// from its server. A real agent reconnects after silence (discovery.proto,
     /// section 9). In the fleet, silence is a violation, because the replica must send heartbeats.
     fn sweep(&mut self, now: Instant) {
         self.due.push(Reverse((now + SWEEP_INTERVAL, Due::Sweep)));
         for index in 0..self.clients.len() {
             let client = &self.clients[index];
-            let reads = !matches!(client.member.fault, Fault::NeverRead | Fault::SlowRead { .. });
-            if reads || client.is_handshaking() {
+            if !client.member.never_reads || client.is_handshaking() {
                 let checked = client.check_silence(now, HANDSHAKE_LIMIT);
                 if checked.is_err() {
                     self.after(index, checked.map(|()| Outcome::default()));
@@ -342,18 +317,11 @@ impl Worker {
         self.clients[index].set_replicas(replicas);
     }
 
-    /// Changes the fault of the agents for which `chooses` returns true. If the new fault does not
-    /// restrict reading, the agent reads all pending bytes at once.
-    pub fn set_fault(&mut self, fault: Fault, chooses: impl Fn(&Client) -> bool) {
+    /// Lets all agents read.
+    pub fn read_again(&mut self) {
         for index in 0..self.clients.len() {
-            if !chooses(&self.clients[index]) {
-                continue;
-            }
-            self.clients[index].member.fault = fault;
-            match fault {
-                Fault::NeverRead => {}
-                Fault::SlowRead { .. } => self.due.push(Reverse((Instant::now(), Due::SlowRead(index)))),
-                _ => self.read_some(index, usize::MAX),
+            if std::mem::take(&mut self.clients[index].member.never_reads) {
+                self.read_all(index);
             }
         }
     }
@@ -383,8 +351,7 @@ impl Worker {
         self.clients.iter().filter_map(|client| client.agent().digests().cloned()).collect()
     }
 
-    /// The number of healthy agents. A healthy agent reads at full speed, sends no garbage, and is
-    /// not suspended.
+    /// The number of healthy agents, which read and are not suspended.
     #[must_use]
     pub fn healthy(&self) -> usize {
         self.clients.iter().filter(|client| client.is_healthy()).count()

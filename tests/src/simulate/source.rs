@@ -31,12 +31,6 @@ pub const CLUSTER: usize = 3;
 pub const LOCAL: usize = CLUSTER;
 /// A Service that never changes, and that questions break in kernels.
 pub const BAIT: usize = CLUSTER + 1;
-/// The number of Services of the crowd, whose endpoints an agent may reject.
-pub const CROWD: usize = 30;
-/// The name and the number of the port of these endpoints. A network makes them unusable on
-/// their way to an agent.
-pub const CROWD_PORT: (&str, u16) = ("refuse", 9000);
-
 /// What the EndpointSlices say about a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
@@ -88,7 +82,7 @@ pub struct Source {
 
 /// The name of a Service.
 pub fn service_name(service: usize) -> String {
-    if service < SERVICES { format!("web-{service}") } else { format!("crowd-{:02}", service - SERVICES) }
+    format!("web-{service}")
 }
 
 /// The ClusterIP of a Service.
@@ -153,7 +147,6 @@ impl Source {
         self.created += 1;
         let [_, high, middle, low] = self.created.to_be_bytes();
         let (name, address) = (format!("pod-{}", self.created), Ipv4Addr::new(10, 128 + high, middle, low));
-        let is_crowd = services[0] >= SERVICES;
         if phase == Phase::Gated {
             let gated = pod(NAMESPACE, &name, &format!("uid-{name}")).gate(GATE);
             let gated = gated.condition("ContainersReady", "True", "");
@@ -162,9 +155,7 @@ impl Source {
         let services = services.to_vec();
         self.pods.push(Pod { name, address, node, services, phase, version: 0, is_taken: false, is_known: false });
         let index = self.pods.len() - 1;
-        if !is_crowd {
-            self.set(api, index, phase);
-        }
+        self.set(api, index, phase);
         index
     }
 
@@ -185,10 +176,8 @@ impl Source {
 
     /// Writes the EndpointSlice of a Service, and returns its resourceVersion.
     fn write(&self, api: &ApiServer, service: usize) -> u64 {
-        let (name, (crowd_port, crowd_number)) = (service_name(service), CROWD_PORT);
-        let slice = endpoint_slice(NAMESPACE, &format!("{name}-1"), &name);
-        let is_crowd = service >= SERVICES;
-        let slice = if is_crowd { slice.port(crowd_port, "TCP", crowd_number) } else { slice.port("", "TCP", 8080) };
+        let name = service_name(service);
+        let slice = endpoint_slice(NAMESPACE, &format!("{name}-1"), &name).port("", "TCP", 8080);
         let here = self.pods.iter().filter(|pod| pod.phase != Phase::Gone && pod.services.contains(&service));
         let slice = here.fold(slice, |slice, pod| slice.endpoint_json(endpoint(pod)));
         let written = api.apply(slice.build()).unwrap();
@@ -208,14 +197,6 @@ impl Source {
         taken
     }
 
-    /// A stopping pod of the crowd, for a question.
-    pub fn take_crowd(&mut self, choice: usize) -> Option<usize> {
-        let is_free = |pod: &Pod| pod.services == [SERVICES + choice] && pod.phase == Phase::Stopping && !pod.is_taken;
-        let taken = self.pods.iter().position(is_free)?;
-        self.pods[taken].is_taken = true;
-        Some(taken)
-    }
-
     /// Lets nothing else change a pod until [`Self::release`].
     pub fn hold(&mut self, pod: usize) {
         self.pods[pod].is_taken = true;
@@ -226,52 +207,10 @@ impl Source {
         self.pods[pod].is_taken = false;
     }
 
-    /// The pods that no question is about, without the crowd.
+    /// The pods that no question is about.
     pub fn free(&self) -> Vec<usize> {
-        let is_free = |pod: &Pod| !pod.is_taken && pod.phase == Phase::Ready && pod.services[0] < SERVICES;
+        let is_free = |pod: &Pod| !pod.is_taken && pod.phase == Phase::Ready;
         (0..self.pods.len()).filter(|index| is_free(&self.pods[*index])).collect()
-    }
-
-    /// Adds the Services of the crowd, each with this number of pods.
-    pub fn add_crowd(&mut self, api: &ApiServer, pods: usize) {
-        self.has_crowd = true;
-        for index in SERVICES..SERVICES + CROWD {
-            let (name, port) = (service_name(index), CROWD_PORT.0);
-            let built = service(NAMESPACE, &name).cluster_ip(&cluster_ip(index).to_string());
-            api.apply(built.port(port, "TCP", 80, 8080).build()).unwrap();
-            let anchor = endpoint_slice(NAMESPACE, &format!("{name}-anchor"), &name).port(port, "TCP", 8080);
-            api.apply(anchor.endpoint("10.127.0.1", NODES[0]).build()).unwrap();
-            for number in 0..pods {
-                self.add(api, number % NODES.len(), &[index], Phase::Ready);
-            }
-        }
-        self.set_crowd(api, SERVICES..SERVICES + CROWD, Phase::Ready);
-    }
-
-    /// Changes the phase of all pods of these Services of the crowd that no question is about.
-    pub fn set_crowd(&mut self, api: &ApiServer, services: std::ops::Range<usize>, phase: Phase) {
-        for service in services {
-            let of = |pod: &Pod| pod.services == [service] && !pod.is_taken && pod.phase != Phase::Gone;
-            let of: Vec<usize> = (0..self.pods.len()).filter(|index| of(&self.pods[*index])).collect();
-            of.iter().for_each(|index| self.pods[*index].phase = phase);
-            let version = self.write(api, service);
-            of.iter().for_each(|index| self.pods[*index].version = version);
-        }
-    }
-
-    /// Removes the crowd.
-    pub fn remove_crowd(&mut self, api: &ApiServer) {
-        if !std::mem::take(&mut self.has_crowd) {
-            return;
-        }
-        for index in SERVICES..SERVICES + CROWD {
-            let name = service_name(index);
-            for slice in ["1", "anchor"] {
-                api.delete(Kind::EndpointSlice, NAMESPACE, &format!("{name}-{slice}")).unwrap();
-            }
-            api.delete(Kind::Service, NAMESPACE, &name).unwrap();
-        }
-        self.pods.retain(|pod| pod.services[0] < SERVICES);
     }
 
     /// Forgets the pods that are gone, and adds pods for the questions of a round. No question may

@@ -38,6 +38,7 @@ pub mod page;
 pub mod plan;
 pub mod port;
 pub mod process;
+pub mod relay;
 mod sctp;
 mod server;
 pub mod spawn;

@@ -17,5 +17,3 @@ mod node_addresses;
 mod packets;
 mod replacements;
 mod rule_text;
-mod testbed;
-mod under_attack;

@@ -5,7 +5,6 @@
 mod attacks;
 mod claims;
 mod deploy;
-mod failover;
 mod fuzz;
 mod grpcurl;
 mod headgatectl;

@@ -3,6 +3,5 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod lagging;
 mod tidy;
 mod wire;

@@ -53,26 +53,20 @@ pub(crate) fn apply(name: &str) -> NodeChange {
 impl Pair {
     /// Starts two replicas whose source has the nodes a, b and c, and both endpoints.
     pub(crate) async fn start(uncovered_after: Duration) -> Self {
-        Self::start_among(2, uncovered_after).await
+        Self::start_with(Settings { uncovered_after, ..settings() }).await
     }
 
-    /// As [`Self::start`], with the names of `count` replicas. Further replicas have the addresses
-    /// after those of the first two.
-    pub(crate) async fn start_among(count: u8, uncovered_after: Duration) -> Self {
-        Self::start_with(count, Settings { uncovered_after, ..settings() }).await
-    }
-
-    /// As [`Self::start_among`], with these settings.
-    pub(crate) async fn start_with(count: u8, settings: Settings) -> Self {
+    /// As [`Self::start`], with these settings.
+    pub(crate) async fn start_with(settings: Settings) -> Self {
         static NUMBER: AtomicU8 = AtomicU8::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let [high, low] = u16::try_from(std::process::id() % 65_536).unwrap().to_be_bytes();
-        let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, number * 3 + host), 7443));
-        let names: Vec<_> = (1..=count).map(|host| (address(host).ip().to_string(), 7444)).collect();
+        let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, number * 2 + host), 7443));
+        let names = [1, 2].map(|host| (address(host).ip().to_string(), 7444)).to_vec();
         let start = async |host: u8| {
             let peers = Some(PeerSettings { names: names.clone(), tls: None });
             let settings = Settings { replica_name: format!("replica-{host}"), peers, ..settings.clone() };
-            let replica = Replica::start_at(address(host), settings, Security::Plaintext, Limits::default()).await;
+            let replica = Replica::start_at(address(host), settings, Security::Plaintext).await;
             replica.store.synced();
             replica
         };
@@ -121,15 +115,6 @@ impl Pair {
     /// Changes Nodes at both replicas.
     pub(crate) fn put_nodes(&self, nodes: &[NodeChange]) {
         self.replicas.iter().for_each(|replica| replica.put_nodes(nodes.to_vec()));
-    }
-
-    /// Sets the pod of the endpoint of a Service at [`POD`] to one of node a, or removes it.
-    pub(crate) fn put_pod(&self, service: u16, pod: Option<PodId>) {
-        let pod = pod.map(|pod| (pod, Some("a".into())));
-        for replica in &self.replicas {
-            let pods = vec![PodChange { service: key(service), address: POD.into(), pod: pod.clone() }];
-            replica.store.commit(Transaction { pods, ..Transaction::default() });
-        }
     }
 
     /// Opens the stream of a node that has everything in its kernel.
@@ -199,29 +184,6 @@ async fn the_barrier_waits_for_each_node_at_each_replica() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_replica_that_lacks_an_addition_does_not_call_the_endpoint_removed() {
-    let mut pair = Pair::start(NEVER).await;
-    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    // The endpoint is removed everywhere. Then it is added and removed again, and the other replica
-    // has not seen this.
-    pair.change_both([removed()]);
-    program(&pair.replicas[1], &mut b).await;
-    program(&pair.replicas[1], &mut c).await;
-    pair.change(0, endpoint(POD, "a", Conditions::READY));
-    pair.change(0, removed());
-    program(&pair.replicas[0], &mut a).await;
-    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
-    assert_waits(&mut a).await;
-    pair.position -= 1;
-    pair.follow(1, endpoint(POD, "a", Conditions::READY));
-    pair.position += 1;
-    pair.follow(1, removed());
-    program(&pair.replicas[1], &mut b).await;
-    program(&pair.replicas[1], &mut c).await;
-    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn silent_nodes_are_named_after_a_bounded_wait_unless_their_node_is_deleted() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, b) = (pair.agent(0, "a").await, pair.agent(1, "b").await);
@@ -239,37 +201,6 @@ async fn silent_nodes_are_named_after_a_bounded_wait_unless_their_node_is_delete
     assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_node_counts_at_the_replica_to_which_it_moved() {
-    let mut pair = Pair::start(NEVER).await;
-    let (mut a, b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    pair.change_both([removed()]);
-    program(&pair.replicas[0], &mut a).await;
-    program(&pair.replicas[1], &mut c).await;
-    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
-    assert_waits(&mut a).await;
-    // Node b has acknowledged nothing, and moves.
-    drop(b);
-    assert_waits(&mut a).await;
-    let _b = pair.agent(0, "b").await;
-    assert_eq!(answer(&mut a).await.result(), Outcome::Drained);
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_terminating_pod_is_unused_only_while_another_endpoint_is_ready() {
-    let mut pair = Pair::start(NEVER).await;
-    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    pair.change_both([endpoint(POD, "a", TERMINATING)]);
-    program_all(&pair, [(0, &mut a), (1, &mut b), (1, &mut c)]).await;
-    assert_eq!(ask(&mut a, POD, 60_000, 60_000).await.result(), Outcome::Drained);
-    let other_stops = endpoint(OTHER, "b", TERMINATING);
-    pair.change(0, other_stops);
-    a.until(|client| client.held.version >= 3).await;
-    let last = ask(&mut a, POD, 60_000, 60_000).await;
-    assert_eq!(last.result(), Outcome::Last, "{last:?}");
-    assert!(last.reason.contains("10.0.0.1 is the last endpoint of Service default/service-1"), "{last:?}");
-}
-
 /// Nodes keep sending to a terminating endpoint if all others have weight 0.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_endpoint_of_weight_zero_does_not_make_another_one_unused() {
@@ -284,23 +215,6 @@ async fn an_endpoint_of_weight_zero_does_not_make_another_one_unused() {
     program_all(&pair, [(0, &mut a), (1, &mut b), (1, &mut c)]).await;
     let last = ask(&mut a, POD, 60_000, 60_000).await;
     assert_eq!(last.result(), Outcome::Last, "{last:?}");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_node_that_rejects_the_service_is_unconfirmed_until_it_withdraws_the_rejection() {
-    let mut pair = Pair::start(NEVER).await;
-    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
-    pair.change_both([removed()]);
-    let resource = "Service default/service-1".to_owned();
-    let rejection = v1::Rejection { resource: resource.clone(), field: "ports".into(), reason: "kernel".into() };
-    b.send(Body::Nack(v1::Nack { version: 2, rejections: vec![rejection], in_force: 1, ..v1::Nack::default() })).await;
-    program_all(&pair, [(0, &mut a), (1, &mut b), (1, &mut c)]).await;
-    // The others are confirmed, and the pod does not wait until somebody corrects the Service.
-    let found = ask(&mut a, POD, 3_000_000, 3_000_000).await;
-    assert_eq!((found.result(), found.unconfirmed_count), (Outcome::Incomplete, 1), "{found:?}");
-    b.send(Body::Nack(v1::Nack { version: 2, withdrawn: vec![resource], ..v1::Nack::default() })).await;
-    let is_drained = async || ask(&mut a, POD, 60_000, 60_000).await.result() == Outcome::Drained;
-    eventually("the rejection is withdrawn", is_drained).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -14,7 +14,6 @@ use headgate_control_plane::{
     source::{self, SourceError, SourceSettings, SourceSpec},
 };
 use tempfile::TempDir;
-use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use crate::sink::{self, CollectingSink};
@@ -24,7 +23,6 @@ struct Reading {
     folder: TempDir,
     sink: Arc<CollectingSink>,
     shutdown: CancellationToken,
-    task: JoinHandle<Result<(), SourceError>>,
 }
 
 impl Drop for Reading {
@@ -51,13 +49,9 @@ impl Reading {
     fn started(folder: TempDir, root: &Path) -> Self {
         let (sink, shutdown) = (Arc::new(CollectingSink::default()), CancellationToken::new());
         let spec: SourceSpec = format!("files:{}", root.display()).parse().unwrap();
-        let task = tokio::spawn(source::run(
-            spec,
-            SourceSettings::default(),
-            Arc::clone(&sink) as Arc<dyn Sink>,
-            shutdown.clone(),
-        ));
-        Self { folder, sink, shutdown, task }
+        let to = Arc::clone(&sink) as Arc<dyn Sink>;
+        tokio::spawn(source::run(spec, SourceSettings::default(), to, shutdown.clone()));
+        Self { folder, sink, shutdown }
     }
 
     async fn until(&self, what: &str, condition: impl FnMut(&sink::Collected) -> bool) {
@@ -177,24 +171,6 @@ async fn a_malformed_file_is_reported_and_removes_nothing() {
 }
 
 #[tokio::test]
-async fn bad_values_are_reported_with_their_place_and_the_rest_is_served() {
-    let reading =
-        Reading::of(&[("web.yaml", &(service("web") + &slice("web-1", "web", &["10.1.0.1", "300.1.1.1"])))]).await;
-    reading.sink.look(|c| {
-        assert_eq!(c.endpoints("default", "web"), ["10.1.0.1"]);
-        let problems = c.problem_texts();
-        assert!(
-            problems[0].starts_with("web.yaml, document 2 | EndpointSlice default/web-1 | endpoints[1].addresses[0] |"),
-            "{problems:?}"
-        );
-    });
-    reading
-        .put("web.yaml", &(service("web").replace("port: 80", "port: 70000") + &slice("web-1", "web", &["10.1.0.1"])));
-    reading.until_problem("spec.ports[0].port").await;
-    reading.sink.look(|c| assert!(c.serves("default", "web") && c.removed.is_empty()));
-}
-
-#[tokio::test]
 async fn a_write_that_truncates_the_file_first_removes_nothing() {
     let text = service("web") + &service_at("api", "10.0.0.2") + &slice("web-1", "web", &["10.1.0.1", "10.1.0.2"]);
     let reading = Reading::of(&[("web.yaml", &text)]).await;
@@ -219,32 +195,6 @@ async fn a_write_that_truncates_the_file_first_removes_nothing() {
         })
         .await;
     reading.sink.look(|c| assert_eq!(c.endpoints("default", "web"), [""; 0]));
-}
-
-#[tokio::test]
-async fn the_first_of_two_definitions_of_an_object_is_used() {
-    let reading = Reading::of(&[("b.yaml", &service_at("web", "10.0.0.2"))]).await;
-    reading.put("a.yaml", &service_at("web", "10.0.0.1"));
-    let address = |c: &sink::Collected| {
-        let entry = c.state.entry(&headgate_core::ServiceKey::new("default", "web"));
-        entry.and_then(|entry| entry.service()).map(|service| service.cluster_ips[0].to_string())
-    };
-    reading.until("the first definition is used", |c| address(c).as_deref() == Some("10.0.0.1")).await;
-    reading.sink.look(|c| {
-        assert!(
-            c.problem_texts()[0].starts_with("b.yaml, document 1 | Service default/web |"),
-            "{:?}",
-            c.problem_texts()
-        );
-        assert!(c.problem_texts()[0].contains("a.yaml, document 1"));
-    });
-    fs::remove_file(reading.path("a.yaml")).unwrap();
-    reading
-        .until("the second definition is used", |c| address(c).as_deref() == Some("10.0.0.2") && c.problems.is_empty())
-        .await;
-    reading.sink.look(|c| assert_eq!(c.removed, [""; 0]));
-    reading.put("c.yaml", &(service_at("twice", "10.0.0.4") + &service_at("twice", "10.0.0.5")));
-    reading.until_problem("c.yaml, document 2").await;
 }
 
 #[tokio::test]
@@ -336,57 +286,6 @@ async fn a_replica_that_cannot_know_what_to_serve_waits() {
     }
 }
 
-#[tokio::test]
-async fn manifests_are_read_as_the_api_server_reads_them() {
-    let json = |name: &str, port: &str| {
-        format!(
-            r#"{{"apiVersion":"v1","kind":"Service","metadata":{{"name":"{name}"}},"spec":{{"clusterIP":"10.97.0.6","ports":[{{"port":{port}}}]}}}}"#
-        )
-    };
-    let nested = json("nested", "80").replace(r#""apiVersion":"v1","kind":"Service","#, "");
-    let nested = format!(r#"{{"kind":"ServiceList","apiVersion":"v1","items":[{nested}]}}"#);
-    let nested = format!(r#"{{"kind":"List","apiVersion":"v1","items":[{nested}]}}"#);
-    let slice = slice("web-1", "web", &["10.1.0.1"]).replace("{name: '', port: 8080}", "{port: 8080}");
-    let reading = Reading::of(&[
-        ("mark.json", &("\u{feff}".to_owned() + &json("mark", "80"))),
-        ("two.json", &(json("first", "80") + "\n" + &json("second", "80.0"))),
-        ("nested.json", &nested),
-        ("web.yaml", &(service("web") + &slice)),
-    ])
-    .await;
-    reading.sink.look(|c| {
-        for name in ["mark", "first", "second", "nested", "web"] {
-            assert!(c.serves("default", name), "{name}: {:?}", c.problem_texts());
-        }
-        assert_eq!(c.endpoints("default", "web"), ["10.1.0.1"], "a port without a name has the name ''");
-        assert_eq!(c.problem_texts(), [""; 0]);
-    });
-    reading.put("wrong.yaml", &json("wrong", "\"80\""));
-    reading.until_problem("spec.ports[0].port").await;
-    reading.sink.look(|c| assert!(!c.serves("default", "wrong")));
-}
-
-#[tokio::test]
-async fn problems_of_files_say_what_is_wrong_with_them() {
-    let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
-    for (text, expected) in [
-        ("apiVersion: v1\nkind: Endpoints\nmetadata: {name: ext, namespace: t}\n", "write EndpointSlices"),
-        ("replicas: 3\n", "this is no manifest"),
-        (
-            "apiVersion: v1\nkind: Service\nmetadata:\n  name: svc\n  annotations:\n    note: \"first\n    second\"\n",
-            "indent each line of the quoted text",
-        ),
-    ] {
-        reading.put("new.yaml", text);
-        let is_reported = |p: &String| p.starts_with("new.yaml, document 1") && p.contains(expected);
-        reading.until("the problem is reported", |c| c.problem_texts().iter().any(is_reported)).await;
-        reading.sink.look(|c| {
-            let texts = c.problem_texts().concat();
-            assert!(!texts.contains("before") && !texts.contains("stay in use"), "the file defined nothing: {texts}");
-        });
-    }
-}
-
 /// As by a loop of `kubectl get … > web.yaml`: the file is empty or a half nearly all the time.
 #[tokio::test]
 async fn a_file_that_is_written_in_place_again_and_again_is_read_whole() {
@@ -434,11 +333,4 @@ async fn a_folder_needs_no_kubeconfig() {
     .await
     .unwrap_err();
     assert!(matches!(useless, SourceError::UselessKubeconfig(..)), "{useless}");
-}
-
-#[tokio::test]
-async fn the_source_stops_on_shutdown() {
-    let mut reading = Reading::of(&[("web.yaml", &service("web"))]).await;
-    reading.shutdown.cancel();
-    (&mut reading.task).await.unwrap().unwrap();
 }

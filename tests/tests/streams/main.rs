@@ -2,10 +2,8 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod apiserver;
 mod attacks;
 mod barrier;
-mod carrier;
 mod client;
 mod everywhere;
 mod files_source;

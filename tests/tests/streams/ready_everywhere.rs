@@ -17,7 +17,6 @@ use headgate_tests::apiserver::{
     ApiServer, Kind, RequestFault, RequestFilter, Rights, Verb,
     objects::{PodBuilder, endpoint_slice, node, pod, service},
 };
-use headgate_tests::failover::{Gate, Mode};
 use headgate_tests::testbed::page;
 use http::Method;
 use serde_json::{Value, json};
@@ -28,7 +27,6 @@ use crate::client::{Client, channel, eventually};
 
 const GATE: &str = "headgate.io/programmed";
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 1);
-const ADDRESS_2: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 
 /// A control plane in this process. Dropping the value stops it.
 struct Replica {
@@ -265,69 +263,22 @@ async fn other_pods_are_never_written() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_replica_that_has_not_seen_the_pod_confirms_none_of_its_nodes() {
+async fn another_replica_sets_the_condition_if_the_first_one_stops() {
     let api = cluster();
-    let gate = Gate::start(api.address(), Mode::Open).await.unwrap();
-    let through = api.kubeconfig().replace(&api.url(), &format!("http://{}", gate.address));
-    let leader = Replica::start(0, &api.kubeconfig(), &[]).await;
-    eventually("the first replica is synced", async || leader.store.is_synced()).await;
-    let cut_off = Replica::start(1, &through, &[]).await;
-    eventually("the other replica is synced", async || cut_off.store.is_synced()).await;
-    let (mut a, mut b) = (agent(&leader, "a").await, agent(&cut_off, "b").await);
-    let mut c = agent(&leader, "c").await;
-    gate.set(Mode::Silent).await;
-    api.apply(waiting_pod("web-1").build()).unwrap();
-    program(&leader, &mut a).await;
-    program(&leader, &mut c).await;
-    // Node b has everything that its replica knows.
-    assert_unset(&api, "web-1").await;
-    assert!(!cut_off.is_ready());
-    gate.set(Mode::Refusing).await;
-    gate.set(Mode::Open).await;
-    program(&cut_off, &mut b).await;
-    until_set(&api, "web-1", "Programmed").await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn another_replica_sets_the_condition_if_the_first_one_stops_or_cannot_write() {
-    let api = cluster();
-    let mut through = Gate::start(api.address(), Mode::Open).await.unwrap();
-    let mut there = Gate::start(api.address(), Mode::Open).await.unwrap();
-    let behind = |gate: &Gate| api.kubeconfig().replace(&api.url(), &format!("http://{}", gate.address));
-    let mut first = Replica::start(0, &behind(&through), &[]).await;
-    let mut other = Replica::start(1, &behind(&there), &[]).await;
+    let [mut first, mut other] = replicas(&api, &[]).await;
     if first.store.epoch() > other.store.epoch() {
         std::mem::swap(&mut first, &mut other);
-        std::mem::swap(&mut through, &mut there);
-    }
-    for replica in [&first, &other] {
-        eventually("a replica is synced", async || replica.store.is_synced()).await;
     }
     let mut clients = Vec::new();
     for name in ["a", "b", "c"] {
         clients.push(agent(&other, name).await);
     }
-    // The first replica sees the pod, and has no agents. Its writes do not arrive.
+    drop(first);
     api.apply(waiting_pod("web-1").build()).unwrap();
-    eventually("the first replica sees the pod", async || first.is_ready()).await;
-    through.set(Mode::Silent).await;
     for client in &mut clients {
         program(&other, client).await;
     }
     until_set(&api, "web-1", "Programmed").await;
-    assert_eq!(other.metric("headgate_readiness_gates_set_total{reason=\"programmed\"}").await, 1);
-    drop(first);
-    let (slice, pod) = (slice_of("web-2", ADDRESS_2, false), waiting_pod("web-2"));
-    api.apply(slice).unwrap();
-    api.apply(pod.build()).unwrap();
-    let key = ServiceKey::new("shop", "web");
-    eventually("the endpoint is ready", async || other.store.ready_since(&key, ADDRESS_2.into()).is_some()).await;
-    let version = other.store.version();
-    for client in &mut clients {
-        client.until(|client| client.held.version >= version).await;
-        client.ack().await;
-    }
-    until_set(&api, "web-2", "Programmed").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

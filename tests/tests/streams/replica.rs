@@ -47,18 +47,13 @@ impl Replica {
 
     /// Starts a replica with an empty store whose source has not been listed.
     pub(crate) async fn start_with(settings: Settings, security: Security) -> Self {
-        Self::start_limited(settings, security, Limits::default()).await
+        Self::start_at((Ipv4Addr::LOCALHOST, 0).into(), settings, security).await
     }
 
-    /// Starts a replica like [`Self::start_with`], with these limits of the store.
-    pub(crate) async fn start_limited(settings: Settings, security: Security, limits: Limits) -> Self {
-        Self::start_at((Ipv4Addr::LOCALHOST, 0).into(), settings, security, limits).await
-    }
-
-    /// Starts a replica like [`Self::start_limited`], at this address for agents.
-    pub(crate) async fn start_at(address: SocketAddr, settings: Settings, security: Security, limits: Limits) -> Self {
+    /// Starts a replica like [`Self::start_with`], at this address for agents.
+    pub(crate) async fn start_at(address: SocketAddr, settings: Settings, security: Security) -> Self {
         let metrics = Arc::new(Metrics::default());
-        let store = Arc::new(Store::new(limits, Arc::clone(&metrics)));
+        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let (serving, counting) = (Arc::clone(&store), Arc::clone(&metrics));
         let token = CancellationToken::new();
         let listen = Listen { metrics: Some((Ipv4Addr::LOCALHOST, 0).into()), ..Listen::at(address) };

@@ -281,48 +281,6 @@ fn opening(node: &str) -> Vec<u8> {
     .concat()
 }
 
-#[tokio::test]
-async fn bytes_may_arrive_one_at_a_time() {
-    let replica = Replica::start().await;
-    replica.put(cluster(2));
-    let mut wire = Wire::connect(&replica).await;
-    // The server must send its settings first, because some clients wait for the settings before
-    // they send a request.
-    assert_eq!(wire.frame().await.unwrap(), (4, 0, 0, Vec::new()));
-    for byte in opening("n1") {
-        wire.send(&[byte]).await;
-    }
-    assert_eq!(wire.until(4).await, (1, 0, Vec::new()), "the server did not acknowledge the settings");
-    assert_eq!(wire.until(1).await.0, 4, "expected headers that do not end the stream");
-    wire.until(0).await;
-    wire.send(&wire_frame(6, 0, 0, b"12345678")).await;
-    assert_eq!(wire.until(6).await, (1, 0, b"12345678".to_vec()));
-    let ack = frame(&message(v1::agent_message::Body::Ack(v1::Ack { version: 1, ..Default::default() })));
-    wire.send(&wire_frame(0, 1, 1, &ack)).await;
-    let (flags, stream, _) = wire.until(1).await;
-    assert_eq!((flags, stream), (5, 1), "expected trailers that end the stream");
-    assert_eq!(wire.until(7).await.2[4..8], [0; 4], "expected GOAWAY without an error");
-    assert!(wire.frame().await.is_none());
-    assert_eq!(replica.metric("headgate_agent_messages_total{message=\"ack\"}"), 1);
-    replica.running.stop().await;
-}
-
-#[tokio::test]
-async fn a_client_that_allows_no_header_table_is_served() {
-    let replica = Replica::start().await;
-    // The client allows no header table, so the answer must begin with a size update (RFC 9113,
-    // section 4.3.1).
-    let mut wire = Wire::connect(&replica).await;
-    let block = [&[0x20][..], &sync_headers()].concat();
-    let hello = frame(&hello("n1", None));
-    wire.send(&[PREFACE, &wire_frame(4, 0, 0, &[0, 1, 0, 0, 0, 0]), &wire_frame(1, 4, 1, &block)].concat()).await;
-    wire.send(&wire_frame(0, 0, 1, &hello)).await;
-    let (_, _, block) = wire.until(1).await;
-    assert_eq!(block[..2], [0x20, 0x88], "expected a block that begins with a table size of 0 and :status 200");
-    wire.until(0).await;
-    replica.running.stop().await;
-}
-
 /// Opens a connection to the port for Inspect, on which the server has answered a request.
 async fn general(
     replica: &Replica,

@@ -240,32 +240,6 @@ async fn agent_info(replica: &Replica, node: &str) -> v1::AgentInfo {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_verification_that_proves_nothing_does_not_hide_an_earlier_difference() {
-    let replica = Replica::start().await;
-    replica.put(cluster(3));
-    // Five answers with a difference, and then an unreadable kernel.
-    let broken = |number, client: &mut Client, answer: Option<&mut v1::Verification>| {
-        let Some(answer) = answer else { return };
-        if number <= 5 {
-            set_drift(answer, "default/service-1", 1);
-        } else {
-            unreadable(number, client, Some(answer));
-        }
-    };
-    let _agent = Agent::start(&replica, "a", broken).await;
-    assert_eq!(verify_one(&replica, "a").await.result, "drift");
-    let before = agent_info(&replica, "a").await;
-    assert_eq!(before.drift_count, 1);
-    assert_eq!(verify_one(&replica, "a").await.result, "unverified");
-    let after = agent_info(&replica, "a").await;
-    assert_eq!((after.drift_count, after.verified_unix_ms), (1, before.verified_unix_ms));
-    // A node without any verification stays without one.
-    let _other = Agent::start(&replica, "b", unreadable).await;
-    assert_eq!(verify_one(&replica, "b").await.result, "unverified");
-    assert_eq!(agent_info(&replica, "b").await.verified_unix_ms, 0);
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn a_difference_stays_named_if_the_agent_then_stops() {
     let replica = Replica::start().await;
     replica.put(cluster(3));

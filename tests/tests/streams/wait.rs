@@ -125,58 +125,6 @@ async fn wait_without_any_node_succeeds_only_with_allow_absent() {
     assert_eq!(headgatectl(&[&replica], "wait service-1 --allow-absent").await.code, 0);
 }
 
-/// Starts two replicas that know each other.
-async fn pair() -> [Replica; 2] {
-    let [high, low] = u16::try_from(std::process::id() % 65_536).unwrap().to_be_bytes();
-    let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, host), 7446));
-    let names = [1, 2].map(|host| (address(host).ip().to_string(), 7447));
-    let start = async |host: u8| {
-        let peers = Some(PeerSettings { names: names.to_vec(), tls: None });
-        let settings = Settings { replica_name: format!("replica-{host}"), peers, ..settings() };
-        let replica = Replica::start_at(address(host), settings, Security::Plaintext, Limits::default()).await;
-        replica.store.synced();
-        replica
-    };
-    [start(1).await, start(2).await]
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn any_replica_answers_for_all_and_waits_for_one_that_is_behind() {
-    let [one, two] = pair().await;
-    for (replica, read_at) in [(&one, 50), (&two, 40)] {
-        replica.put_at(Some(10), [service(1, 80)]);
-        // The position of a folder is a time, and cannot be compared between replicas.
-        let positions = vec![(SourceKind::Files, read_at)];
-        replica.store.commit(Transaction { positions, ..Transaction::default() });
-    }
-    let (mut a, mut b) = (one.agent("a").await, two.agent("b").await);
-    one.put_at(Some(20), [endpoint(1, 1, 8080)]);
-    acknowledge(&mut a, &one).await;
-    let answer = headgatectl(&[&one], "wait service-1 --timeout 500ms").await;
-    assert!(answer.code == 3 && answer.err.contains("not programmed on all nodes"), "{}", answer.err);
-
-    let waiting = headgatectl(&[&one], "wait service-1");
-    two.put_at(Some(20), [endpoint(1, 1, 8080)]);
-    acknowledge(&mut b, &two).await;
-    let answer = waiting.await;
-    assert!(answer.code == 0 && answer.out.contains("2 nodes"), "{} {}", answer.out, answer.err);
-
-    for replica in [&one, &two] {
-        let agents = headgatectl(&[replica], "agents").await.out;
-        assert_eq!(agents.lines().count(), 4, "{agents}");
-        assert!(agents.lines().last().unwrap().starts_with("fleet: 2 of 2 nodes up to date"), "{agents}");
-    }
-    let wide = headgatectl(&[&one], "agents b -o wide").await.out;
-    assert!(wide.contains("REPLICA") && wide.contains("replica-2"), "{wide}");
-    drop(a);
-    let Replica { running, .. } = one;
-    let gone = format!("http://{}", running.inspect_addr);
-    running.stop().await;
-    // The first replica is gone, so the second one answers.
-    let answer = headgatectl(&[&two], &format!("--server {gone} agents --failing")).await;
-    assert!(answer.out.starts_with("None of 2 nodes matches.\n"), "{}", answer.out);
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn failing_agents_are_listed_first() {
     let replica = Replica::start().await;
@@ -203,4 +151,15 @@ async fn failing_agents_are_listed_first() {
     );
     let wide = headgatectl(&[&replica], "agents --node a-good -o wide").await.out;
     assert!(wide.contains("ADDRESS") && wide.contains("up to date"), "{wide}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn agents_of_a_replica_that_never_lists_are_shown_as_waiting() {
+    let replica = Replica::start_with(settings(), Security::Plaintext).await;
+    let _agent = replica.open("node-0").await;
+    let text = headgatectl(&[&replica], "agents").await.out;
+    assert!(text.contains("node-0: waiting: the replica has not listed its source; the node holds no state"), "{text}");
+    assert!(text.ends_with("fleet: 0 of 1 nodes up to date, 1 waiting\n"), "{text}");
+    let answer = headgatectl(&[&replica], "wait ns/svc-0 --timeout 1s").await;
+    assert!(answer.err.contains("the source of the replica is unlisted"), "{} {}", answer.out, answer.err);
 }

@@ -5,10 +5,10 @@ use std::net::SocketAddr;
 use std::process::Command;
 
 use anyhow::{Result, ensure};
-use headgate_tests::fleet::relay::Relay;
 use headgate_tests::testbed::manifests::{NAMESPACE, Port, Service};
 use headgate_tests::testbed::plan::{self, CONTROL, CONTROL_PORT, INSPECT_PORT, LINE_PORT};
 use headgate_tests::testbed::process::program;
+use headgate_tests::testbed::relay;
 use headgate_tests::testbed::{AgentSetup, Backend, Manifests, Outcome, Request, Testbed, Transport};
 use headgate_tests::uml;
 use serde_json::{Value, json};
@@ -81,7 +81,7 @@ fn run(backend: Backend) {
         bed.stop_agent(NODE).unwrap();
         bed.stop_control_plane().unwrap();
         let machine = bed.machines().machine(RELAY).unwrap();
-        let _relay = Relay::start_at(machine, address_of(RELAY), address_of(CONTROL)).unwrap();
+        relay::start(machine, address_of(RELAY), address_of(CONTROL)).unwrap();
         let relayed: fn(&Service) -> Value = |_| json!({"spec": {"externalIPs": [address_of(RELAY).ip()]}});
         attack(&bed, address_of(RELAY), relayed).unwrap();
     };

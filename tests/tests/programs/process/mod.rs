@@ -18,6 +18,5 @@ mod rig;
 mod settings;
 mod stale;
 mod sync;
-mod truth;
 mod unheard;
 mod verify;

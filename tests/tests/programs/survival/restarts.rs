@@ -1,10 +1,6 @@
 //! Agents stop, crash and start again, with and without a control plane.
 
-use std::{
-    fs,
-    sync::atomic::{AtomicBool, Ordering},
-    time::Duration,
-};
+use std::fs;
 
 use anyhow::{Context as _, Result, ensure};
 use headgate_tests::testbed::{AgentSetup, Testbed, client::HeldConnection};
@@ -13,10 +9,6 @@ use super::node::{
     Dump, NODE, Writes, agent_log, expect_servers, forget_rules, on_machines, rules, state_file, targets,
     wait_for_answers, wait_until, while_asking,
 };
-
-const KILLS: usize = 30;
-/// The seed of the times at which agents are killed.
-const SEED: u64 = 3;
 
 fn start(bed: &Testbed, writes: &Writes) -> Result<()> {
     bed.start_programs(NODE, &writes.setup())
@@ -151,49 +143,6 @@ fn restored_dump(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Kills the agent at random times while endpoints of another Service change. No connection to the
-/// Service `steady` may fail. At the end, the rules must equal the rules of an agent that starts
-/// without rules.
-fn kills(bed: &Testbed) -> Result<()> {
-    let mut times = fastrand::Rng::with_seed(SEED);
-    bed.start_programs(NODE, &AgentSetup::default())?;
-    let stop = AtomicBool::new(false);
-    while_asking(bed, "steady", || {
-        std::thread::scope(|scope| {
-            let churn = scope.spawn(|| -> Result<()> {
-                let rounds: [&[&str]; 4] = [&["a1", "a2"], &["b1"], &[], &["c1", "b2", "a2"]];
-                for endpoints in rounds.iter().cycle() {
-                    if stop.load(Ordering::Relaxed) {
-                        return Ok(());
-                    }
-                    bed.write_endpoints("other", endpoints)?;
-                    std::thread::sleep(Duration::from_millis(25));
-                }
-                Ok(())
-            });
-            let killed = (0..KILLS).try_for_each(|_| {
-                bed.kill_agent(NODE)?;
-                bed.start_agent(NODE)?;
-                std::thread::sleep(Duration::from_millis(times.u64(0..200)));
-                Ok(())
-            });
-            stop.store(true, Ordering::Relaxed);
-            let churned = churn.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            killed.and(churned)
-        })
-    })?;
-    bed.write_endpoints("other", &["a2", "c1"])?;
-    bed.wait_programmed()?;
-    expect_servers(bed, "other", &["a2", "c1"])?;
-    let found = rules(bed)?;
-    bed.stop_agent(NODE)?;
-    bed.clean_up(NODE)?;
-    bed.start_programmed(NODE, &AgentSetup::default())?;
-    let expected = rules(bed)?;
-    ensure!(found == expected, "after {KILLS} kills (seed {SEED}) the rules were\n{found}\nand should be\n{expected}");
-    Ok(())
-}
-
 on_machines! {
     // rows of iptables: 91, 92
     cold_start_legacy: IptablesLegacy, cold_start;
@@ -205,8 +154,4 @@ on_machines! {
     warm_restart_nft: IptablesNft, warm_restart;
     restored_dump_legacy: IptablesLegacy, restored_dump;
     restored_dump_nft: IptablesNft, restored_dump;
-    // rows of iptables: 92
-    kills_at_random_times_legacy: IptablesLegacy, kills;
-    // rows of iptables: 92
-    kills_at_random_times_nft_compact: IptablesNftCompact, kills;
 }

@@ -75,39 +75,3 @@ fn modules_import_lower_layers_and_never_in_a_circle() {
         assert!(found.is_empty(), "{name}:\n{}", found.join("\n"));
     }
 }
-
-#[test]
-fn wrong_imports_are_found() {
-    let layers = &table(
-        "# A\n\n## Layers\n\n| crate | layer | modules |\n| --- | --- | --- |\n\
-         | `sample` | bottom | `low` |\n| `sample` | top | `high`, `high/inner` |\n\n## B\n",
-    )["sample"];
-    let read = |files: &[(&str, &str)]| {
-        Crate::read(&files.iter().map(|(file, text)| (file.to_string(), text.to_string())).collect::<Vec<_>>())
-    };
-    let lib = ("lib.rs", "pub mod high;\nmod low;\npub use high::Top;\n");
-    let high = ("high/mod.rs", "mod inner;\nuse crate::low::Low;\npub struct Top(Low);\n");
-    let inner = ("high/inner.rs", "fn x() -> super::super::low::Low { crate::low::Low }\n");
-    let low = ("low.rs", "pub struct Low;\n#[cfg(test)]\nmod tests { use crate::high::Top; }\n");
-    let good = read(&[lib, high, inner, low]);
-    assert_eq!((faults(&good, layers), good.cycles(usize::MAX)), (vec![], vec![]));
-
-    // The import is inside a macro, and names a re-export at the crate's root.
-    let reversed = ("low.rs", "pub struct Low;\nfn x() { println!(\"{:?}\", crate::Top) }\n");
-    let bad = read(&[lib, high, inner, reversed]);
-    assert_eq!(faults(&bad, layers), ["layer \"bottom\": low.rs:2 imports crate::Top from the higher layer \"top\""]);
-    let cycles = bad.cycles(usize::MAX);
-    assert!(cycles.len() == 1 && cycles[0].contains("low -> high: low.rs:2"), "{cycles:?}");
-
-    let found = faults(
-        &read(&[("lib.rs", "mod low;\nmod extra;\n"), ("low.rs", ""), ("extra.rs", "use crate::own;\n")]),
-        layers,
-    );
-    let expected = [
-        "no such module: high",
-        "no such module: high/inner",
-        "no layer in the table: extra",
-        "extra.rs:1 imports crate::own from the crate's root, which is above all layers",
-    ];
-    assert_eq!(found, expected);
-}

@@ -196,7 +196,7 @@ async fn asks_for_ever(a: &mut Client) -> v1::BarrierAnswer {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_confirms_nothing_delays_pods_for_a_limited_time_and_cannot_get_it_back() {
     let part = Duration::from_millis(20);
-    let mut pair = Pair::start_with(2, Settings { uncovered_after: NEVER, patience_part: part, ..settings() }).await;
+    let mut pair = Pair::start_with(Settings { uncovered_after: NEVER, patience_part: part, ..settings() }).await;
     let (mut a, b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     pair.change_both([removed()]);
     program(&pair.replicas[0], &mut a).await;
@@ -221,7 +221,7 @@ async fn a_node_that_confirms_nothing_delays_pods_for_a_limited_time_and_cannot_
 #[tokio::test(flavor = "multi_thread")]
 async fn a_node_that_rejects_everything_or_goes_away_delays_pods_for_a_limited_time() {
     let part = Duration::from_millis(20);
-    let mut pair = Pair::start_with(2, Settings { uncovered_after: NEVER, patience_part: part, ..settings() }).await;
+    let mut pair = Pair::start_with(Settings { uncovered_after: NEVER, patience_part: part, ..settings() }).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     pair.change_both([removed()]);
     for (replica, client) in [(0, &mut a), (1, &mut b), (1, &mut c)] {
@@ -244,7 +244,7 @@ async fn a_node_that_rejects_everything_or_goes_away_delays_pods_for_a_limited_t
 #[tokio::test(flavor = "multi_thread")]
 async fn a_service_that_every_node_rejects_costs_no_node_its_patience() {
     let part = Duration::from_millis(20);
-    let mut pair = Pair::start_with(2, Settings { uncovered_after: NEVER, patience_part: part, ..settings() }).await;
+    let mut pair = Pair::start_with(Settings { uncovered_after: NEVER, patience_part: part, ..settings() }).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     pair.change_both([removed()]);
     let resource = format!("Service {}", key(1));

@@ -8,16 +8,14 @@ mod standing;
 
 use std::time::Duration;
 
-use bytes::Bytes;
 use headgate_control_plane::{
     model::Sink as _,
     objects::SourceKind,
     serve::{Security, Settings},
     store::Limits,
 };
-use headgate_core::{Change, Dirty, Service};
+use headgate_core::{Change, Service};
 use headgate_proto::v1::{self, inspect_client::InspectClient, welcome::ResumeMode};
-use prost::Message as _;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     time::timeout,
@@ -28,8 +26,6 @@ use crate::{
     client::{self, Client, GUARD, channel, eventually, hello, raw},
     replica::{Replica, cluster, endpoint, key, remove_endpoint, remove_service, service, settings},
 };
-
-const SYNC: &str = "/headgate.v1.Discovery/Sync";
 
 fn assert_same(client: &Client, replica: &Replica) {
     assert_eq!(client.held.version, replica.store.version());
@@ -120,34 +116,6 @@ async fn messages_of_an_agent_appear_in_its_status() {
     let acked = agent_until(&inspect, "n1", |agent| agent.last_error.is_empty()).await;
     assert_eq!(acked.programmed_version, 1);
     assert_eq!(replica.metric("headgate_agent_messages_ignored_total{reason=\"version_not_sent\"}"), 1);
-}
-
-#[tokio::test]
-async fn all_streams_carry_equal_bytes() {
-    let replica = Replica::start().await;
-    replica.put(cluster(20));
-    let mut streams = Vec::new();
-    for node in ["n1", "n2"] {
-        let first = Bytes::from(hello(node, None).encode_to_vec());
-        streams.push(raw(channel(replica.running.local_addr).await, SYNC, vec![first]).await.unwrap());
-    }
-    let mut received: Vec<Vec<Bytes>> = vec![Vec::new(), Vec::new()];
-    let is_end = |bytes: &Bytes| {
-        let body = v1::ServerMessage::decode(bytes.clone()).unwrap().body;
-        matches!(body, Some(v1::server_message::Body::SnapshotEnd(_) | v1::server_message::Body::Batch(_)))
-    };
-    for round in 0..2 {
-        for (stream, received) in streams.iter_mut().zip(&mut received) {
-            while !received.last().is_some_and(&is_end)
-                || received.iter().filter(|bytes| is_end(bytes)).count() <= round
-            {
-                received.push(timeout(GUARD, stream.message()).await.unwrap().unwrap().unwrap());
-            }
-        }
-        replica.put([endpoint(3, 1, 9000)]);
-    }
-    assert_eq!(received[0], received[1]);
-    assert!(received[0].len() > 4);
 }
 
 #[tokio::test]
@@ -299,89 +267,6 @@ async fn probes_and_metrics_follow_the_source() {
     let (head, metrics) = get_with(&replica, "/metrics", "application/openmetrics-text;version=1.0.0").await;
     assert!(head.contains("content-type: application/openmetrics-text; version=1.0.0"), "{head}");
     assert!(metrics.contains("# TYPE headgate_source_errors counter") && metrics.ends_with("# EOF\n"), "{metrics}");
-}
-
-#[tokio::test]
-async fn an_unlisted_replica_does_not_resume_by_log() {
-    let replica = Replica::start_with(settings(), Security::Plaintext).await;
-    replica.put([service(1, 80)]);
-    let held = client::Held { epoch: replica.store.epoch(), ..client::Held::default() };
-    let mut client = replica.resume("n1", held).await;
-    assert_eq!(client.welcome.resume(), ResumeMode::Digests);
-    replica.store.synced();
-    client.reach(1).await;
-    assert_same(&client, &replica);
-}
-
-#[tokio::test]
-async fn a_slow_reader_skips_versions_and_does_not_affect_others() {
-    let replica = Replica::start().await;
-    let mut slow = replica.open("slow").await;
-    let mut quick = replica.open("quick").await;
-    slow.until(|client| !client.ends.is_empty()).await;
-    // The batches have 4 MB in total, and the slow reader's window is 64 KiB.
-    let commits = 500_u64;
-    for round in 0..commits {
-        let Change::Service(service) = service(1, 80) else { unreachable!() };
-        let filler = format!("{round:08000}");
-        replica.put([Change::from(Service { health_check: filler.as_str().into(), ..*service })]);
-        quick.reach(round + 1).await;
-    }
-    assert_same(&quick, &replica);
-    slow.reach(commits).await;
-    assert!(slow.batches < 200, "the slow reader got {} of {commits} batches", slow.batches);
-    assert_same(&slow, &replica);
-}
-
-#[tokio::test]
-async fn a_slow_reader_receives_the_rest_of_a_step_although_another_node_resumes() {
-    let limits = Limits { delta_cache_bytes: 1, max_delta_changes: 100_000, ..Limits::default() };
-    // The test counts messages, so there must be no heartbeat.
-    let quiet = Settings { heartbeat_interval: Duration::from_secs(3600), ..settings() };
-    let replica = Replica::start_limited(quiet, Security::Plaintext, limits).await;
-    replica.store.synced();
-    replica.put([service(1, 80)]);
-    let mut slow = replica.open("slow").await;
-    slow.reach(1).await;
-    let held = {
-        let mut other = replica.open("other").await;
-        other.reach(1).await;
-        other.held
-    };
-    let inspect = channel(replica.running.inspect_addr).await;
-    agent_until(&inspect, "slow", |slow| slow.sent_version == 1).await;
-    let sent = replica.metric("headgate_messages_sent_total");
-    // The batch has several messages. While the slow reader does not read, the first message does
-    // not fit into the reader's window.
-    replica.put((0..300).flat_map(|number| (0..240).map(move |host| endpoint(number, host, 80))));
-    eventually("something is sent", async || replica.metric("headgate_messages_sent_total") > sent).await;
-    // Another node resumes from the version before the step. The step is no longer cached, so the
-    // replica encodes the step again.
-    (0..20).for_each(|port| replica.put([service(1, 81 + port)]));
-    let mut other = replica.resume("other", held).await;
-    other.until(|client| client.held.version == 22).await;
-    slow.until(|client| client.held.version == 22).await;
-    assert_same(&slow, &replica);
-}
-
-#[tokio::test]
-async fn a_change_of_one_endpoint_in_a_hundred_thousand_costs_few_bytes() {
-    let replica = Replica::start().await;
-    let mut held = client::Held::default();
-    for block in 0..100_u16 {
-        let numbers = block * 100..(block + 1) * 100;
-        let everything = |number| (0..10).map(move |host| endpoint(number, host, 8080)).chain([service(number, 80)]);
-        replica.put(numbers.clone().flat_map(everything));
-        numbers.flat_map(everything).for_each(|change| assert!(held.state.apply(change, &mut Dirty::default())));
-    }
-    (held.epoch, held.version) = (replica.store.epoch(), replica.store.version());
-    let mut client = replica.resume("n1", held).await;
-    assert_eq!(client.welcome.resume(), ResumeMode::Log);
-    replica.put_at(Some(123_456_789), [remove_endpoint(5000, 3), endpoint(5000, 11, 8080)]);
-    client.until(|client| client.batches == 1).await;
-    assert_eq!((client.resources, client.removals), (1, 1));
-    println!("{} bytes", client.bytes);
-    assert!(client.bytes <= 75, "{} bytes", client.bytes);
 }
 
 #[tokio::test]

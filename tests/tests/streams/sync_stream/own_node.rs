@@ -11,7 +11,7 @@ use headgate_proto::v1::{self, source_position::Kind, welcome::ResumeMode};
 
 use crate::{
     client::{Client, Held},
-    replica::{self, Replica, service, settings},
+    replica::{self, Replica, service},
 };
 
 fn node(name: &str, zone: &str) -> NodeChange {
@@ -88,38 +88,4 @@ async fn each_agent_receives_its_own_node_with_the_position_of_the_source() {
     replica.put_at(Some(14), [service(1, 80)]);
     first.until(|client| client.held.version == 1).await;
     assert_eq!(first.held.positions, [(Kind::Services.into(), 14)].into());
-}
-
-#[tokio::test]
-async fn an_older_node_is_withheld_from_an_agent_that_resumes_by_log() {
-    let replica = Replica::start().await;
-    replica.put_at(Some(10), [service(1, 80)]);
-    put_nodes(&replica, 10, vec![node("n1", "a")]);
-    let mut client = replica.open("n1").await;
-    client.reach(1).await;
-    // Meanwhile, another replica has sent a newer Node, and the stream broke before another message
-    // arrived.
-    let mut held = std::mem::take(&mut client.held);
-    held.positions.insert(Kind::Nodes.into(), 20);
-    let mut client = replica.resume("n1", held).await;
-    assert_eq!(client.welcome.resume(), ResumeMode::Log);
-    replica.put_at(Some(11), [service(1, 81)]);
-    client.until(|client| client.held.version == 2).await;
-    assert_eq!(zones(&client), []);
-    put_nodes(&replica, 20, vec![node("n1", "b")]);
-    client.until(|client| !client.nodes.is_empty()).await;
-    assert_eq!(zones(&client), [Some("b".to_owned())]);
-}
-
-#[tokio::test]
-async fn an_older_node_is_sent_after_the_longest_wait() {
-    let patience = Settings { behind_wait: Duration::from_millis(50), ..settings() };
-    let restored = Replica::start_with(patience, Security::Plaintext).await;
-    put_nodes(&restored, 10, vec![node("n1", "a")]);
-    restored.store.synced();
-    let mut client = restored.resume("n1", held_at(20)).await;
-    client.until(|client| !client.nodes.is_empty()).await;
-    assert_eq!(zones(&client), [Some("a".to_owned())]);
-    assert_eq!(restored.metric("headgate_behind_waits_total"), 1);
-    assert_eq!(restored.metric("headgate_behind_waits_expired_total"), 1);
 }

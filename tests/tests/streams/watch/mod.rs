@@ -5,7 +5,6 @@
 //! have removed only objects that the server had deleted.
 
 mod alike;
-mod fresh;
 
 use std::{sync::Arc, time::Duration};
 
@@ -42,16 +41,12 @@ impl Drop for Watching {
 
 impl Watching {
     fn start(kubeconfig: &str) -> Self {
-        Self::start_with(kubeconfig, SourceSettings::DEFAULT_WATCH_SILENCE)
-    }
-
-    fn start_with(kubeconfig: &str, watch_silence: Duration) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("kubeconfig");
         std::fs::write(&path, kubeconfig).unwrap();
         let (sink, shutdown) = (Arc::new(CollectingSink::default()), CancellationToken::new());
         let dyn_sink = Arc::clone(&sink) as Arc<dyn Sink>;
-        let settings = SourceSettings { kubeconfig: Some(path), watch_silence, ..SourceSettings::default() };
+        let settings = SourceSettings { kubeconfig: Some(path), ..SourceSettings::default() };
         let task = tokio::spawn(source::run(SourceSpec::Kubernetes, settings, dyn_sink, shutdown.clone()));
         Self { sink, shutdown, task, _kubeconfig: folder }
     }
@@ -185,26 +180,6 @@ async fn objects_are_listed_and_watched_with_selectors_that_the_server_applies()
     assert!(watching.sink.look(|c| c.errors.is_empty()));
 }
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn events_that_arrive_together_are_committed_together() {
-    let server = server(Options::default());
-    let watching = Watching::synced(&server).await;
-    let before = watching.sink.look(|c| c.commit_sizes.len());
-    server.block(Kind::Service);
-    server.block(Kind::EndpointSlice);
-    for number in 0..100 {
-        let name = format!("s{number}");
-        put_service(&server, &name, &format!("10.0.5.{number}"));
-        let slice = endpoint_slice("many", &name, &name).port("", "TCP", 80);
-        server.apply(slice.endpoint(&format!("10.1.5.{number}"), "n1").build()).unwrap();
-    }
-    server.release(Kind::Service);
-    server.release(Kind::EndpointSlice);
-    watching.agrees_with(&server).await;
-    let commits = watching.sink.look(|c| c.commit_sizes.len()) - before;
-    assert!(commits < 100, "200 events came in {commits} transactions");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn watches_that_end_or_break_are_resumed() {
     let server = server(Options::default());
     let watching = Watching::synced(&server).await;
@@ -230,30 +205,6 @@ async fn watches_that_end_or_break_are_resumed() {
     assert!(removed.iter().all(|key| key.starts_with("Endpoint shop/web 10.1.2.")), "{removed:?}");
     let relists = server.recorded().iter().filter(|request| request.query.contains("sendInitialEvents")).count();
     assert_eq!(relists, 4, "a kind was listed again");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_expired_watch_lists_again_and_finds_missed_changes() {
-    for gone_as_http_status in [false, true] {
-        let server = server(Options { gone_as_http_status, ..Options::default() });
-        let watching = Watching::synced(&server).await;
-        // While no watch is open, objects change, and the server loses its history.
-        server.stop();
-        server.delete(Kind::Service, "shop", "api").unwrap();
-        server.apply(web_slice(&["10.1.0.1"])).unwrap();
-        server.restart(&Restart::LoseHistory).unwrap();
-        watching.agrees_with(&server).await;
-        let mut removed = watching.removed();
-        removed.sort();
-        assert_eq!(removed, ["Endpoint shop/web 10.1.0.2", "Service shop/api"]);
-        watching.until("the expired watches are counted", |c| c.errors_for("watch_expired") >= 2).await;
-        server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
-        server.compact();
-        assert_eq!(server.order(None, &Order::Expire), 4);
-        watching.follows(&server, 1).await;
-        let removed = watching.removed();
-        assert_eq!(removed.len(), 2, "{removed:?}");
-    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -449,66 +400,6 @@ async fn a_list_that_breaks_removes_nothing() {
     server.release(Kind::Service);
     watching.follows(&server, 1).await;
     assert_eq!(watching.removed(), ["Service shop/api"]);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_restored_backup_of_the_server_is_followed() {
-    let server = server(Options::default());
-    let backup = server.backup();
-    let watching = Watching::synced(&server).await;
-    for mark in 1..20 {
-        watching.follows(&server, mark).await;
-    }
-    server.restart(&Restart::RestoreBackup(backup)).unwrap();
-    watching.agrees_with(&server).await;
-    watching
-        .until("each kind reports the lower version", |c| c.errors_for("source_went_back") == 4 && c.went_back > 0)
-        .await;
-    watching.follows(&server, 30).await;
-    server.restart(&Restart::RaiseVersions(1_000_000)).unwrap();
-    watching.follows(&server, 31).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cluster_without_service_cidrs_is_served() {
-    let server = server(Options::default());
-    let missing = RequestFilter { verb: None, kind: Some(Kind::ServiceCidr) };
-    server.fail_all(missing, RequestFault::status(404));
-    let watching = Watching::start(&server.kubeconfig());
-    watching.until("all valid objects are served", |c| c.synced == 1 && c.state.service_count() == 2).await;
-    watching.sink.look(|c| {
-        assert_eq!(c.errors, [].into());
-        assert!(c.heard[&SourceKind::ServiceCidrs] > 0 && c.state.service_cidrs().next().is_none());
-    });
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_served_before_every_kind_is_listed() {
-    let server = server(Options::default());
-    let forbidden = RequestFilter { verb: None, kind: Some(Kind::EndpointSlice) };
-    server.fail_all(forbidden, RequestFault::status(403));
-    let watching = Watching::start(&server.kubeconfig());
-    watching.until("the refusals are counted", |c| c.errors_for("forbidden") >= 3 && c.heard.len() == 3).await;
-    watching.sink.look(|c| assert_eq!((c.synced, c.commits), (0, 0)));
-    server.clear_faults();
-    watching.until("everything is listed", |c| c.synced == 1).await;
-    watching.agrees_with(&server).await;
-    watching.sink.look(|c| assert_eq!(c.commits, 1));
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bookmarks_count_as_contact_with_the_server_and_move_positions() {
-    let server = server(Options::default());
-    let watching = Watching::synced(&server).await;
-    let before = watching.sink.look(|c| c.heard[&SourceKind::Nodes]);
-    // A write to another kind raises the version. The watch of Nodes receives this version only in
-    // a bookmark.
-    server.apply(web("10.0.9.9")).unwrap();
-    watching.agrees_with(&server).await;
-    let version = server.version();
-    server.order(None, &Order::Bookmark);
-    watching.until("the position has moved", |c| c.positions[&SourceKind::Nodes] == version).await;
-    assert!(watching.sink.look(|c| c.heard[&SourceKind::Nodes]) > before);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
