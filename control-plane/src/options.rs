@@ -304,7 +304,7 @@ impl Options {
             self.listen.ok_or(OptionsError::ListenNotExplicit)?;
             let Listen { agents, inspect, .. } = self.listen();
             for (option, address) in [("--listen", agents), ("--inspect-listen", inspect)] {
-                if !plaintext::is_allowed(address.ip().to_canonical()) {
+                if !addresses::may_lack_tls(address.ip().to_canonical()) {
                     return Err(OptionsError::ListenNotLocal { option, address });
                 }
             }
@@ -402,11 +402,6 @@ fn service_key(text: &str) -> Result<ServiceKey, String> {
     check_subdomain(namespace).map_err(|problem| format!("the namespace {problem}"))?;
     check_subdomain(name).map_err(|problem| format!("the name {problem}"))?;
     Ok(ServiceKey::new(namespace, name))
-}
-
-/// Whether this address may be served without TLS.
-fn may_be_plaintext(address: IpAddr) -> bool {
-    addresses::may_lack_tls(address.to_canonical())
 }
 
 /// The host name of the kernel. In a pod, the host name is the name of the pod.

@@ -10,7 +10,7 @@ use headgate_core::{Change, Endpoint, EndpointPort, Node, Placement, Protocol, S
 
 use super::*;
 use crate::model::NodeChange;
-use reader::{Reader, resume_of};
+use reader::Reader;
 
 fn store(limits: Limits) -> Store {
     let store = Store::new(limits, Arc::new(Metrics::default()));

@@ -73,6 +73,8 @@ impl Rig {
             return (dirty.services.len(), dirty.services.len());
         }
         let (script, planned) = self.ledger.changed(&self.state, &self.node, &dirty);
+        self.kernel.restore(&script.to_string()).unwrap();
+        (planned as usize, dirty.services.len())
     }
 
     /// Runs a full script, in parts where this is allowed. The events of `meanwhile` happen after

@@ -102,11 +102,7 @@ mod tests {
     use headgate_proto::v1::welcome::ResumeMode;
 
     use super::*;
-    use crate::{
-        dataplane::{FamilyStatistics, Report, Statistics, TableStatistics},
-        reconcile::SyncKind,
-        state::progress::Trigger,
-    };
+    use crate::{dataplane::Report, reconcile::SyncKind};
 
     impl Metrics {
         pub(crate) fn registry(&self) -> &MetricRegistry {

@@ -194,7 +194,7 @@ mod tests {
         node_inputs::NodeInputs,
         session::outbox::PART_BYTES,
         state::progress::{Failure, Programmed, Target},
-        testing::{endpoint, key, service, snapshot, update},
+        testing::{service, snapshot},
     };
 
     #[tokio::test]

@@ -19,7 +19,7 @@ use super::{Folder, MAGIC, SaveMetrics, Saver, StateFile, StatePart, open, read_
 use crate::{
     state::{
         AgentState, OwnNode, Restored, Snapshot, StateUpdate, all_buckets,
-        progress::{Failure, Programmed, Progress, Target},
+        progress::{Programmed, Progress, Target},
     },
     testing::{endpoint, key, no_endpoint, service, service_cidr},
 };

@@ -49,7 +49,7 @@ const LONGEST_TURN_MS: u64 = 100;
 /// How long the programs may take until all is well after all faults have ended.
 const LONGEST_HEALING: u64 = 60 * SECOND;
 /// Longer than the time after which some worlds take a Node for one that never had an agent.
-const SHORT: Duration = Duration::from_secs(11);
+const SHORT: Duration = Duration::from_secs(46);
 /// How long a fleet is watched in which nothing happens, in seconds, and the most bytes that its
 /// connections may carry in a minute then.
 const QUIET: u64 = 10;

@@ -75,7 +75,6 @@ pub struct Source {
     /// Since when each Node exists.
     nodes: [Option<Instant>; NODES.len()],
     created: u32,
-    has_crowd: bool,
     /// When a pod changed that a node may use or not, depending on such pods.
     last_moved: Instant,
 }
@@ -98,13 +97,7 @@ fn has_anchor(service: usize, node: usize) -> bool {
 impl Source {
     /// Writes the Nodes and Services, and the pods that never change.
     pub fn new(api: &ApiServer) -> Self {
-        let mut source = Self {
-            pods: Vec::new(),
-            nodes: [None; NODES.len()],
-            created: 0,
-            has_crowd: false,
-            last_moved: Instant::now(),
-        };
+        let mut source = Self { pods: Vec::new(), nodes: [None; NODES.len()], created: 0, last_moved: Instant::now() };
         api.apply(service_cidr("kubernetes", &["10.96.0.0/16"]).build()).unwrap();
         for index in 0..NODES.len() {
             source.put_node(api, index);

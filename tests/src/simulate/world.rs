@@ -274,8 +274,9 @@ impl World {
         let place = |host| Process::new(host, network.clone());
         let mut client = place(CLIENT);
         client.start(|| ())?;
-        // Some replicas remember each agent for longer than a fault lasts, and others do not.
-        let uncovered_after = Duration::from_secs(if rng.bool() { 10 } else { 600 });
+        // Some replicas remember each agent for much longer than a fault lasts. Others remember it a
+        // bit longer than the longest pause of an agent that tries to connect.
+        let uncovered_after = Duration::from_secs(if rng.bool() { 45 } else { 600 });
         Ok(Self {
             replicas: (0..PLACES).map(|index| place(replica_host(index))).collect(),
             ways: (0..PLACES).map(|_| WayToApi::new(Arc::clone(&api))).collect(),

@@ -39,6 +39,6 @@ impl ReservedPort {
     /// The reserved port.
     #[must_use]
     pub fn number(&self) -> u16 {
-        self.address.port()
+        self.address().port()
     }
 }

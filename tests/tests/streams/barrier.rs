@@ -13,13 +13,12 @@ use headgate_control_plane::{
     model::{NodeChange, PodChange, Sink as _, Transaction, TriggeredChange},
     objects::{PodId, SourceKind},
     serve::{PeerSettings, Security, Settings},
-    store::Limits,
 };
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, Weight};
 use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
 
 use crate::{
-    client::{Client, eventually},
+    client::Client,
     replica::{Replica, key, node, service, settings},
 };
 

@@ -3,13 +3,7 @@
 
 use std::{net::Ipv4Addr, time::Duration};
 
-use headgate_control_plane::{
-    model::{NodeChange, PodChange, Sink as _, Transaction},
-    objects::PodId,
-    serve::{PeerSettings, Security, Settings},
-    store::Limits,
-};
-use headgate_core::{Change, Conditions, Service, TrafficPolicy};
+use headgate_control_plane::model::NodeChange;
 use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
 use headgate_tests::testbed::page;
 use tokio::task::spawn_blocking;

@@ -1,14 +1,7 @@
 //! Tests of `headgatectl wait` and `headgatectl agents` against replicas in the test's process. The
 //! simulated agents send an ACK when the test asks for it.
 
-use std::net::{Ipv4Addr, SocketAddr};
-
-use headgate_control_plane::{
-    model::{Sink as _, Transaction},
-    objects::SourceKind,
-    serve::{PeerSettings, Security, Settings},
-    store::Limits,
-};
+use headgate_control_plane::serve::Security;
 use headgate_proto::v1;
 use serde_json::Value;
 use tokio::time::timeout;

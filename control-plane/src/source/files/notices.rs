@@ -188,10 +188,7 @@ fn is_relevant(mask: Mask, path: &Path, root: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::{
-        fs::{self, File},
-        io::Write as _,
-    };
+    use std::fs::{self, File};
 
     use super::*;
 

@@ -12,7 +12,6 @@ use headgate_control_plane::{
     model::Sink as _,
     objects::SourceKind,
     serve::{Security, Settings},
-    store::Limits,
 };
 use headgate_core::{Change, Service};
 use headgate_proto::v1::{self, inspect_client::InspectClient, welcome::ResumeMode};
@@ -23,7 +22,7 @@ use tokio::{
 use tonic::{Code, transport::Channel};
 
 use crate::{
-    client::{self, Client, GUARD, channel, eventually, hello, raw},
+    client::{Client, GUARD, channel, eventually},
     replica::{Replica, cluster, endpoint, key, remove_endpoint, remove_service, service, settings},
 };
 

@@ -1,13 +1,10 @@
 //! Tests of `OwnNode`: each agent receives its own Node, and never an older version of this Node.
 
-use std::time::Duration;
-
 use headgate_control_plane::{
     model::{NodeChange, Sink as _, Transaction},
     objects::SourceKind,
-    serve::{Security, Settings},
 };
-use headgate_proto::v1::{self, source_position::Kind, welcome::ResumeMode};
+use headgate_proto::v1::{self, source_position::Kind};
 
 use crate::{
     client::{Client, Held},

@@ -41,12 +41,16 @@ impl Drop for Watching {
 
 impl Watching {
     fn start(kubeconfig: &str) -> Self {
+        Self::start_with(kubeconfig, SourceSettings::DEFAULT_WATCH_SILENCE)
+    }
+
+    fn start_with(kubeconfig: &str, watch_silence: Duration) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("kubeconfig");
         std::fs::write(&path, kubeconfig).unwrap();
         let (sink, shutdown) = (Arc::new(CollectingSink::default()), CancellationToken::new());
         let dyn_sink = Arc::clone(&sink) as Arc<dyn Sink>;
-        let settings = SourceSettings { kubeconfig: Some(path), ..SourceSettings::default() };
+        let settings = SourceSettings { kubeconfig: Some(path), watch_silence, ..SourceSettings::default() };
         let task = tokio::spawn(source::run(SourceSpec::Kubernetes, settings, dyn_sink, shutdown.clone()));
         Self { sink, shutdown, task, _kubeconfig: folder }
     }
