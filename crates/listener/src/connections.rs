@@ -1,14 +1,19 @@
-//! The connections of all HTTP ports of a program, within limits that the ports share. Any pod can
-//! reach such a port without a certificate. A new connection is always accepted, so that an honest
-//! probe gets an answer; at a limit, it replaces an old one:
-//! - If the client's network has reached its limit, its connection that has been silent for longest
-//! is closed; those whose requests are being answered last, the oldest first: a client that sends
-//! request after request has old connections.
-//! - At the limit of all, the network with the most connections loses one in the same way.
-//! - Answers that clients have not read have a limit in bytes, and are dropped in this order.
+//! The connections of all HTTP ports of a program, within limits that the ports share.
+//!
+//! Any pod can reach such a port, and needs no certificate. A new connection is always accepted, so
+//! that an honest probe gets an answer whoever else holds connections. If a limit is reached, the
+//! new connection replaces an old one:
+//!
+//! - If the client's network has reached its limit, the connection of this network is closed that
+//!   has been silent for longest. Connections whose requests are being answered are closed last,
+//!   the oldest first: a client that sends request after request has old connections.
+//! - If all connections together have reached the limit, the network with the most connections
+//!   loses a connection in the same way.
+//! - The answers that clients have not read have a limit in bytes, and are dropped in this order.
+//!
 //! A connection takes one open file, at most 8 KiB for its request, and small buffers in the
-//! kernel. So all HTTP ports hold a small part of the open files, and the rest stays for streams,
-//! TLS files and the proxy of mode userspace.
+//! kernel. A request has to arrive within some time. So all HTTP ports together hold a small part
+//! of the open files, and the rest stays for streams, TLS files and the proxy of mode userspace.
 
 use std::{
     cmp::Reverse,

@@ -1,13 +1,19 @@
-//! The state machine of one relayed connection, without I/O. The caller reports what the kernel
-//! announces ([`Relay::readable`], [`Relay::writable`], [`Relay::expire`]), and then repeats: ask
-//! for an action ([`Relay::next`]), report its outcome ([`Relay::done`]), until [`Action::Wait`] or
+//! The state machine of one relayed connection. It does no I/O.
+//!
+//! The caller reports what the kernel announces ([`Relay::readable`], [`Relay::writable`],
+//! [`Relay::expire`]). It then repeats two steps: it asks for an action ([`Relay::next`]), and
+//! reports the outcome of that action ([`Relay::done`]). It stops at [`Action::Wait`] and at
 //! [`Action::Finish`].
-//! - A direction takes bytes only while the sink may accept bytes and all earlier ones have reached
-//! it: the kernel's buffers give back-pressure.
-//! - A FIN passes on after the last byte of its direction (unlike haproxy/haproxy#2505).
-//! - A side that fails is read until its error or end: a server that closes a socket with unread
-//! input sends its answer and then a RST, and the client must get the answer.
-//! - If bytes were lost, or a side failed, the connection ends with a RST to both sides.
+//!
+//! The rules of the machine:
+//!
+//! - A direction takes bytes from its source only while the sink may accept bytes, and while all
+//!   earlier bytes have reached the sink. The kernel's socket buffers give back-pressure.
+//! - A FIN passes on after the last byte of its direction. HAProxy had the bug that a FIN overtook
+//!   bytes in a pipe (haproxy/haproxy#2505).
+//! - A side that fails is read until its error or its end. A server that closes a socket with
+//!   unread input sends its answer and then a RST, and the client must get the answer.
+//! - If bytes were lost, or if a side failed, the connection ends with a RST to both sides.
 
 #[cfg(test)]
 mod tests;

@@ -45,7 +45,7 @@ fn slow_agents_cost_no_memory_and_do_not_slow_others() {
     let (first, last) = (highest[1], highest[4]);
     assert!(last <= first + (4 << 20), "memory grows with changes that nobody reads: {highest:?}");
     // Once the slow agents read, they receive current values instead of all missed changes.
-    stage.fleet.ask(|worker| worker.read_again()).unwrap();
+    stage.fleet.ask(headgate_tests::fleet::Worker::read_again).unwrap();
     let version = stage.source.change().unwrap();
     stage.wait_for_all(version).unwrap();
     stage.compare_digests().unwrap();
