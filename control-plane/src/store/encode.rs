@@ -1,22 +1,59 @@
-//! Encodes resources of the store into messages of limited size. Streams share these messages.
+//! The keys of resources, and their encoding into messages of limited size. Streams share these
+//! messages.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     iter,
+    net::IpAddr,
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use bytes::Bytes;
 use compact_str::CompactString;
-use headgate_core::{Change, ServiceKey, State, digest::BUCKETS};
+use headgate_core::{
+    Change, ServiceKey, State,
+    digest::{self, BUCKETS},
+};
 use headgate_proto::{
     ChangesBuilder, References, frame,
     v1::{self, source_position::Kind},
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::log::{LogKey, LoggedKey};
 use crate::objects::SourceKind;
+
+/// Key of a resource that every agent receives.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) enum LogKey {
+    Service(Arc<ServiceKey>),
+    Endpoint(Arc<ServiceKey>, IpAddr),
+    Cidr(CompactString),
+}
+
+impl LogKey {
+    pub(super) fn bucket(&self) -> u16 {
+        match self {
+            Self::Service(key) | Self::Endpoint(key, _) => digest::service_bucket(key),
+            Self::Cidr(name) => digest::service_cidr_bucket(name),
+        }
+    }
+
+    /// Order of encoding: ServiceCIDRs, then each service followed by its endpoints.
+    pub(super) fn order(&self) -> (Option<&ServiceKey>, Option<IpAddr>, &str) {
+        match self {
+            Self::Cidr(name) => (None, None, name),
+            Self::Service(key) => (Some(key), None, ""),
+            Self::Endpoint(key, address) => (Some(key), Some(*address), ""),
+        }
+    }
+}
+
+/// The last change of one key.
+#[derive(Debug)]
+pub(super) struct LoggedKey {
+    pub(super) key: LogKey,
+    pub(super) trigger_unix_ms: u64,
+}
 
 /// The versions before and after a step.
 #[derive(Debug, Clone, Copy)]

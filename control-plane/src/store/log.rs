@@ -15,41 +15,17 @@ use bytes::Bytes;
 use compact_str::CompactString;
 use headgate_core::{
     Change, ServiceKey, State,
-    digest::{self, BUCKETS, Digests},
+    digest::{BUCKETS, Digests},
 };
 use headgate_proto::{References, digests_from_wire, v1};
 
 use super::{
     Inner, Limits, Store,
-    encode::{BucketFrames, Delta, Span, positions_from_wire, positions_to_wire, present_all, server_frame},
+    encode::{
+        BucketFrames, Delta, LogKey, LoggedKey, Span, positions_from_wire, positions_to_wire, present_all, server_frame,
+    },
 };
 use crate::objects::SourceKind;
-
-/// Key of a resource that every agent receives.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) enum LogKey {
-    Service(Arc<ServiceKey>),
-    Endpoint(Arc<ServiceKey>, IpAddr),
-    Cidr(CompactString),
-}
-
-impl LogKey {
-    pub(super) fn bucket(&self) -> u16 {
-        match self {
-            Self::Service(key) | Self::Endpoint(key, _) => digest::service_bucket(key),
-            Self::Cidr(name) => digest::service_cidr_bucket(name),
-        }
-    }
-
-    /// Order of encoding: ServiceCIDRs, then each service followed by its endpoints.
-    pub(super) fn order(&self) -> (Option<&ServiceKey>, Option<IpAddr>, &str) {
-        match self {
-            Self::Cidr(name) => (None, None, name),
-            Self::Service(key) => (Some(key), None, ""),
-            Self::Endpoint(key, address) => (Some(key), Some(*address), ""),
-        }
-    }
-}
 
 /// A place in the log: the version, and the number of the change within the version.
 pub(super) type LogPlace = (u64, u32);
@@ -57,13 +33,6 @@ pub(super) type LogPlace = (u64, u32);
 /// The first place after `version`.
 pub(super) fn after(version: u64) -> LogPlace {
     (version.saturating_add(1), 0)
-}
-
-/// The last change of one key.
-#[derive(Debug)]
-pub(super) struct LoggedKey {
-    pub(super) key: LogKey,
-    pub(super) trigger_unix_ms: u64,
 }
 
 /// The places of one service's resources in the log.

@@ -49,9 +49,10 @@ use crate::{
     model::{NodeChange, Problem, Sink, Transaction, TriggeredChange},
     objects::{PodId, SourceKind},
 };
+use encode::LogKey;
 use encode::{Buckets, DeltaCache, SplitBudget};
 use gates::WaitingPods;
-use log::{Log, LogKey};
+use log::Log;
 use pods::Pods;
 use usage::Witnesses;
 

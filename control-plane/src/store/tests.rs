@@ -28,7 +28,7 @@ impl Store {
 /// The log holds each endpoint that has changed recently, and by default up to 98,304 keys.
 #[test]
 fn an_entry_of_the_log_is_small() {
-    let (of_log, of_service) = (size_of::<(log::LogPlace, log::LoggedKey)>(), size_of::<(IpAddr, log::LogPlace)>());
+    let (of_log, of_service) = (size_of::<(log::LogPlace, encode::LoggedKey)>(), size_of::<(IpAddr, log::LogPlace)>());
     assert_eq!((of_log, of_service), (56, 40));
 }
 

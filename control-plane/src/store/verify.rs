@@ -12,10 +12,7 @@ use headgate_core::{
 };
 use headgate_proto::{NodeView, ServiceDigests};
 
-use super::{
-    Store,
-    log::{self, LogKey},
-};
+use super::{Store, encode::LogKey, log};
 
 /// The maximum number of log entries that [`Store::owners_changed_since`] reads.
 const MAX_SCANNED: usize = 16_384;

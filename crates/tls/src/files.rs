@@ -211,7 +211,7 @@ impl Files {
     }
 
     /// Reads only the authorities. Leaves out expired authorities. Blocks.
-    /// Errors: the file cannot be read, or contains no valid authority. Retry after the file has changed.
+    /// Errors: the file cannot be read, or contains no valid authority. Retry after it has changed.
     pub fn read_authorities(&self, now: SystemTime) -> Result<RootCertStore, FileError> {
         self.ca_file().authorities(&self.ca_file().read()?, now).map(|(roots, _)| roots)
     }

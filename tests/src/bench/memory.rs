@@ -1,11 +1,14 @@
-//! Measures the memory of an agent as a process, at rest and at its peak, and starts programs for
-//! other benches: a control plane with a folder of manifests, and an agent.
+//! `agent-memory`: the memory of the agent's process, at rest and at its peak, without Services and
+//! with 10,000 Services × 10 endpoints. The bench also measures the peak memory of the agent
+//! together with the programs that the agent runs. The memory of these programs is compared with
+//! the memory of `iptables-restore` alone, which loads all rules at once. The bench runs real
+//! programs: a control plane with a folder of manifests, and an agent.
 
 use std::{
     fmt::Write as _,
     fs,
     path::Path,
-    process::Command,
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -29,8 +32,36 @@ use crate::testbed::{
     process::{Process, program},
 };
 
+const ENDPOINTS: u32 = 10;
 const SERVICES_PER_FILE: u32 = 100;
 const LONGEST_SYNC: Duration = Duration::from_secs(120);
+
+/// Runs the bench in both variants.
+///
+/// # Errors
+/// A program does not start, or the first sync does not end in time.
+pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
+    let services = services.unwrap_or(10_000);
+    let mut figures = Vec::new();
+    for variant in ["legacy", "nft"] {
+        let empty = measure(Mode::Iptables(variant), 0, 0, Alone::No)?;
+        let full = measure(Mode::Iptables(variant), services, ENDPOINTS, Alone::Too)?;
+        let name = |what: &str| format!("agent-memory/{variant}/{what}/{services}x{ENDPOINTS}");
+        let anchor = "an empty agent";
+        figures.push(Figure::against(name("resident"), full.resident, "MB", anchor, empty.resident));
+        figures.push(Figure::against(name("peak"), full.highest, "MB", anchor, empty.highest));
+        figures.push(Figure::against(
+            name("peak-with-programs"),
+            full.with_programs,
+            "MB",
+            anchor,
+            empty.with_programs,
+        ));
+        let alone = "iptables-restore alone, which loads all rules at once";
+        figures.push(Figure::against(name("programs-peak"), full.programs, "MB", alone, full.program_alone));
+    }
+    Ok(figures)
+}
 
 /// Measurements of an agent. Memory is in megabytes of 1,000,000 bytes.
 pub(super) struct Measured {
@@ -38,24 +69,39 @@ pub(super) struct Measured {
     pub(super) resident: f64,
     /// The peak memory of the agent.
     pub(super) highest: f64,
+    /// The largest sampled memory of the agent and its children together.
+    with_programs: f64,
     /// The largest sampled memory of the children during the whole measurement. The agent's first
     /// check of all rules may also start children.
     pub(super) programs: f64,
+    /// The peak memory of `iptables-restore` alone, or 0 if it is not measured.
+    program_alone: f64,
     /// The memory of an agent that restarts and finds its rules, five seconds after its first sync,
-    /// and the peak memory of this agent.
+    /// and the peak memory of this agent; 0 in mode iptables.
     pub(super) restarted: [f64; 2],
 }
 
 /// The mode of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
+    /// iptables in a variant.
+    Iptables(&'static str),
     /// nftables.
     Nftables,
     /// The proxy, on one processor.
     Userspace,
 }
 
-pub(super) fn measure(services: u32, endpoints: u32) -> Result<Measured> {
+/// Whether `iptables-restore` alone is measured, too.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Alone {
+    /// `iptables-restore` alone is not measured.
+    No,
+    /// `iptables-restore` alone is measured with the agent's rules.
+    Too,
+}
+
+pub(super) fn measure(mode: Mode, services: u32, endpoints: u32, alone: Alone) -> Result<Measured> {
     let folder = tempfile::tempdir().context("creating a folder for manifests")?;
     let manifests = folder.path().join("manifests");
     fs::create_dir(&manifests)?;
@@ -67,11 +113,17 @@ pub(super) fn measure(services: u32, endpoints: u32) -> Result<Measured> {
     control_plane.args(["--listen", "127.0.0.1:7443", "--insecure-loopback", "--log", "warn"]);
     let control_plane =
         Process::start("control plane", &namespace, control_plane, &folder.path().join("control-plane.log"))?;
-    let mut agent = start_agent(&namespace, folder.path(), Mode::Nftables)?;
-    let mut measured = watch(&namespace, &mut agent, services, endpoints);
-    if let Ok(measured) = &mut measured {
+    let mut agent = start_agent(&namespace, folder.path(), mode)?;
+    let mut measured = watch(&namespace, &mut agent, services, endpoints).and_then(|measured| {
+        let program_alone = match (mode, alone) {
+            (Mode::Iptables(variant), Alone::Too) => program_alone(variant, &namespace, &folder.path().join("rules"))?,
+            _ => 0.0,
+        };
+        Ok(Measured { program_alone, ..measured })
+    });
+    if let (Ok(measured), Mode::Nftables) = (&mut measured, mode) {
         agent.terminate()?;
-        agent = start_agent(&namespace, folder.path(), Mode::Nftables)?;
+        agent = start_agent(&namespace, folder.path(), mode)?;
         let again = watch(&namespace, &mut agent, services, endpoints)?;
         measured.restarted = [again.resident, again.highest];
     }
@@ -91,6 +143,7 @@ pub(super) fn start_agent(namespace: &Namespace, folder: &Path, mode: Mode) -> R
     agent.args(["--node-name", "node-000", "--control-plane", "http://127.0.0.1:7443", "--insecure-loopback"]);
     agent.args(["--cluster-cidr", "11.0.0.0/8", "--log", "warn"]);
     match mode {
+        Mode::Iptables(variant) => agent.args(["--proxy-mode", "iptables", "--iptables-variant", variant]),
         Mode::Nftables => agent.args(["--proxy-mode", "nftables", "--nodeport-addresses", "0.0.0.0/0,::/0"]),
         Mode::Userspace => agent.args(["--proxy-mode", "userspace"]),
     };
@@ -108,24 +161,62 @@ pub(super) fn on_one_processor(program: &Path) -> Command {
 /// Samples memory until five seconds after the first sync.
 fn watch(namespace: &Namespace, agent: &mut Process, services: u32, endpoints: u32) -> Result<Measured> {
     let started = Instant::now();
-    let mut programs: f64 = 0.0;
+    let (mut with_programs, mut programs): (f64, f64) = (0.0, 0.0);
     let mut settled: Option<Instant> = None;
     loop {
         agent.check_running()?;
-        let resident = status_mb(agent.id(), "VmRSS")?;
-        programs = programs.max(children_mb(agent.id()));
+        let own = status_mb(agent.id(), "VmRSS")?;
+        let children = children_mb(agent.id());
+        with_programs = with_programs.max(own + children);
+        programs = programs.max(children);
         if settled.is_none() && Page::of(namespace).is_some_and(|page| page.is_programmed(services, endpoints)) {
             settled = Some(Instant::now());
         }
         if settled.is_some_and(|at| at.elapsed() > Duration::from_secs(5)) {
             let highest = status_mb(agent.id(), "VmHWM")?;
-            return Ok(Measured { resident, highest, programs, restarted: [0.0; 2] });
+            let with_programs = with_programs.max(highest);
+            return Ok(Measured {
+                resident: own,
+                highest,
+                with_programs,
+                programs,
+                program_alone: 0.0,
+                restarted: [0.0; 2],
+            });
         }
         if started.elapsed() > LONGEST_SYNC {
             bail!("{services} Services were not programmed within {} s", LONGEST_SYNC.as_secs());
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// Loads the rules of the namespace `full` into an empty namespace with `iptables-restore`, and
+/// returns the program's peak memory in megabytes.
+fn program_alone(variant: &str, full: &Namespace, rules: &Path) -> Result<f64> {
+    let mut save = Command::new(format!("iptables-{variant}-save"));
+    save.args(["-t", "nat"]).stdout(fs::File::create(rules)?);
+    let saved = full.spawn(save)?.wait()?;
+    if !saved.success() {
+        bail!("iptables-{variant}-save: {saved}");
+    }
+    let empty = Namespace::create(format!("hg{}-bench-memory-alone", std::process::id()))?;
+    let mut restore = Command::new(format!("iptables-{variant}-restore"));
+    restore.args(["--noflush", "-w", "5"]).stdin(Stdio::from(fs::File::open(rules)?));
+    let mut child = empty.spawn(restore)?;
+    let mut highest: f64 = 0.0;
+    let status = loop {
+        // Reading the memory fails after the program has ended.
+        highest = highest.max(status_mb(child.id(), "VmHWM").unwrap_or_default());
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    if !status.success() || highest == 0.0 {
+        bail!("iptables-{variant}-restore alone: {status}, {highest} MB measured");
+    }
+    Ok(highest)
 }
 
 /// The agent's metrics page.

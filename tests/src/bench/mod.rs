@@ -7,7 +7,10 @@
 
 pub mod clock;
 pub mod fleet;
+pub mod iptables;
+pub mod ipvs;
 pub mod kube_proxy_nft_shape;
+pub mod kube_proxy_shape;
 pub mod memory;
 pub mod nft_latency;
 pub mod nft_memory;
@@ -17,6 +20,7 @@ pub mod report;
 pub mod rollouts;
 pub mod snapshots;
 pub mod storm;
+pub mod two_level_shape;
 pub mod under_attack;
 pub mod userspace;
 pub mod wire;

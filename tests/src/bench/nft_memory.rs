@@ -4,7 +4,10 @@
 
 use anyhow::{Result, ensure};
 
-use super::{memory::measure, report::Figure};
+use super::{
+    memory::{Alone, Mode, measure},
+    report::Figure,
+};
 
 const SERVICES: u32 = 10_000;
 const ENDPOINTS: [u32; 2] = [10, 25];
@@ -15,10 +18,10 @@ const ENDPOINTS: [u32; 2] = [10, 25];
 /// A program does not start, the first sync does not end in time, or the agent starts a program.
 pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let services = services.unwrap_or(SERVICES);
-    let empty = measure(0, 0)?;
+    let empty = measure(Mode::Nftables, 0, 0, Alone::No)?;
     let mut figures = Vec::new();
     for endpoints in ENDPOINTS {
-        let full = measure(services, endpoints)?;
+        let full = measure(Mode::Nftables, services, endpoints, Alone::No)?;
         ensure!(full.programs == 0.0, "the agent started programs, which had {} MB of memory", full.programs);
         let name = |what: &str| format!("nft-memory/{what}/{services}x{endpoints}");
         let anchor = "an empty agent";

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail, ensure};
 use clap::Parser;
 use headgate_tests::bench::{
-    fleet, nft_latency, nft_memory, nft_replace, nftables,
+    fleet, iptables, ipvs, memory, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
     rollouts, snapshots, storm, under_attack, userspace, wire,
 };
@@ -59,6 +59,12 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         "thousands of agents without state connect at once; fails if the order is wrong or memory exceeds its bound",
         |a| snapshots::run(&a.load, a.services),
     ),
+    ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
+    ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
+        iptables::run(iptables::Bench::Incremental, a.services)
+    }),
+    ("ipvs", "loads and changes compared with ipvsadm, inside User-Mode Linux", |a| ipvs::run(a.services)),
+    ("agent-memory", "memory of the agent and the programs that it runs", |a| memory::run(a.services)),
     ("nft-full", "the first sync in nftables mode, for several sizes", |a| nftables::full(a.services)),
     ("nft-incremental", "one endpoint changes in nftables mode, for several sizes", |a| {
         nftables::incremental(a.services)
@@ -103,7 +109,10 @@ const BENCHES: &[(&str, &str, Bench)] = &[
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     if arguments.inside {
-        return under_attack::measure_inside(&arguments.attacks, arguments.services);
+        return match arguments.only.as_deref() {
+            Some("under-attack") => under_attack::measure_inside(&arguments.attacks, arguments.services),
+            _ => ipvs::measure_inside(arguments.services),
+        };
     }
     if let Some(changes) = arguments.path {
         return nft_latency::path(changes);

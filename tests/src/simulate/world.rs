@@ -274,8 +274,8 @@ impl World {
         let place = |host| Process::new(host, network.clone());
         let mut client = place(CLIENT);
         client.start(|| ())?;
-        // Some replicas remember each agent for much longer than a fault lasts. Others remember it a
-        // bit longer than the longest pause of an agent that tries to connect.
+        // Some replicas remember each agent for much longer than a fault lasts, others only a bit
+        // longer than the longest pause of an agent that tries to connect.
         let uncovered_after = Duration::from_secs(if rng.bool() { 45 } else { 600 });
         Ok(Self {
             replicas: (0..PLACES).map(|index| place(replica_host(index))).collect(),

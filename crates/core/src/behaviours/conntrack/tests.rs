@@ -91,8 +91,9 @@ fn all_flows_are_suspects_when_all_rules_are_programmed() {
     assert_eq!(suspects(&next), Suspects::Any, "the full sync may have programmed a newer state than the plan saw");
     let later = world.step([endpoint(1, 3)]);
     assert_ne!(suspects(&later), Suspects::Any);
+    let gone = world.step([Change::RemoveService(key(1)), removal(1, 1)]);
     let at: SocketAddr = "10.96.0.1:53".parse().unwrap();
-    assert!(!next.is_stale(at, at, |_| false), "untranslated flows may belong to another program");
+    assert!(!gone.is_stale(at, at, |_| false), "untranslated flows may belong to another program");
 }
 
 /// The connection tracking table of a kernel whose rules may send new flows to any endpoint.

@@ -62,7 +62,7 @@ fn jumps_in_the_wrong_order_are_inserted_again() {
     sync(&mut kernel);
     let input = |kernel: &FakeKernel| {
         let saved = kernel.save(RulesTable::Filter);
-        saved.lines().filter(|line| line.starts_with("-A INPUT ")).map(str::to_owned).collect::<Vec<_>>()
+        saved.lines().filter_map(|line| line.strip_prefix("-A INPUT ")).map(str::to_owned).collect::<Vec<_>>()
     };
     let wanted = input(&kernel);
     assert!(wanted[0].ends_with("-j KUBE-LOCALNET-GUARD") && wanted.len() == 4, "{wanted:?}");
