@@ -10,7 +10,7 @@ use crate::answer::{Failure, Session};
 use crate::args::{Args, Command, MigrateArgs, Output, Selected};
 use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
-use crate::{agents, drain, explain, migrate, node, verify, wait};
+use crate::{agents, dashboard, drain, explain, migrate, node, verify, wait};
 
 /// Runs one command and writes its answer to `out`. If the reader closes the pipe early (`| head`),
 /// the command ends without an error.
@@ -19,6 +19,7 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
         Command::Certs(certs) => local(certs::make(certs), args.output, out),
         Command::Ca(ca) => local(rotation::run(ca), args.output, out),
         Command::Migrate(MigrateArgs::Check(check)) => migrate::check(check, args.output, style, out),
+        Command::Dashboard(wanted) => dashboard::run(args, wanted, out).await,
         _ => ask(args, style, out).await,
     };
     match done {
@@ -39,10 +40,14 @@ fn local(written: Result<Written, CertsError>, output: Output, out: &mut dyn Wri
 /// Runs a command that asks a replica.
 async fn ask(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     // The selection is checked before any connection is opened.
-    let selected = args.command.selected().map_err(Failure::Usage)?;
-    let mut session = Session::open(args, style, out).await?;
-    let session = &mut session;
-    match &args.command {
+    args.command.selected().map_err(Failure::Usage)?;
+    dispatch(&mut Session::open(args, style, out).await?, &args.command).await
+}
+
+/// Runs a command over an open connection.
+pub(crate) async fn dispatch(session: &mut Session<'_>, command: &Command) -> Result<(), Failure> {
+    let selected = command.selected().map_err(Failure::Usage)?;
+    match command {
         Command::Services(_) => session.services(selected).await,
         Command::Endpoints(_) => session.endpoints(selected).await,
         Command::Watch(_) => session.watch(selected).await,
@@ -55,8 +60,8 @@ async fn ask(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failu
         Command::Verify(wanted) => verify::run(session, wanted).await,
         Command::Wait(wanted) => wait::run(session, wanted, selected).await,
         Command::Drain(wanted) => drain::run(session, wanted).await,
-        // These commands contact no server.
-        Command::Certs(_) | Command::Ca(_) | Command::Migrate(_) => Ok(()),
+        // These commands contact no server, or connect themselves.
+        Command::Certs(_) | Command::Ca(_) | Command::Migrate(_) | Command::Dashboard(_) => Ok(()),
     }
 }
 

@@ -6,7 +6,7 @@ import { openDrawer } from './drawer.js';
 import { $, count, empty, facts, fill, h, kids, link, mark, say, table, thousands } from './words.js';
 
 const ROW = 31, PAGE = 40;
-let query = '', rows = new Map(), total = 0, generation = 0, openService = () => {};
+let query = '', rows = new Map(), hashes = new Map(), total = 0, generation = 0, openService = () => {};
 const pages = new Set();
 
 const ports = (service) => service.ports.map(({ port, node_port: nodePort, protocol }) =>
@@ -43,7 +43,7 @@ export function only(which) {
 function refresh(keeps) {
   generation += 1;
   pages.clear();
-  if (!keeps) rows = new Map();
+  if (!keeps) [rows, hashes] = [new Map(), new Map()];
   show();
 }
 
@@ -52,8 +52,9 @@ async function load(page) {
   pages.add(page);
   const own = generation;
   try {
-    const found = await ask(`services?${query}&offset=${page * PAGE}&limit=${PAGE}`);
-    if (own !== generation) return;
+    const found = await ask(`services?${query}&offset=${page * PAGE}&limit=${PAGE}&known=${hashes.get(page) ?? ''}`);
+    if (own !== generation || found.same) return;
+    hashes.set(page, found.hash);
     total = found.total;
     found.services.forEach((service, index) => rows.set(page * PAGE + index, service));
     say('services-count', `${thousands(total)}${total === found.all ? '' : ` of ${thousands(found.all)}`}`);
@@ -100,8 +101,8 @@ function row(at, service) {
     h('td', { class: 'mono' }, service.cluster_ips[0] ?? 'headless'), h('td', {}, ports(service)),
     h('td', { class: `number ${ready === 0 ? 'text-bad' : ready < endpoints ? 'text-warn' : ''}` }, `${ready}/${endpoints}`),
     h('td', {}, policy),
-    h('td', {}, service.conflicts.length > 0 && h('span', { class: 'text-bad' }, 'conflict'),
-      service.problems.length > 0 && h('span', { class: 'text-warn' }, 'problem')));
+    h('td', {}, service.conflicts > 0 && h('span', { class: 'text-bad' }, 'conflict'),
+      service.problems > 0 && h('span', { class: 'text-warn' }, 'problem')));
 }
 
 const condition = ({ ready, serving, terminating }) =>
