@@ -97,7 +97,7 @@ impl Inspector {
             return (all, problems);
         }
         let ask = |link: Arc<Link>| async move {
-            let request = v1::GetStatusRequest { only_this_replica: true };
+            let request = v1::GetStatusRequest { only_this_replica: true, last_changes: 0 };
             Some(link.inspect()?.get_status(request).await.ok()?.into_inner())
         };
         for status in join_all(self.everywhere.links().into_iter().map(ask)).await.into_iter().flatten() {
@@ -141,6 +141,7 @@ impl Inspector {
             everywhere_max_ms: milliseconds(recent.max),
             no_agent: 0,
             nodes: self.fleet.len() as u64,
+            ..v1::FleetInfo::default()
         }
     }
 

@@ -84,6 +84,7 @@ impl Inspect for Inspector {
     type ListEndpointsStream = Items<v1::EndpointInfo>;
     type ListAgentsStream = Items<v1::AgentInfo>;
     type WatchStream = Items<v1::WatchEvent>;
+    type WatchAgentsStream = Items<v1::AgentsChange>;
     type WaitStream = Items<v1::WaitAnswer>;
     type QueryNodeStream = Items<v1::NodeAnswer>;
     type DrainPodStream = Items<v1::BarrierAnswer>;
@@ -127,6 +128,7 @@ impl Inspect for Inspector {
                 positions_to_wire(positions.filter(|(kind, _)| kind.is_comparable()))
             },
             replicas: self.everywhere.replica_infos(),
+            ..v1::GetStatusResponse::default()
         }))
     }
 
@@ -176,6 +178,13 @@ impl Inspect for Inspector {
             false => self.agents(&node).await,
         };
         Ok(Response::new(Box::pin(stream::iter(agents.into_iter().map(Ok)))))
+    }
+
+    async fn watch_agents(
+        &self,
+        _: Request<v1::WatchAgentsRequest>,
+    ) -> Result<Response<Self::WatchAgentsStream>, Status> {
+        Err(Status::unimplemented("this replica does not send changes of agents yet"))
     }
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
@@ -498,6 +507,7 @@ pub(super) fn agent_info(fleet: &Fleet, agent: &Agent) -> v1::AgentInfo {
         drift: verified.map(|verified| verified.drift).unwrap_or_default(),
         replica: fleet.context.settings.replica_name.clone(),
         departed_ms: 0,
+        ..v1::AgentInfo::default()
     }
 }
 

@@ -245,7 +245,7 @@ impl Everywhere {
                     state: "joined".into(),
                     for_ms: milliseconds(replica.since.elapsed()),
                     agents: replica.nodes.values().filter(|(_, departed)| departed.is_none()).count() as u64,
-                    problem: String::new(),
+                    ..v1::ReplicaInfo::default()
                 },
                 Err(problem) => v1::ReplicaInfo {
                     replica: link.address.to_string(),
