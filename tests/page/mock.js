@@ -115,7 +115,11 @@ export async function start({ size, services = 10_000, rate = 8, isWell = false,
         const isWanted = { unready: one.ready_endpoints === 0, conflict: one.conflicts.length, problem: one.problems.length }[only] ?? true;
         if (isWanted && (`${one.namespace}/${one.name}`.includes(search) || one.cluster_ips[0].includes(search))) found.push(one);
       }
-      json({ all: services, total: found.length, services: found.slice(offset, offset + Number(url.searchParams.get('limit'))) });
+      const rows = found.slice(offset, offset + Number(url.searchParams.get('limit'))).map((one) =>
+        ({ ...one, conflicts: one.conflicts.length, problems: one.problems.length }));
+      const hash = `${url.search.replace(/&known=.*/, '')}`;
+      if (url.searchParams.get('known') === hash) json({ same: true });
+      else json({ all: services, total: found.length, services: rows, hash });
     } else if (parts[1] === 'services') {
       const [, , namespace, name] = parts;
       const endpoints = Array.from({ length: 6 }, (_, index) => ({ address: `10.244.${index}.${17 + index}`, ready: index !== 3, serving: index !== 3, terminating: false,

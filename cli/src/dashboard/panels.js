@@ -151,7 +151,7 @@ export function changes(isNew) {
   if (isPaused) return;
   const skipped = model.leftOut ? `${thousands(model.leftOut)} faster ones are not listed` : '';
   say('changes-rate', skipped);
-  const shown = all.slice(-60).sort((a, b) => b.version - a.version);
+  const shown = all.slice(-40).sort((a, b) => b.version - a.version);
   const slow = Math.max(1000, ...shown.map((change) => change.took));
   fill($('changes-list'), shown.map(({ version, took, state, missing }) => [version, took, state, missing]), () => [
     shown.length === 0 ? empty('None since this page was opened') :

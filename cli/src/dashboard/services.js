@@ -81,7 +81,7 @@ function show() {
       cell.style.height = `${height}px`;
       return h('tr', { class: 'gap', 'aria-hidden': 'true' }, cell);
     };
-    const one = table(['Service', 'Address', 'Ports', '>Ready', 'Policy', ''],
+    const one = table(['Service', 'Address', 'Ports', '>Ready', 'Policy', 'Fault'],
       [gap(first * ROW), ...shown.map(([at, service]) => row(at, service)), gap((total - last) * ROW)], 'Services');
     one.classList.add('rows');
     one.setAttribute('aria-rowcount', total);
