@@ -33,7 +33,7 @@ use self::guard::Guard;
 use self::table::{Query, Services};
 use crate::answer::{Failure, Session};
 use crate::args::{Args, DashboardArgs, Output};
-use crate::render::{self, Style};
+use crate::render::Style;
 
 /// The most connections at a time. A browser opens at most 6.
 const MAX_CONNECTIONS: usize = 32;
@@ -148,7 +148,7 @@ fn text(status: StatusCode, text: impl Into<Bytes>) -> Answer {
 }
 
 fn json(value: &Value) -> Answer {
-    let body = Full::new(Bytes::from(render::plain_json(&value.to_string())));
+    let body = Full::new(Bytes::from(value.to_string()));
     response(StatusCode::OK, "application/json", Either::Left(body))
 }
 

@@ -135,7 +135,9 @@ impl Fleet {
             gone.extend(self.nodes.keys().filter(|node| !seen.contains(*node)).cloned());
             seen.clear();
         }
-        self.nodes.retain(|node, _| !gone.contains(node));
+        for node in &gone {
+            self.nodes.remove(node);
+        }
         self.is_complete |= message.is_complete;
         if message.is_complete || !set.is_empty() || !gone.is_empty() {
             self.publish(&json!({ "t": "nodes", "set": set, "gone": gone, "complete": self.is_complete }));
@@ -161,7 +163,7 @@ pub(super) async fn follow(fleet: &Shared, args: &Args) {
             },
         };
         let Some(problem) = problem else {
-            fleet.borrow_mut().set_link(None, "no page was open", Duration::ZERO);
+            fleet.borrow_mut().set_link(None, "", Duration::ZERO);
             continue;
         };
         if began.elapsed() > PAUSES[1] {

@@ -16,7 +16,7 @@ const STALE = {
 };
 const PARTS = {
   truth: () => panels.truth(() => stale('truth', 'map')), link: panels.linkState, map: map.draw,
-  time: () => panels.time(colours), holders: panels.holders, changes: () => panels.changes(true),
+  time: () => panels.time(colours), holders: panels.holders, changes: panels.changes,
   problems: () => panels.problems(services.only), replicas: panels.replicas, groups,
 };
 const waiting = new Set();

@@ -40,15 +40,16 @@ function place(groups, width, cell, tile) {
   const placed = [], heads = [];
   const across = tile ? Math.max(1, Math.floor(column / 150)) : Math.max(1, Math.floor(column / cell));
   const wide = tile ? column / across : cell, high = tile ? 50 : cell;
+  const used = across * wide - (tile ? 6 : 1);
   for (const [zone, members] of zones) {
     const at = bottoms.indexOf(Math.min(...bottoms));
     const x = at * (column + GAP);
     let y = bottoms[at];
     const all = members.reduce((sum, group) => sum + group.nodes.length, 0);
-    heads.push({ text: zone || 'no zone', note: thousands(all), x, y: y + 13, width: column });
+    heads.push({ text: zone || 'no zone', note: thousands(all), x, y: y + 13, width: used });
     y += HEAD;
     for (const group of members) {
-      heads.push({ text: group.pool || 'no pool', note: thousands(group.nodes.length), x, y: y + 12, width: column, isSub: true });
+      heads.push({ text: group.pool || 'no pool', note: thousands(group.nodes.length), x, y: y + 12, width: used, isSub: true });
       y += SUB;
       const rows = Math.ceil(group.nodes.length / across);
       placed.push({ group, x, y, across, rows });
@@ -61,6 +62,7 @@ function place(groups, width, cell, tile) {
 
 function arrange() {
   const groups = grouping(), width = board.clientWidth;
+  if (layout.groups === groups && layout.width === width && layout.tall === innerHeight) return;
   const tile = model.nodes.size <= NAMED;
   const goal = Math.min(Math.max(innerHeight * 0.56, 320), 640);
   let cell = tile ? 0 : 30;
@@ -74,7 +76,7 @@ function arrange() {
       list.push(node.name);
     });
   }
-  layout = { ...found, tile, places, list, width };
+  layout = { ...found, groups, tile, places, list, width, tall: innerHeight };
 }
 
 function corner({ place: { x, y, across }, index }) {

@@ -42,15 +42,26 @@ function change(row) {
   return { version, at, service, endpoint, changed, trigger, took, nodes, missing, state, slowest, reason };
 }
 
+// The groups of Nodes stay as they are if only the state of a Node changes.
+function put(row) {
+  const fresh = node(row), known = model.nodes.get(fresh.name);
+  if (known?.zone === fresh.zone && known.pool === fresh.pool) {
+    for (const key of Object.keys(known)) delete known[key];
+    Object.assign(known, fresh);
+  } else {
+    model.nodes.set(fresh.name, fresh);
+    model.grouping = undefined;
+  }
+}
+
 const apply = {
   link(message) { model.link = message; },
   status(message) { Object.assign(model.status, message.s, { now: message.now }); },
   nodes(message) {
     if (message.all) model.nodes.clear();
-    for (const row of message.set) model.nodes.set(row[0], node(row));
-    for (const name of message.gone ?? []) model.nodes.delete(name);
+    message.set.forEach(put);
+    for (const name of message.gone ?? []) if (model.nodes.delete(name)) model.grouping = undefined;
     model.isComplete = message.complete ?? model.isComplete;
-    model.grouping = undefined;
   },
   times(message) {
     model.leftOut += message.left_out ?? 0;

@@ -74,8 +74,10 @@ export function time(colours) {
     if (change.took >= entry.worst) Object.assign(entry, { worst: change.took, reason: change.reason });
     slow.set(change.slowest, entry);
   }
-  const slowest = [...slow.values()].sort((a, b) => b.worst - a.worst).slice(0, 6);
-  fill($('slowest'), slowest, () => [slowest.length === 0 ? empty('No change is measured yet') :
+  // A Node that was the last once, and fast, says nothing.
+  const slowest = [...slow.values()].filter(({ times, worst }) => times > 2 || worst >= 1000)
+    .sort((a, b) => b.worst - a.worst).slice(0, 5);
+  fill($('slowest'), slowest, () => [slowest.length === 0 ? empty('No Node stands out') :
     table(['Node', '>Was last', '>Worst'], slowest.map(({ node, times, worst, reason }) => h('tr', { title: reason },
       h('td', {}, link(`slow-${node}`, node, () => open.node(node))),
       h('td', { class: 'number' }, `${thousands(times)}×`), h('td', { class: 'number' }, duration(worst)))), 'Slowest Nodes')]);
@@ -135,7 +137,7 @@ export function holders() {
 // Rounded, so that the list changes rarely.
 function since(node) {
   if (node.lag) return `> ${duration(node.lag).replace('.0', '')}`;
-  if (!node.departed) return node.state === 'no_agent' ? 'ever' : '';
+  if (!node.departed) return '';
   const minutes = Math.floor(age(node.departed) / 60_000);
   return minutes < 1 ? '< 1 min' : minutes < 120 ? `${minutes} min` : `${Math.floor(minutes / 60)} h`;
 }
@@ -143,11 +145,9 @@ function since(node) {
 export const startHolders = () =>
   $('holders-all').addEventListener('click', () => { showsAll = !showsAll; holders(); });
 
-let isPaused = false, rate = [];
-export function changes(isNew) {
+let isPaused = false;
+export function changes() {
   const all = [...model.changes.values()];
-  const now = Date.now();
-  if (isNew) rate = [...rate.filter(([at]) => at > now - 60_000), [now, model.leftOut, all.length]];
   if (isPaused) return;
   const skipped = model.leftOut ? `${thousands(model.leftOut)} faster ones are not listed` : '';
   say('changes-rate', skipped);

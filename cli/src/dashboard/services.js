@@ -123,6 +123,7 @@ export async function follow(namespace, name, redraw, openNode) {
     body.replaceChildren(...kids([
       h('p', { class: 'state' }, mark(complete ? 'well' : missing.some(({ node }) => node) && wait.laggard_count ? 'behind' : 'no_agent'),
         `${thousands(wait.programmed)} of ${count(wait.nodes, 'Node')} ${wait.nodes === 1 ? 'has' : 'have'} its present state in the kernel`),
+      wait.waiting_for === 'source' && h('p', { class: 'text-bad' }, 'The replica does not follow its source now.'),
       wait.problems.map((text) => h('p', { class: 'text-bad' }, text)),
       facts([['Addresses', [...service.cluster_ips, ...service.external_ips, ...service.load_balancer_ips].join(', ') || 'headless'],
         ['Ports', ports(service)], ['Endpoints', `${service.ready_endpoints} of ${service.endpoints} ready`],
