@@ -15,18 +15,21 @@ use std::io::{self, Write};
 use std::net::Ipv4Addr;
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Either, Full, Limited};
 use hyper::body::{Body, Frame, Incoming};
-use hyper::{Method, Request, Response, StatusCode, header, server::conn::http1, service::service_fn};
+use hyper::header::HeaderValue;
+use hyper::{Method, Request, Response, StatusCode, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serde_json::Value;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::{LocalSet, spawn_local};
+use tokio::time::sleep;
 
 use self::fleet::Shared;
 use self::guard::Guard;
@@ -43,6 +46,8 @@ const MAX_QUESTIONS: usize = 8;
 const MAX_BODY_BYTES: usize = 4096;
 /// How long a browser may take to send the headers of a request.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The pause after a connection that could not be accepted.
+const RETRY: Duration = Duration::from_millis(200);
 
 /// The files of the page, with their types.
 const FILES: [(&str, &str, &str); 10] = [
@@ -59,16 +64,16 @@ const FILES: [(&str, &str, &str); 10] = [
 ];
 
 /// The browser loads nothing from elsewhere, runs no other script, and shows the page in no frame.
-const HEADERS: [(header::HeaderName, &str); 5] = [
+const HEADERS: [(&str, &str); 5] = [
     (
-        header::CONTENT_SECURITY_POLICY,
+        "content-security-policy",
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; \
          frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     ),
-    (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
-    (header::REFERRER_POLICY, "no-referrer"),
-    (header::CACHE_CONTROL, "no-store"),
-    (header::HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
+    ("x-content-type-options", "nosniff"),
+    ("referrer-policy", "no-referrer"),
+    ("cache-control", "no-store"),
+    ("cross-origin-resource-policy", "same-origin"),
 ];
 
 type Answer = Response<Either<Full<Bytes>, Lines>>;
@@ -100,7 +105,8 @@ pub(crate) async fn run(args: &Args, wanted: &DashboardArgs, out: &mut dyn Write
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, wanted.port)).await;
     let listener =
         listener.map_err(|error| Failure::Faulty(format!("--port {}: {error}: choose another port", wanted.port)))?;
-    let guard = Guard::new(listener.local_addr()?.port())?;
+    let guard = listener.local_addr().and_then(|address| Guard::new(address.port()));
+    let guard = guard.map_err(|error| Failure::Faulty(format!("the page cannot be served: {error}")))?;
     // The URL is printed, and no browser is started: other users can read the arguments of
     // processes, and the URL has the token.
     writeln!(out, "{}\nOpen this address in a browser on this machine. Ctrl-C ends the page.", guard.url())?;
@@ -113,10 +119,13 @@ pub(crate) async fn run(args: &Args, wanted: &DashboardArgs, out: &mut dyn Write
 }
 
 async fn accept(server: &Rc<Server>, listener: &TcpListener) {
-    let room = Rc::new(Semaphore::new(MAX_CONNECTIONS));
+    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
-        // The semaphore is never closed, and an error of `accept` belongs to one connection.
-        let (Ok(place), Ok((stream, _))) = (Rc::clone(&room).acquire_owned().await, listener.accept().await) else {
+        // The semaphore is never closed.
+        let place = Arc::clone(&room).acquire_owned().await;
+        let Ok((stream, _)) = listener.accept().await else {
+            // The system lacks files.
+            sleep(RETRY).await;
             continue;
         };
         let server = Rc::clone(server);
@@ -138,8 +147,9 @@ fn response(status: StatusCode, kind: &'static str, body: Either<Full<Bytes>, Li
     let mut response = Response::new(body);
     *response.status_mut() = status;
     let headers = response.headers_mut();
-    headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static(kind));
-    headers.extend(HEADERS.map(|(name, value)| (name, header::HeaderValue::from_static(value))));
+    for (name, value) in HEADERS.into_iter().chain([("content-type", kind)]) {
+        headers.insert(name, HeaderValue::from_static(value));
+    }
     response
 }
 
@@ -247,9 +257,12 @@ fn decoded(text: &str) -> String {
     let mut rest = text.as_bytes();
     while let Some((first, after)) = rest.split_first() {
         let code = after.get(..2).and_then(|code| u8::from_str_radix(std::str::from_utf8(code).ok()?, 16).ok());
-        match code.filter(|_| *first == b'%') {
-            Some(byte) => (bytes.push(byte), rest = &after[2..]).1,
-            None => (bytes.push(*first), rest = after).1,
+        if let Some(byte) = code.filter(|_| *first == b'%') {
+            bytes.push(byte);
+            rest = &after[2..];
+        } else {
+            bytes.push(*first);
+            rest = after;
         }
     }
     String::from_utf8_lossy(&bytes).into_owned()

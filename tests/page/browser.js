@@ -63,7 +63,7 @@ export async function keyboard(page, isUnwell) {
   if (isUnwell) {
     await page.keyboard.press('Home');
     await page.keyboard.press('n');
-    assert.match(await said(), /, (failing|differs|no agent|behind)/);
+    assert.match(await said(), /, (failing|drift|no agent|behind)/);
   }
   const name = (await said()).split(',')[0];
   await page.keyboard.press('Enter');

@@ -37,7 +37,7 @@ async function line(child, pattern) {
 const inWords = async (page, texts) => {
   for (const text of texts) await page.getByRole('group', { name: /Exceptions/ }).getByText(text).waitFor();
   const table = page.getByRole('region', { name: 'Nodes that are not well' });
-  for (const [state, count] of [['no agent', 3], ['behind', 2], ['failing', 1], ['differs', 1]]) {
+  for (const [state, count] of [['no agent', 3], ['behind', 2], ['failing', 1], ['drift', 1]]) {
     assert.equal(await table.locator('tbody tr', { has: page.locator('.state', { hasText: state }) }).count(), count, state);
   }
   console.log(`in words: ${texts.join(', ')}`);

@@ -44,7 +44,8 @@ pub(super) async fn run(replica: Replica, command: &str, fields: &BTreeMap<Strin
     let line = command_line(command, fields)?;
     let mut out = Vec::new();
     let result = match Args::try_parse_from(line) {
-        Err(error) => Err(Failure::Usage(error.to_string())),
+        // The first paragraph names the fault.
+        Err(error) => Err(Failure::Usage(error.to_string().split("\n\n").next().unwrap_or_default().to_owned())),
         Ok(args) => {
             let mut session = Session { replica, output: Output::Table, style: Style::default(), out: &mut out };
             dispatch(&mut session, &args.command).await

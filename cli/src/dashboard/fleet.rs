@@ -151,7 +151,7 @@ pub(super) async fn follow(fleet: &Shared, args: &Args) {
     let opened = Rc::clone(&fleet.borrow().opened);
     let mut pause = PAUSES[0];
     loop {
-        if fleet.borrow().pages.is_empty() {
+        while fleet.borrow().pages.is_empty() {
             opened.notified().await;
         }
         let began = Instant::now();

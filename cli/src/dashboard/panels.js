@@ -163,7 +163,7 @@ function changeRow(change, slow) {
   const [namespace, name] = service.split('/');
   const share = Math.log10(1 + took) / Math.log10(1 + slow);
   const words = { done: duration(took), running: `running, ${duration(took)}`, incomplete: 'incomplete' }[state];
-  const who = state === 'done' ? `${slowest} was the last` :
+  const who = state === 'done' ? `last: ${slowest}` :
     `${thousands(missing)} missing: ${slowest} ${reason}`;
   return h('tr', { title: `version ${version}, measured from the ${trigger}, on ${count(nodes, 'Node')}` },
     h('td', { class: 'nowrap quiet' }, clock(at)),

@@ -26,7 +26,7 @@ export const STATES = {
     'The agent tries again by itself. Read the error, then the agent’s log on this Node.'),
   rejecting: state('R', 'bad', 'rejecting',
     'The last good rules stay. The card names the objects: correct them, or load what the kernel lacks.'),
-  drift: state('D', 'bad', 'differs',
+  drift: state('D', 'bad', 'drift',
     'The agent repairs what differs. Find out what changed the kernel, and verify this Node again.'),
   no_agent: state('×', 'gone', 'no agent',
     'Start the agent of this Node; its rules stand still until then.'),
