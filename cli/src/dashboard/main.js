@@ -11,7 +11,7 @@ import { $, fill, h, table, thousands } from './words.js';
 let colours = {};
 // What a message of the stream makes stale, and what is drawn at most twice a second.
 const STALE = {
-  link: ['truth', 'link'], status: ['link', 'replicas', 'problems', 'time'],
+  link: ['truth', 'link', 'holders'], status: ['link', 'replicas', 'problems', 'time'],
   nodes: ['truth', 'map', 'holders', 'groups', 'problems', 'replicas'], times: ['time', 'changes'],
 };
 const PARTS = {

@@ -30,7 +30,7 @@ export function truth(redraw) {
   $('truth').classList.toggle('known-before', !isKnown);
   document.title = `${isKnown ? `${thousands(well)}/${thousands(all)}` : '?'} · Headgate`;
   const recent = [...model.nodes.values()].filter((node) => node.verified > Date.now() - 20 * 60_000).length;
-  say('truth-more', all === 0 ? '' : `${thousands(recent)} verified against their kernels in the last 20 minutes` +
+  say('truth-more', !isKnown ? model.link.problem ?? '' : all === 0 ? '' : `${thousands(recent)} verified against their kernels in the last 20 minutes` +
     (counts.degraded ? ` · ${thousands(counts.degraded)} of the ${thousands(well)} are degraded` : ''));
   // The legend has only the states that exist.
   for (const name of ORDER) $('legend').children[ORDER.length - 1 - ORDER.indexOf(name)].hidden = name !== 'well' && !counts[name];
@@ -47,7 +47,7 @@ export function truth(redraw) {
 export function linkState() {
   const { up, problem, retry_ms: retry, at } = model.link, { status } = model;
   $('link').classList.toggle('down', !up);
-  say('link', up ? 'live' : problem || 'connecting');
+  say('link', up ? 'live' : problem ? 'not connected' : 'connecting');
   $('link').title = up ? model.link.server : `since ${clock(at)}${retry ? `, tries again in ${duration(retry)}` : ''}`;
   say('facts', status.replica === undefined ? '' :
     `${status.source} · version ${thousands(status.version)} · ${thousands(status.services)} Services, ` +
@@ -125,8 +125,8 @@ export function holders() {
   $('holders-all').hidden = unwell.length <= 12;
   say('holders-all', showsAll ? 'Show the worst' : `Show all ${thousands(unwell.length)}`);
   const key = shown.map((node) => [node.name, node.state, why(node), since(node)]);
-  fill($('holders-list'), key, () => [unwell.length === 0 ?
-    empty(model.isComplete ? 'Nobody: every Node is up to date' : 'Not known yet') :
+  fill($('holders-list'), [key, model.link.up], () => [unwell.length === 0 ?
+    empty(model.link.up && model.isComplete ? 'Nobody: every Node is up to date' : 'Not known now') :
     table(['Node', 'State', '>For', 'Why, and what to do'], shown.map((node) => h('tr', {},
       h('td', {}, link(`held-${node.name}`, node.name, () => open.node(node.name)),
         h('p', { class: 'quiet nowrap' }, [node.zone, node.pool].filter(Boolean).join(' ▸ '))),
