@@ -227,7 +227,7 @@ impl Server {
         let answer = match (listed, &parts[..]) {
             (Some(listed), _) => listed.map_err(|status| session.refused(&status)),
             (None, ["services", namespace, name]) => ask::service(&mut session, namespace, name).await,
-            (None, ["nodes", name]) => ask::node(&mut session, name).await,
+            (None, ["nodes", name]) => ask::card(&mut session, name).await,
             _ => return text(StatusCode::NOT_FOUND, "there is no such question"),
         };
         answer.map_or_else(|failure| failed(&failure), |answer| json(&answer))

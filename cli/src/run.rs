@@ -40,14 +40,10 @@ fn local(written: Result<Written, CertsError>, output: Output, out: &mut dyn Wri
 /// Runs a command that asks a replica.
 async fn ask(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     // The selection is checked before any connection is opened.
-    args.command.selected().map_err(Failure::Usage)?;
-    dispatch(&mut Session::open(args, style, out).await?, &args.command).await
-}
-
-/// Runs a command over an open connection.
-pub(crate) async fn dispatch(session: &mut Session<'_>, command: &Command) -> Result<(), Failure> {
-    let selected = command.selected().map_err(Failure::Usage)?;
-    match command {
+    let selected = args.command.selected().map_err(Failure::Usage)?;
+    let mut session = Session::open(args, style, out).await?;
+    let session = &mut session;
+    match &args.command {
         Command::Services(_) => session.services(selected).await,
         Command::Endpoints(_) => session.endpoints(selected).await,
         Command::Watch(_) => session.watch(selected).await,

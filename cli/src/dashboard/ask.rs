@@ -7,10 +7,10 @@ use headgate_proto::v1::{ListAgentsRequest, ListEndpointsRequest, ListServicesRe
 use serde_json::{Value, json};
 
 use crate::answer::{Failure, Session};
-use crate::args::{Args, Output};
+use crate::args::{Args, Command, Output};
 use crate::client::Replica;
 use crate::render::Style;
-use crate::run::dispatch;
+use crate::{drain, explain, node, verify, wait};
 
 /// The most endpoints of a Service that a page shows.
 const MAX_ENDPOINTS: usize = 500;
@@ -62,8 +62,21 @@ pub(super) async fn run(replica: Replica, command: &str, fields: &BTreeMap<Strin
     Some(json!({ "text": text, "code": code }))
 }
 
+async fn dispatch(session: &mut Session<'_>, command: &Command) -> Result<(), Failure> {
+    let selected = command.selected().map_err(Failure::Usage)?;
+    match command {
+        Command::Explain(wanted) => explain::run(session, wanted, selected).await,
+        Command::Verify(wanted) => verify::run(session, wanted).await,
+        Command::Wait(wanted) => wait::run(session, wanted, selected).await,
+        Command::Drain(wanted) => drain::run(session, wanted).await,
+        Command::Node(wanted) => node::run(session, wanted).await,
+        // No other command is allowed.
+        _ => Ok(()),
+    }
+}
+
 /// The card of a node.
-pub(super) async fn node(session: &mut Session<'_>, node: &str) -> Result<Value, Failure> {
+pub(super) async fn card(session: &mut Session<'_>, node: &str) -> Result<Value, Failure> {
     let request = ListAgentsRequest { node: node.to_owned(), only_this_replica: false };
     let answer = session.replica.client.list_agents(request).await;
     let agent = session.collect(answer).await?.pop();
