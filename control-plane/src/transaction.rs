@@ -112,6 +112,8 @@ pub struct Transaction {
     pub changes: Vec<TriggeredChange>,
     /// Changes for single agents.
     pub nodes: Vec<NodeChange>,
+    /// The pools of changed Nodes; `None` without one, or without the Node.
+    pub pools: Vec<(Arc<str>, Option<Arc<str>>)>,
     /// Changed pods of endpoints.
     pub pods: Vec<PodChange>,
     /// Changed pods with the readiness gate of Headgate.

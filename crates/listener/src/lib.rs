@@ -2,7 +2,8 @@
 //!
 //! All ports of a program share one [`HttpConnections`], which bounds what their clients can take
 //! from the program. [`MetricsPage`] bounds what the slowest page costs. [`listen`],
-//! [`Network`] and [`open_files`] also serve other ports. [`name_servers`] is what names of other
+//! [`Network`] and [`open_files`] also serve other ports, and the pages of all programs have the
+//! [`ProcessMetrics`]. [`name_servers`] is what names of other
 //! hosts need. A [`Carrier`] takes the place of TCP between the programs.
 
 mod carrier;
@@ -12,6 +13,7 @@ mod metrics_page;
 mod name_servers;
 mod network;
 pub mod open_files;
+mod process_metrics;
 
 pub use self::{
     carrier::{Accept, Carrier, Io, connector, resolve},
@@ -20,4 +22,5 @@ pub use self::{
     metrics_page::{MetricsPage, in_format},
     name_servers::name_servers,
     network::Network,
+    process_metrics::ProcessMetrics,
 };

@@ -9,7 +9,7 @@ mod warnings;
 use std::{
     net::IpAddr,
     sync::{Arc, Mutex},
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use headgate_core::{node_state::SourceState, turns::Turns};
@@ -91,6 +91,11 @@ impl Context {
         let problem = self.store.source_problem();
         Some(problem.map_or_else(|| reason.to_owned(), |problem| format!("{reason}: {problem}")))
     }
+}
+
+/// Returns the time since the Unix epoch in whole milliseconds.
+pub(crate) fn unix_ms(time: SystemTime) -> u64 {
+    milliseconds(time.duration_since(UNIX_EPOCH).unwrap_or_default())
 }
 
 /// Returns a duration in whole milliseconds.

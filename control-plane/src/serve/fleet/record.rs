@@ -22,6 +22,8 @@ const MAX_AGO: Duration = Duration::from_secs(3_600);
 /// The last reports of an agent.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Record {
+    /// Grows with each report that people look at. ACKs of an agent without problems do not count.
+    pub(crate) revision: u64,
     pub(crate) backend: String,
     pub(crate) degraded: Vec<String>,
     /// The last verification that the agent reported.
@@ -156,6 +158,7 @@ impl Record {
     }
 
     pub(crate) fn ack(&mut self, ack: &v1::Ack) {
+        self.revision += u64::from(!self.last_error.is_empty() || self.is_stalled() || !self.has_acknowledged);
         self.end_stall();
         self.programmed_version = self.programmed_version.max(ack.version);
         self.has_acknowledged = true;
@@ -225,6 +228,11 @@ pub(crate) struct Rejections {
 }
 
 impl Rejections {
+    /// How many rejections are in force, as far as this replica knows.
+    pub(crate) fn count(&self) -> u64 {
+        self.in_force.max(self.remembered.len() as u64)
+    }
+
     /// The last rejections, at most 64.
     pub(crate) fn shown(&self) -> &[v1::Rejection] {
         &self.shown
@@ -251,7 +259,7 @@ impl Rejections {
             Some(v1::Rejection { resource, field, reason }) => format!("rejected {resource}, {field}: {reason}"),
             None => format!(
                 "rejects {} resources, and this replica remembers the names of {}",
-                self.in_force.max(self.remembered.len() as u64),
+                self.count(),
                 self.remembered.len()
             ),
         }

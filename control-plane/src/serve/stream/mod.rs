@@ -17,6 +17,7 @@ use super::{
     context::{Context, Settings, Visited},
     everywhere::Everywhere,
     fleet::Fleet,
+    overview::Overview,
 };
 use crate::{metrics::Metrics, store::Store};
 
@@ -26,6 +27,7 @@ pub(crate) struct Streams {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) everywhere: Arc<Everywhere>,
     pub(crate) barrier: Arc<Barrier>,
+    pub(crate) overview: Arc<Overview>,
     snapshots: Arc<SnapshotQueue>,
     _visited: Visited,
 }
@@ -39,6 +41,7 @@ impl Streams {
         let fleet = Fleet::new(Arc::clone(&context));
         let everywhere = Everywhere::new(Arc::clone(&fleet));
         let barrier = Barrier::new(Arc::clone(&fleet), Arc::clone(&everywhere));
-        Arc::new(Self { context, fleet, everywhere, barrier, snapshots, _visited: visited })
+        let overview = Overview::new(Arc::clone(&fleet), Arc::clone(&everywhere));
+        Arc::new(Self { context, fleet, everywhere, barrier, overview, snapshots, _visited: visited })
     }
 }

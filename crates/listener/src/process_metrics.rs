@@ -8,55 +8,56 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use prometheus_client::{
-    metrics::{counter::Counter, gauge::Gauge},
-    registry::Unit,
-};
+use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
 use rustix::process::{Resource, getrlimit};
 use tracing::debug;
 
-use crate::{cpu_time, metric_registry::MetricRegistry};
+/// The length of the time units of `/proc/self/stat`, which is the same on all architectures.
+const TICK_SECONDS: f64 = 0.01;
 
-/// Metrics of the process.
-#[derive(Debug, Default)]
+/// Metrics of the process. Their names begin with `process_`.
+#[derive(Debug)]
 pub struct ProcessMetrics {
-    cpu_seconds: Counter<f64, AtomicU64>,
-    resident_bytes: Gauge<u64, AtomicU64>,
-    virtual_bytes: Gauge<u64, AtomicU64>,
-    open_fds: Gauge<u64, AtomicU64>,
-    max_fds: Gauge<u64, AtomicU64>,
+    /// `cpu_seconds_total`: processor time, without child processes.
+    pub cpu_seconds: Counter<f64, AtomicU64>,
+    /// `resident_memory_bytes`, without child processes.
+    pub resident_bytes: Gauge<u64, AtomicU64>,
+    /// `virtual_memory_bytes`, without child processes.
+    pub virtual_bytes: Gauge<u64, AtomicU64>,
+    /// `start_time_seconds`: when the process started, in seconds since the Unix epoch.
+    pub started: Gauge<f64, AtomicU64>,
+    /// `open_fds`.
+    pub open_fds: Gauge<u64, AtomicU64>,
+    /// `max_fds`.
+    pub max_fds: Gauge<u64, AtomicU64>,
+}
+
+impl Default for ProcessMetrics {
+    /// The time of this call counts as the start of the process.
+    fn default() -> Self {
+        let started = Gauge::<f64, AtomicU64>::default();
+        started.set(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
+        Self {
+            cpu_seconds: Counter::default(),
+            resident_bytes: Gauge::default(),
+            virtual_bytes: Gauge::default(),
+            started,
+            open_fds: Gauge::default(),
+            max_fds: Gauge::default(),
+        }
+    }
 }
 
 impl ProcessMetrics {
-    /// Registers all metrics of the process. The time of this call counts as the start of the
-    /// process.
-    pub(super) fn register(&self, registry: &mut MetricRegistry) {
-        let started = Gauge::<f64, AtomicU64>::default();
-        started.set(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
-        let mut add = registry.adder("process");
-        let help = "CPU time of the agent, without its child processes";
-        add.counter("cpu_seconds", "", help, self.cpu_seconds.clone());
-        let help = "Resident memory of the agent, without its child processes";
-        add.gauge_in(Unit::Bytes, "resident_memory", "", help, self.resident_bytes.clone());
-        let help = "Virtual memory of the agent, without its child processes";
-        add.gauge_in(Unit::Bytes, "virtual_memory", "", help, self.virtual_bytes.clone());
-        let help = "When the agent started, in seconds since the Unix epoch";
-        add.gauge_in(Unit::Seconds, "start_time", "", help, started);
-        add.gauge("open_fds", "", "Open file descriptors", self.open_fds.clone());
-        add.gauge("max_fds", "", "Maximum number of open file descriptors", self.max_fds.clone());
-    }
-
-    /// Returns the resident memory.
-    pub(super) fn resident_bytes(&self) -> u64 {
-        self.refresh();
-        self.resident_bytes.get()
-    }
-
-    /// Reads the values from the operating system. Call this function before the registry is
+    /// Reads the values from the operating system. Call this function before the metrics are
     /// encoded. If a value cannot be read, the metric keeps its last value.
-    pub(super) fn refresh(&self) {
-        if let Some(spent) = cpu_time::of_process() {
-            self.cpu_seconds.inc_by((spent.as_secs_f64() - self.cpu_seconds.get()).max(0.0));
+    pub fn refresh(&self) {
+        match fs::read_to_string("/proc/self/stat") {
+            Ok(stat) => {
+                let spent = cpu_seconds(&stat).unwrap_or_default();
+                self.cpu_seconds.inc_by((spent - self.cpu_seconds.get()).max(0.0));
+            }
+            Err(error) => debug!(%error, "the processor time of the process cannot be read"),
         }
         match fs::read_to_string("/proc/self/status") {
             Ok(status) => {
@@ -79,6 +80,14 @@ impl ProcessMetrics {
     }
 }
 
+/// Returns the time in user mode and in the kernel from `/proc/self/stat`. The name of the program,
+/// in parentheses, may contain spaces.
+fn cpu_seconds(stat: &str) -> Option<f64> {
+    let (_, fields) = stat.rsplit_once(") ")?;
+    let mut times = fields.split(' ').skip(11).map(|ticks| ticks.parse::<u32>().ok());
+    Some((f64::from(times.next()??) + f64::from(times.next()??)) * TICK_SECONDS)
+}
+
 /// Returns a size from `/proc/self/status` in bytes. The file states sizes in KiB.
 fn bytes_of(status: &str, field: &str) -> Option<u64> {
     let value = status.lines().find_map(|line| line.strip_prefix(field))?;
@@ -92,14 +101,18 @@ mod tests {
     #[test]
     fn process_metrics_have_plausible_values() {
         let metrics = ProcessMetrics::default();
-        metrics.refresh();
+        while metrics.cpu_seconds.get() < 0.05 {
+            metrics.refresh();
+        }
         let (cpu, resident) = (metrics.cpu_seconds.get(), metrics.resident_bytes.get());
-        assert!(cpu > 0.0 && resident > 1 << 20 && metrics.virtual_bytes.get() > resident, "{metrics:?}");
+        assert!(cpu < 60.0 && resident > 1 << 20 && metrics.virtual_bytes.get() > resident, "{metrics:?}");
         // At least standard input, output and error are open.
         assert!(metrics.open_fds.get() >= 3 && metrics.max_fds.get() >= metrics.open_fds.get(), "{metrics:?}");
         metrics.refresh();
         assert!(metrics.cpu_seconds.get() >= cpu, "the CPU time never decreases");
         assert_eq!(bytes_of("VmPeak:\t 9 kB\nVmRSS:\t    12 kB\n", "VmRSS:"), Some(12 << 10));
         assert_eq!(bytes_of("VmRSS:\t12\n", "VmRSS:"), None);
+        let stat = "7 (a) b) S 1 7 7 0 -1 4194560 100 0 0 0 150 50 9 9 20 0 1 0 100 1000 10";
+        assert_eq!(cpu_seconds(stat), Some(2.0));
     }
 }
