@@ -66,9 +66,10 @@ fn main() -> Result<()> {
         is_pinned: false,
     })?;
     for number in 0..arguments.agents {
+        let pool = ["general", "general", "memory"][number / 3 % 3];
         let labels = json!({
             "topology.kubernetes.io/zone": format!("zone-{}", ["a", "b", "c"][number % 3]),
-            "node.kubernetes.io/pool": ["general", "general", "memory"][number / 3 % 3],
+            "node.kubernetes.io/pool": pool,
         });
         let metadata = json!({ "name": Stage::node_name(number), "labels": labels });
         let node = json!({ "apiVersion": "v1", "kind": "Node", "metadata": metadata });
