@@ -22,7 +22,7 @@ pub use self::roster::Departed;
 pub(crate) use self::{
     agent::{Agent, End, Lateness, MAX_OPEN},
     ask::Asked,
-    progress::{LocalChange, Outcome, Progress},
+    progress::{LocalChange, LocalOutcome, Progress},
     record::{Record, Rejections, clip},
     roster::Roster,
 };
