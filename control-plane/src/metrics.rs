@@ -172,7 +172,8 @@ impl Metrics {
         text
     }
 
-    /// When this replica's certificate, or an authority that it trusts, expires first; 0 without TLS.
+    /// When this replica's certificate, or an authority that it trusts, expires first; 0 without
+    /// TLS.
     pub(crate) fn certificate_not_after_unix_ms(&self) -> u64 {
         let of = |file| Some(self.tls_not_after.metrics.get(&[("file", file)])?.get());
         let first = ["cert", "client_ca"].into_iter().filter_map(of).min().unwrap_or_default();

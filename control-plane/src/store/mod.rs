@@ -153,8 +153,8 @@ struct Inner {
     /// The version at which the position of each kind moved last; the next version if it moved
     /// after the newest version. A step contains only the positions that moved after its start.
     moved_at: BTreeMap<SourceKind, u64>,
-    /// How each of the newest versions came to be. The last element belongs to the head, the element
-    /// before it to the previous version, and so on.
+    /// How each of the newest versions came to be. The last element belongs to the head, the
+    /// element before it to the previous version, and so on.
     commits: VecDeque<Commit>,
 }
 

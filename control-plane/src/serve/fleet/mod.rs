@@ -21,7 +21,7 @@ pub use self::roster::Departed;
 pub(crate) use self::{
     agent::{Agent, End, Lateness, MAX_OPEN},
     ask::Asked,
-    progress::{LocalChange, Outcome, Progress, Record, Rejections, clip},
+    progress::{LocalChange, LocalOutcome, Progress, Record, Rejections, clip},
     roster::Roster,
 };
 use super::context::Context;

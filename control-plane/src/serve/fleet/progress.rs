@@ -38,7 +38,7 @@ const RECENT: usize = 1024;
 
 /// What the members of a replica have done with a commit.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Outcome {
+pub(crate) enum LocalOutcome {
     /// Some member lacks it.
     Running,
     /// All members have it: since when, and the last of them. Without members, since its arrival.
@@ -52,7 +52,7 @@ pub(crate) enum Outcome {
 pub(crate) struct LocalChange {
     pub(crate) version: u64,
     pub(crate) commit: Commit,
-    pub(crate) outcome: Outcome,
+    pub(crate) outcome: LocalOutcome,
     /// The number of members that have it.
     pub(crate) nodes: usize,
 }
@@ -206,9 +206,9 @@ impl FleetCounts {
         let mut ended: Vec<LocalChange> = Vec::new();
         let mut end = |version, commit, latest: Option<(Instant, Arc<str>)>| {
             let outcome = match latest {
-                _ if is_lost => Outcome::Lost(Instant::now(), Arc::clone(node)),
-                Some((at, node)) => Outcome::Done(at, node),
-                None => Outcome::Done(Instant::now(), Arc::clone(node)),
+                _ if is_lost => LocalOutcome::Lost(Instant::now(), Arc::clone(node)),
+                Some((at, node)) => LocalOutcome::Done(at, node),
+                None => LocalOutcome::Done(Instant::now(), Arc::clone(node)),
             };
             ended.push(LocalChange { version, commit, outcome, nodes });
         };
@@ -358,7 +358,7 @@ impl Progress {
     fn measure(&self, node: &Arc<str>, counts: &mut FleetCounts) {
         let Some(oldest) = counts.oldest_member().filter(|oldest| *oldest > counts.measured) else { return };
         for LocalChange { commit, outcome, .. } in counts.end_to(&self.store, oldest, (node, false)) {
-            if let Outcome::Done(at, _) = outcome {
+            if let LocalOutcome::Done(at, _) = outcome {
                 let time = at.saturating_duration_since(commit.received);
                 self.metrics.programmed_everywhere.observe(time.as_secs_f64());
             }
@@ -384,7 +384,8 @@ impl Progress {
             }
             let nodes: usize = counts.members.range(version..).map(|(_, count)| count).sum();
             let is_running = counts.oldest_member().is_some_and(|oldest| oldest < version);
-            let outcome = if is_running { Outcome::Running } else { Outcome::Done(commit.received, "".into()) };
+            let outcome =
+                if is_running { LocalOutcome::Running } else { LocalOutcome::Done(commit.received, "".into()) };
             LocalChange { version, commit, outcome, nodes: if is_running { nodes } else { 0 } }
         };
         commits.into_iter().map(local).collect()
@@ -414,8 +415,8 @@ impl Progress {
     /// Summarizes the last commits that were measured.
     pub(crate) fn recent(&self) -> Recent {
         let age = |change: &LocalChange| match change.outcome {
-            Outcome::Done(at, _) => Some(at.saturating_duration_since(change.commit.received)),
-            Outcome::Running | Outcome::Lost(..) => None,
+            LocalOutcome::Done(at, _) => Some(at.saturating_duration_since(change.commit.received)),
+            LocalOutcome::Running | LocalOutcome::Lost(..) => None,
         };
         let mut ages: Vec<Duration> = self.counts().recent.iter().filter_map(age).collect();
         ages.sort_unstable();
@@ -872,8 +873,12 @@ mod tests {
         rig.leave("late");
         assert_eq!(rig.measured(), 2, "a commit that waited for an agent that left is not measured");
         let outcomes: Vec<_> = rig.progress.changes(0, 256).into_iter().map(|change| change.outcome).collect();
-        let [Outcome::Done(..), Outcome::Done(_, second), Outcome::Done(_, third), Outcome::Lost(_, lost)] =
-            &outcomes[..]
+        let [
+            LocalOutcome::Done(..),
+            LocalOutcome::Done(_, second),
+            LocalOutcome::Done(_, third),
+            LocalOutcome::Lost(_, lost),
+        ] = &outcomes[..]
         else {
             panic!("{outcomes:?}")
         };
@@ -898,7 +903,7 @@ mod tests {
         rig.commit();
         rig.commit();
         let after = Instant::now() + Duration::from_secs(3_600);
-        assert!(rig.progress.changes(0, 256).iter().all(|change| change.outcome == Outcome::Running));
+        assert!(rig.progress.changes(0, 256).iter().all(|change| change.outcome == LocalOutcome::Running));
         // Both agents report a time before the second commit, so the age of the second commit is
         // zero. For the first commit, `a` reports a later time than `b`, so this time counts.
         rig.ack_with_times("a", &[(1, after), (2, before)]);
@@ -911,7 +916,7 @@ mod tests {
         assert_eq!(rig.progress.counts().programmed.len(), 0);
         let last = rig.progress.last_changes(1);
         assert!(
-            matches!(&last[..], [LocalChange { version: 2, nodes: 2, outcome: Outcome::Done(at, _), .. }] if *at == before)
+            matches!(&last[..], [LocalChange { version: 2, nodes: 2, outcome: LocalOutcome::Done(at, _), .. }] if *at == before)
         );
         let text = rig.progress.metrics.render();
         assert!(text.contains("headgate_control_plane_programmed_on_node_seconds_count 4"), "{text}");

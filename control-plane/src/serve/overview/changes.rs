@@ -12,7 +12,7 @@ use crate::{
     objects::SourceKind,
     serve::{
         context::{milliseconds, unix_ms},
-        fleet::{LocalChange, Outcome},
+        fleet::{LocalChange, LocalOutcome},
     },
     store::{positions_from_wire, positions_to_wire},
 };
@@ -70,11 +70,11 @@ impl ChangeEverywhere {
 pub(crate) fn change_here(local: &LocalChange, holding: Option<&(String, String)>, now: Instant) -> v1::ChangeTime {
     let LocalChange { version, commit, outcome, nodes } = local;
     let (state, end, slowest, reason) = match outcome {
-        Outcome::Done(end, node) => (DONE, *end, node.to_string(), String::new()),
-        Outcome::Lost(end, node) => {
+        LocalOutcome::Done(end, node) => (DONE, *end, node.to_string(), String::new()),
+        LocalOutcome::Lost(end, node) => {
             (INCOMPLETE, *end, node.to_string(), "the node lost its stream before it had the change".to_owned())
         }
-        Outcome::Running => {
+        LocalOutcome::Running => {
             let (node, reason) = holding.cloned().unwrap_or_default();
             (RUNNING, now, node, reason)
         }
@@ -113,8 +113,8 @@ pub(crate) fn change_everywhere(
     let moved = local.commit.positions.iter().filter(|(.., has_moved)| *has_moved);
     let moved: Vec<_> = moved.map(|(kind, position, _)| (*kind, *position)).collect();
     let mut end = match &local.outcome {
-        Outcome::Done(end, _) | Outcome::Lost(end, _) => *end,
-        Outcome::Running => now,
+        LocalOutcome::Done(end, _) | LocalOutcome::Lost(end, _) => *end,
+        LocalOutcome::Running => now,
     };
     let rank = |state: &str| [DONE, INCOMPLETE, RUNNING].iter().position(|known| *known == state);
     // Without positions, nobody knows which change of another replica is the same.
@@ -148,7 +148,7 @@ mod tests {
 
     const SLICES: SourceKind = SourceKind::EndpointSlices;
 
-    fn local(version: u64, position: u64, received: Instant, outcome: Outcome) -> LocalChange {
+    fn local(version: u64, position: u64, received: Instant, outcome: LocalOutcome) -> LocalChange {
         let commit = Commit {
             received,
             trigger: Default::default(),
@@ -161,7 +161,7 @@ mod tests {
     }
 
     /// What a replica tells about a commit that reached these positions of slices.
-    fn told(now: Instant, all: &[(u64, u64, Outcome)]) -> Told {
+    fn told(now: Instant, all: &[(u64, u64, LocalOutcome)]) -> Told {
         let mut told = Told::default();
         for (version, position, outcome) in all {
             told.add(change_here(&local(*version, *position, now, outcome.clone()), None, now), now);
@@ -173,7 +173,7 @@ mod tests {
     fn the_last_node_of_all_replicas_ends_a_change() {
         let now = Instant::now() + Duration::from_secs(60);
         let at = |ms: u64| now - Duration::from_millis(1_000 - ms);
-        let done = |ms: u64, node: &str| Outcome::Done(at(ms), node.into());
+        let done = |ms: u64, node: &str| LocalOutcome::Done(at(ms), node.into());
         let own = local(7, 50, at(0), done(30, "a"));
         // The other replica has merged the change with a later one, and numbers it otherwise.
         let other = told(now, &[(1, 49, done(10, "x")), (2, 52, done(80, "b")), (3, 60, done(500, "y"))]);
@@ -189,18 +189,18 @@ mod tests {
     #[test]
     fn a_change_runs_until_every_replica_has_told() {
         let now = Instant::now() + Duration::from_secs(60);
-        let done = || Outcome::Done(now, "b".into());
-        let own = local(7, 50, now, Outcome::Done(now, "a".into()));
+        let done = || LocalOutcome::Done(now, "b".into());
+        let own = local(7, 50, now, LocalOutcome::Done(now, "a".into()));
         let state = |others: &[(&str, &Told)]| {
             let ChangeEverywhere { change, time } = change_everywhere(&own, None, others, 4, now);
             (change.state, change.slowest, time.is_some())
         };
         let behind = told(now, &[(1, 49, done())]);
         assert_eq!(state(&[("cp-2", &behind)]), ("running".into(), String::new(), false));
-        let lost = told(now, &[(1, 50, Outcome::Lost(now, "b".into()))]);
+        let lost = told(now, &[(1, 50, LocalOutcome::Lost(now, "b".into()))]);
         assert_eq!(state(&[("cp-2", &lost)]), ("incomplete".into(), "b".into(), false));
         assert_eq!(state(&[("cp-2", &lost), ("cp-3", &behind)]).0, "running");
-        let mut told = told(now, &[(1, 50, Outcome::Running)]);
+        let mut told = told(now, &[(1, 50, LocalOutcome::Running)]);
         assert_eq!(state(&[("cp-2", &told)]).0, "running");
         told.add(change_here(&local(1, 50, now, done()), None, now), now);
         assert_eq!(state(&[("cp-2", &told)]), ("done".into(), "a".into(), true));

@@ -28,7 +28,7 @@ use tonic::Status;
 pub(crate) use self::changes::Told;
 use self::{
     changes::{ChangeEverywhere, change_everywhere, change_here},
-    rows::{Log, Place, TooSlow},
+    rows::{Place, RowLog, TooSlow},
 };
 use super::{
     context::Lifecycle,
@@ -65,13 +65,13 @@ pub(crate) struct Overview {
 
 #[derive(Default)]
 struct Shared {
-    log: Mutex<Log>,
+    log: Mutex<RowLog>,
     /// The number of the log, and whether it is complete.
     number: watch::Sender<(u64, bool)>,
 }
 
 impl Shared {
-    fn log(&self) -> MutexGuard<'_, Log> {
+    fn log(&self) -> MutexGuard<'_, RowLog> {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -83,7 +83,7 @@ impl Shared {
 }
 
 /// A caller of `WatchAgents`.
-pub(crate) struct Watcher {
+pub(crate) struct AgentsWatcher {
     overview: Arc<Overview>,
     place: Place,
     request: v1::WatchAgentsRequest,
@@ -91,7 +91,7 @@ pub(crate) struct Watcher {
     lifecycle: watch::Receiver<Lifecycle>,
 }
 
-impl Watcher {
+impl AgentsWatcher {
     /// Returns the next message; `None` after an error.
     pub(crate) async fn next(&mut self) -> Option<Result<v1::AgentsChange, Status>> {
         loop {
@@ -113,7 +113,7 @@ impl Watcher {
     }
 }
 
-impl Drop for Watcher {
+impl Drop for AgentsWatcher {
     fn drop(&mut self) {
         let mut log = self.overview.shared(&self.request).log();
         log.watchers -= 1;
@@ -136,7 +136,7 @@ impl Overview {
     /// # Errors
     ///
     /// `RESOURCE_EXHAUSTED`: there are too many watchers.
-    pub(crate) fn watch(self: &Arc<Self>, mut request: v1::WatchAgentsRequest) -> Result<Watcher, Status> {
+    pub(crate) fn watch(self: &Arc<Self>, mut request: v1::WatchAgentsRequest) -> Result<AgentsWatcher, Status> {
         request.only_changes &= request.only_this_replica;
         let shared = self.shared(&request);
         let mut log = shared.log();
@@ -150,13 +150,13 @@ impl Overview {
         drop(log);
         self.wake.notify_one();
         let lifecycle = self.fleet.context.lifecycle.subscribe();
-        Ok(Watcher { overview: Arc::clone(self), place, request, number, lifecycle })
+        Ok(AgentsWatcher { overview: Arc::clone(self), place, request, number, lifecycle })
     }
 
     /// Computes rows and changes until its task is aborted.
     pub(crate) async fn run(self: Arc<Self>) {
         let (messages, mut received) = mpsc::channel(64);
-        let mut work = Work::new(&self, messages);
+        let mut work = OverviewWork::new(&self, messages);
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -206,7 +206,7 @@ impl Overview {
 type Look = (usize, u64, NodeState, u64, bool);
 
 /// Another replica.
-struct Peer {
+struct OtherReplica {
     name: String,
     link: Arc<Link>,
     rows: HashMap<Arc<str>, v1::AgentInfo>,
@@ -216,13 +216,13 @@ struct Peer {
     task: AbortHandle,
 }
 
-impl Drop for Peer {
+impl Drop for OtherReplica {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
-impl Peer {
+impl OtherReplica {
     fn has_agents(&self) -> bool {
         self.link.look(|replica| replica.is_ok_and(|replica| replica.nodes.values().any(|(_, gone)| gone.is_none())))
     }
@@ -237,11 +237,11 @@ struct Shown {
 }
 
 /// The state of the task.
-struct Work {
+struct OverviewWork {
     messages: mpsc::Sender<(u64, v1::AgentsChange)>,
     looks: HashMap<Arc<str>, Look>,
     /// The other replicas by epoch.
-    peers: HashMap<u64, Peer>,
+    peers: HashMap<u64, OtherReplica>,
     /// The nodes whose row of all replicas may have changed.
     dirty: BTreeSet<Arc<str>>,
     verdict: Verdict,
@@ -256,7 +256,7 @@ struct Work {
     shown_all: Option<Shown>,
 }
 
-impl Work {
+impl OverviewWork {
     fn new(overview: &Overview, messages: mpsc::Sender<(u64, v1::AgentsChange)>) -> Self {
         Self {
             messages,
@@ -375,7 +375,7 @@ impl Work {
             self.peers.entry(epoch).or_insert_with(|| {
                 let task = tokio::spawn(listen(Arc::clone(&link), epoch, with_rows, self.messages.clone()));
                 let (rows, told, task) = (HashMap::new(), Told::default(), task.abort_handle());
-                Peer { name, link, rows, told, is_complete: false, has_rows: with_rows, task }
+                OtherReplica { name, link, rows, told, is_complete: false, has_rows: with_rows, task }
             });
         }
     }
@@ -500,8 +500,8 @@ async fn listen(link: Arc<Link>, epoch: u64, with_rows: bool, messages: mpsc::Se
     }
 }
 
-/// Chooses the row of a node that replicas list. While a node moves, two replicas list it. The worse
-/// state counts. `without_agent` has the row of a node without an agent, or that nobody lists.
+/// Chooses the row of a node that replicas list. While a node moves, two replicas list it. The
+/// worse state counts. `without_agent` has the row of a node without an agent, or that nobody lists.
 pub(crate) fn choose<'a>(
     rows: impl Iterator<Item = &'a v1::AgentInfo>,
     without_agent: impl FnOnce() -> Option<v1::AgentInfo>,

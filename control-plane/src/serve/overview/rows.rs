@@ -66,7 +66,7 @@ fn is_news(old: &v1::AgentInfo, new: &v1::AgentInfo) -> bool {
 
 /// The rows of all nodes, and the last changes of Services and endpoints.
 #[derive(Debug, Default)]
-pub(super) struct Log {
+pub(super) struct RowLog {
     /// The number of the last change.
     number: u64,
     /// The row of each node with its number; `None` for a removed node.
@@ -101,7 +101,7 @@ pub(super) struct Place {
 #[derive(Debug, PartialEq)]
 pub(super) struct TooSlow;
 
-impl Log {
+impl RowLog {
     /// Returns the place of a watcher that has seen nothing.
     pub(super) fn place(&self, only_changes: bool) -> Place {
         Place { begun: self.number, seen_left_out: self.left_out, only_changes, ..Place::default() }
@@ -201,12 +201,12 @@ mod tests {
         v1::AgentInfo { node: node.into(), state: state.into(), ..v1::AgentInfo::default() }
     }
 
-    fn set(log: &mut Log, row: v1::AgentInfo) {
+    fn set(log: &mut RowLog, row: v1::AgentInfo) {
         log.set(&Arc::from(row.node.as_str()), Some(row));
     }
 
     /// The nodes and states of the next message, and whether it completes the list.
-    fn read(log: &Log, place: &mut Place) -> Option<(Vec<String>, Vec<String>, bool)> {
+    fn read(log: &RowLog, place: &mut Place) -> Option<(Vec<String>, Vec<String>, bool)> {
         let message = log.page(place).unwrap()?;
         let rows = message.agents.iter().map(|row| format!("{} {}", row.node, row.state)).collect();
         Some((rows, message.removed, message.is_complete))
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn a_watcher_gets_all_nodes_and_then_the_newest_row_of_each_that_changed() {
-        let mut log = Log::default();
+        let mut log = RowLog::default();
         (0..600).for_each(|index| set(&mut log, agent(&format!("n{index:03}"), "up_to_date")));
         let mut place = log.place(false);
         let sizes: Vec<_> = std::iter::from_fn(|| read(&log, &mut place)).map(|(rows, ..)| rows.len()).collect();
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn what_nobody_looks_at_is_no_change() {
-        let mut log = Log { is_complete: true, ..Log::default() };
+        let mut log = RowLog { is_complete: true, ..RowLog::default() };
         let failing = |attempt, departed_ms, verified_unix_ms| v1::AgentInfo {
             last_error: format!("version 7, attempt {attempt}: no memory"),
             departed_ms,
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn a_busy_fleet_of_5000_nodes_sends_less_than_200_kb_a_minute() {
-        let mut log = Log { is_complete: true, ..Log::default() };
+        let mut log = RowLog { is_complete: true, ..RowLog::default() };
         let row = |index: u64, verified_unix_ms| v1::AgentInfo {
             agent_version: "0.1.0".into(),
             backend: "nftables".into(),
@@ -303,7 +303,7 @@ mod tests {
 
     #[test]
     fn a_watcher_that_missed_forgotten_removals_is_told_so() {
-        let mut log = Log { is_complete: true, ..Log::default() };
+        let mut log = RowLog { is_complete: true, ..RowLog::default() };
         let nodes: Vec<Arc<str>> = (0..=MAX_REMOVED).map(|index| format!("n{index}").into()).collect();
         nodes.iter().for_each(|node| set(&mut log, agent(node, "up_to_date")));
         let mut slow = log.place(false);
@@ -314,7 +314,7 @@ mod tests {
 
     #[test]
     fn changes_follow_once_the_nodes_are_complete() {
-        let mut log = Log::default();
+        let mut log = RowLog::default();
         let change = |version| v1::ChangeTime { version, ..v1::ChangeTime::default() };
         let mut place = log.place(false);
         log.add(vec![change(7)], 3);
