@@ -57,10 +57,7 @@ impl Fleet {
     /// A connection of a replica that answers now, or why there is none.
     pub(super) fn replica(&self) -> Result<Replica, String> {
         let problem = || self.link["problem"].as_str().unwrap_or("no replica has answered yet").to_owned();
-        self.replica
-            .as_ref()
-            .map(|Replica { client, server }| Replica { client: client.clone(), server: server.clone() })
-            .ok_or_else(problem)
+        self.replica.clone().ok_or_else(problem)
     }
 
     /// Opens a page: returns everything that is known, and then what changes.
@@ -193,9 +190,7 @@ async fn watch(fleet: &Shared, replica: Replica) -> Result<(), Failure> {
                 let is_complete = message.is_complete;
                 fleet.borrow_mut().take(message, &mut seen);
                 if is_complete {
-                    let Replica { client, server } = &session.replica;
-                    let replica = Replica { client: client.clone(), server: server.clone() };
-                    fleet.borrow_mut().set_link(Some(replica), "", Duration::ZERO);
+                    fleet.borrow_mut().set_link(Some(session.replica.clone()), "", Duration::ZERO);
                 }
             }
             _ = ticks.tick() => {
