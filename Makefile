@@ -27,8 +27,8 @@ test: setup ## Run everything that must pass: format, lints, all tests, doc test
 
 page-test: ## Test the page of headgatectl dashboard in Chromium; pictures in target/page. FLEET=5000 simulates this number of agents, ONLY=alone needs no build
 	@.ci/setup page
-	$(if $(filter alone,$(ONLY)),,cargo build --workspace --locked)
-	@FLEET=$(FLEET) ONLY=$(ONLY) exec node tests/page/run.js
+	$(if $(filter-out alone,$(ONLY)),cargo build --workspace --locked)
+	@FLEET=$(FLEET) ONLY=$(or $(ONLY),alone) exec node tests/page/run.js
 
 count: setup ## Count instructions of hot paths; fail above tests/counts.txt + 2 %. WRITE=1 REASON="…" writes it, ONLY=name counts one
 	cargo build --config .ci/count.toml --workspace --locked --bin count

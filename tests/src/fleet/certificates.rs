@@ -98,21 +98,6 @@ impl Authority {
         Ok(ClientTlsConfig::new().identity(own).ca_certificate(authority).domain_name(SERVER_NAME))
     }
 
-    /// Writes the certificate and the key of a client that may use `Inspect` into `folder`. Returns
-    /// their paths.
-    ///
-    /// # Errors
-    /// A file cannot be written.
-    pub(super) fn write_reader_files(&self, folder: &Path) -> Result<[std::path::PathBuf; 2]> {
-        let key = KeyPair::generate()?;
-        let certificate = self.sign("reader", vec![SanType::URI("headgate://reader/page".try_into()?)], &key)?;
-        let files = [folder.join("reader.crt"), folder.join("reader.key")];
-        for (file, text) in files.iter().zip([certificate.pem(), key.serialize_pem()]) {
-            fs::write(file, text).with_context(|| format!("writing {}", file.display()))?;
-        }
-        Ok(files)
-    }
-
     /// The TLS configuration of an agent: TLS 1.3, a certificate for its node, and a store for
     /// session tickets.
     ///

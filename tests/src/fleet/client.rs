@@ -428,9 +428,6 @@ impl Client {
     /// Sends an ACK, or returns the time at which the ACK is due. Agents with `Fault::Nack` first
     /// send a NACK. Agents with `Fault::Garbage` first send garbage once.
     fn answer(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<Outcome, Lost> {
-        if self.member.fault == Fault::Mute {
-            return Ok(Outcome::default());
-        }
         if self.member.fault == Fault::Nack {
             let nack = self.agent.nack();
             self.send(&nack, scratch)?;
@@ -472,7 +469,7 @@ impl Client {
     }
 
     /// Sends a message. Returns false if the server's windows are too small now.
-    pub(super) fn send(&mut self, message: &[u8], scratch: &mut Scratch) -> Result<bool, Lost> {
+    fn send(&mut self, message: &[u8], scratch: &mut Scratch) -> Result<bool, Lost> {
         let Some(link) = self.link.as_mut().filter(|link| link.is_open) else { return Ok(false) };
         scratch.plain.clear();
         scratch.cipher.clear();

@@ -58,8 +58,6 @@ pub enum Fault {
     },
     /// The agent rejects a resource of every batch.
     Nack,
-    /// The agent reads everything and acknowledges nothing more.
-    Mute,
     /// The agent sends garbage instead of messages.
     Garbage(Garbage),
 }

@@ -128,16 +128,6 @@ impl Stage {
         self.authority.reader()
     }
 
-    /// Writes the files for a client's options `--tls-ca`, `--tls-cert` and `--tls-key`, and returns
-    /// their paths. The client may use `Inspect`.
-    ///
-    /// # Errors
-    /// A file cannot be written.
-    pub fn reader_files(&self) -> Result<[std::path::PathBuf; 3]> {
-        let [cert, key] = self.authority.write_reader_files(self.folder.path())?;
-        Ok([self.files.client_ca.clone(), cert, key])
-    }
-
     /// The name of the node of the agent with this number.
     #[must_use]
     pub fn node_name(agent: usize) -> String {
