@@ -62,7 +62,7 @@ pub enum ConnectError {
 }
 
 /// A connection to a replica. Any replica answers for all replicas.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Replica {
     /// Sends the requests.
     pub client: InspectClient<Channel>,

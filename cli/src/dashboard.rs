@@ -33,7 +33,7 @@ use tokio::time::sleep;
 
 use self::fleet::Shared;
 use self::guard::Guard;
-use self::table::{Query, Services};
+use self::table::Services;
 use crate::answer::{Failure, Session};
 use crate::args::{Args, DashboardArgs, Output};
 use crate::render::Style;
@@ -187,8 +187,7 @@ impl Server {
     }
 
     async fn api(&self, path: &str, request: Request<Incoming>) -> Answer {
-        let parts: Vec<String> = path.split('/').skip(2).map(decoded).collect();
-        let parts: Vec<&str> = parts.iter().map(String::as_str).collect();
+        let parts: Vec<&str> = path.split('/').skip(2).collect();
         let is_question = parts.first() == Some(&"ask");
         if *request.method() != if is_question { Method::POST } else { Method::GET } {
             return text(StatusCode::METHOD_NOT_ALLOWED, "wrong method");
@@ -217,9 +216,8 @@ impl Server {
                 None => text(StatusCode::NOT_FOUND, "the page does not run this command"),
             };
         }
-        let query = query(request.uri().query().unwrap_or_default());
-        let listed = match parts[..] {
-            ["services"] => Some(self.services.answer(&mut replica, &query).await),
+        let listed = match (&parts[..], serde_urlencoded::from_str(request.uri().query().unwrap_or_default())) {
+            (["services"], Ok(query)) => Some(self.services.answer(&mut replica, &query).await),
             _ => None,
         };
         let mut sink = io::sink();
@@ -234,51 +232,9 @@ impl Server {
     }
 }
 
-/// The parameters of the table of Services. Unknown parameters do not count.
-fn query(text: &str) -> Query {
-    let mut query = Query { limit: 50, ..Query::default() };
-    for (name, value) in text.split('&').filter_map(|pair| pair.split_once('=')) {
-        let value = decoded(value);
-        match name {
-            "search" => query.search = value,
-            "only" => query.only = value,
-            "known" => query.known = value,
-            "offset" => query.offset = value.parse().unwrap_or_default(),
-            "limit" => query.limit = value.parse().unwrap_or_default(),
-            _ => {}
-        }
-    }
-    query
-}
-
-/// Decodes what `encodeURIComponent` encodes. Other bytes stay.
-fn decoded(text: &str) -> String {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let Some((first, after)) = rest.split_first() {
-        let code = after.get(..2).and_then(|code| u8::from_str_radix(std::str::from_utf8(code).ok()?, 16).ok());
-        if let Some(byte) = code.filter(|_| *first == b'%') {
-            bytes.push(byte);
-            rest = &after[2..];
-        } else {
-            bytes.push(*first);
-            rest = after;
-        }
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn parameters_are_decoded() {
-        assert_eq!(decoded("shop%2Fweb%C3%A9%"), "shop/webé%");
-        assert_eq!(decoded("%zz+a"), "%zz+a");
-        let query = query("search=a%26b&only=unready&offset=80&limit=40&else=1");
-        assert_eq!((query.search.as_str(), query.only.as_str(), query.offset, query.limit), ("a&b", "unready", 80, 40));
-    }
 
     #[test]
     fn the_page_loads_only_files_of_the_server() {

@@ -9,7 +9,7 @@ export const PICTURES = `${ROOT}target/page`;
 const require = createRequire(`${ROOT}target/page/tools/`);
 const axe = readFileSync(require.resolve('axe-core/axe.min.js'), 'utf8');
 // The longest wait for anything. No test asserts on time.
-export const LIMIT = 30_000;
+export const LIMIT = 60_000;
 
 export async function launch() {
   mkdirSync(PICTURES, { recursive: true });

@@ -211,7 +211,7 @@ async function withFleet() {
 
 const given = process.argv[2];
 // A guard against hanging.
-const guard = setTimeout(() => { console.error('page-test takes too long'); stop(1); }, FLEET >= 5000 ? 900_000 : 170_000);
+const guard = setTimeout(() => { console.error('page-test takes too long'); stop(1); }, FLEET >= 5000 ? 1_200_000 : 600_000);
 function stop(code) {
   for (const child of children) child.kill('SIGTERM');
   process.exit(code);

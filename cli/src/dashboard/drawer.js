@@ -46,7 +46,7 @@ export async function nodeCard(name) {
     h('p', { class: 'quiet' }, STATES[known.state].remedy)] : [];
   body.replaceChildren(...kids([top, actions, told]));
   try {
-    const { agent } = await ask(`nodes/${encodeURIComponent(name)}`);
+    const { agent } = await ask(`nodes/${name}`);
     const behind = agent.head_version - agent.programmed_version;
     const has = agent.state !== 'no_agent';
     const sentences = [...agent.drift.map(({ service, difference }) => ['drift', `${service} ${difference}`]),

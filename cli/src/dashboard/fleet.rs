@@ -57,10 +57,7 @@ impl Fleet {
     /// A connection of a replica that answers now, or why there is none.
     pub(super) fn replica(&self) -> Result<Replica, String> {
         let problem = || self.link["problem"].as_str().unwrap_or("no replica has answered yet").to_owned();
-        self.replica
-            .as_ref()
-            .map(|Replica { client, server }| Replica { client: client.clone(), server: server.clone() })
-            .ok_or_else(problem)
+        self.replica.clone().ok_or_else(problem)
     }
 
     /// Opens a page: returns everything that is known, and then what changes.
@@ -106,7 +103,7 @@ impl Fleet {
         self.publish(&json!({ "t": "status", "now": now_unix_ms(), "s": new }));
     }
 
-    fn add_changes(&mut self, changes: Vec<Value>, left_out: u64) {
+    fn add_changes(&mut self, changes: &[Value], left_out: u64) {
         if changes.is_empty() && left_out == 0 {
             return;
         }
@@ -142,7 +139,7 @@ impl Fleet {
         if message.is_complete || !set.is_empty() || !gone.is_empty() {
             self.publish(&json!({ "t": "nodes", "set": set, "gone": gone, "complete": self.is_complete }));
         }
-        self.add_changes(message.changes.iter().map(rows::change).collect(), message.changes_left_out);
+        self.add_changes(&message.changes.iter().map(rows::change).collect::<Vec<_>>(), message.changes_left_out);
     }
 }
 
@@ -193,9 +190,7 @@ async fn watch(fleet: &Shared, replica: Replica) -> Result<(), Failure> {
                 let is_complete = message.is_complete;
                 fleet.borrow_mut().take(message, &mut seen);
                 if is_complete {
-                    let Replica { client, server } = &session.replica;
-                    let replica = Replica { client: client.clone(), server: server.clone() };
-                    fleet.borrow_mut().set_link(Some(replica), "", Duration::ZERO);
+                    fleet.borrow_mut().set_link(Some(session.replica.clone()), "", Duration::ZERO);
                 }
             }
             _ = ticks.tick() => {
@@ -216,7 +211,7 @@ async fn ask_status(fleet: &Shared, session: &mut Session<'_>, last_changes: u32
     let changes = std::mem::take(&mut status.fleet.get_or_insert_default().last_changes);
     let mut fleet = fleet.borrow_mut();
     fleet.set_status(serde_json::to_value(status).map_err(io::Error::from)?);
-    fleet.add_changes(changes.iter().rev().map(rows::change).collect(), 0);
+    fleet.add_changes(&changes.iter().rev().map(rows::change).collect::<Vec<_>>(), 0);
     Ok(())
 }
 
@@ -285,11 +280,11 @@ mod tests {
         let mut fleet = Fleet::default();
         let _page = fleet.open();
         for version in 0..2 * MAX_WAITING_LINES {
-            fleet.add_changes(vec![json!([version, "running"])], 0);
+            fleet.add_changes(&[json!([version, "running"])], 0);
         }
         assert!(fleet.pages.is_empty());
         assert_eq!(fleet.changes.len(), MAX_CHANGES);
-        fleet.add_changes(vec![json!([2 * MAX_WAITING_LINES - 1, "done"])], 0);
+        fleet.add_changes(&[json!([2 * MAX_WAITING_LINES - 1, "done"])], 0);
         assert_eq!((fleet.changes.len(), &fleet.changes[MAX_CHANGES - 1][1]), (MAX_CHANGES, &json!("done")));
     }
 }

@@ -50,8 +50,8 @@ export function linkState() {
   say('link', up ? 'live' : problem ? 'not connected' : 'connecting');
   $('link').title = up ? model.link.server : `since ${clock(at)}${retry ? `, tries again in ${duration(retry)}` : ''}`;
   say('facts', status.replica === undefined ? '' :
-    `${status.source} · version ${thousands(status.version)} · ${thousands(status.services)} Services, ` +
-    `${thousands(status.endpoints)} endpoints · asked ${status.replica}`);
+    `${status.source} · version ${thousands(status.version)} · ${count(status.services, 'Service')}, ` +
+    `${count(status.endpoints, 'endpoint')} · asked ${status.replica}`);
 }
 
 // Time to everywhere: three figures, a dot for each change on a logarithmic scale, slowest Nodes.

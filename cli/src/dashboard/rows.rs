@@ -18,19 +18,19 @@ pub(super) fn node(agent: &AgentInfo, now_unix_ms: u64) -> Value {
         agent.verified_unix_ms,
         state
     ]);
-    let mut more = Map::new();
-    let mut add = |name: &str, is_there: bool, value: Value| {
-        if is_there {
-            more.insert(name.to_owned(), value);
-        }
-    };
-    add("error", !agent.last_error.is_empty(), json!(agent.last_error));
-    add("reason", !agent.reason.is_empty(), json!(agent.reason));
-    add("degraded", !agent.degraded.is_empty(), json!(agent.degraded));
-    add("rejected", agent.rejected_count > 0, json!(agent.rejected_count));
-    add("drift", agent.drift_count > 0, json!(agent.drift_count));
-    add("lag", agent.lag_ms > 0, json!(agent.lag_ms));
-    add("departed", agent.departed_ms > 0, json!(now_unix_ms.saturating_sub(agent.departed_ms)));
+    let departed = if agent.departed_ms > 0 { now_unix_ms.saturating_sub(agent.departed_ms) } else { 0 };
+    let facts = [
+        ("error", json!(agent.last_error)),
+        ("reason", json!(agent.reason)),
+        ("degraded", json!(agent.degraded)),
+        ("rejected", json!(agent.rejected_count)),
+        ("drift", json!(agent.drift_count)),
+        ("lag", json!(agent.lag_ms)),
+        ("departed", json!(departed)),
+    ];
+    let is_there = |(_, value): &(&str, Value)| ![json!(""), json!([]), json!(0)].contains(value);
+    let more: Map<String, Value> =
+        facts.into_iter().filter(is_there).map(|(name, value)| (name.to_owned(), value)).collect();
     if let (false, Value::Array(row)) = (more.is_empty(), &mut row) {
         row.push(Value::Object(more));
     }

@@ -6,7 +6,7 @@ import { openDrawer } from './drawer.js';
 import { $, count, empty, facts, fill, h, kids, link, mark, say, table, thousands } from './words.js';
 
 const ROW = 31, PAGE = 40;
-let query = '', rows = new Map(), hashes = new Map(), total = 0, generation = 0, openService = () => {};
+let query = '', rows = new Map(), total = 0, generation = 0, openService = () => {};
 const pages = new Set();
 
 const ports = (service) => service.ports.map(({ port, node_port: nodePort, protocol }) =>
@@ -30,7 +30,7 @@ export function start(open) {
     if (entry.isIntersecting && !isVisible && rows.size === 0) reload();
     isVisible = entry.isIntersecting;
   }).observe($('services'));
-  setInterval(() => { if (isVisible && model.link.up && !document.hidden) refresh(true); }, 10_000);
+  setInterval(() => { if (isVisible && model.link.up && !document.hidden) refresh(true); }, 30_000);
 }
 
 export function only(which) {
@@ -43,7 +43,7 @@ export function only(which) {
 function refresh(keeps) {
   generation += 1;
   pages.clear();
-  if (!keeps) [rows, hashes] = [new Map(), new Map()];
+  if (!keeps) rows = new Map();
   show();
 }
 
@@ -52,9 +52,8 @@ async function load(page) {
   pages.add(page);
   const own = generation;
   try {
-    const found = await ask(`services?${query}&offset=${page * PAGE}&limit=${PAGE}&known=${hashes.get(page) ?? ''}`);
-    if (own !== generation || found.same) return;
-    hashes.set(page, found.hash);
+    const found = await ask(`services?${query}&offset=${page * PAGE}&limit=${PAGE}`);
+    if (own !== generation) return;
     total = found.total;
     found.services.forEach((service, index) => rows.set(page * PAGE + index, service));
     say('services-count', `${thousands(total)}${total === found.all ? '' : ` of ${thousands(found.all)}`}`);
@@ -113,7 +112,7 @@ export async function follow(namespace, name, redraw, openNode) {
   const title = `${namespace}/${name}`;
   const body = openDrawer(title, () => { filter.names = undefined; redraw(); });
   try {
-    const { service, endpoints, endpoint_count: all, wait } = await ask(`services/${encodeURIComponent(namespace)}/${encodeURIComponent(name)}`);
+    const { service, endpoints, endpoint_count: all, wait } = await ask(`services/${namespace}/${name}`);
     const missing = [...wait.laggards, ...wait.absent];
     filter.names = missing.length ? new Set(missing.map(({ node }) => node)) : undefined;
     redraw();

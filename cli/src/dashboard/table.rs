@@ -1,13 +1,12 @@
 //! The table of Services: listed once, and then followed while a page shows the table.
 
 use std::cell::RefCell;
-use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, BTreeSet};
-use std::hash::{Hash as _, Hasher as _};
 use std::rc::{Rc, Weak};
 use std::time::Duration;
 
 use headgate_proto::v1::{ListServicesRequest, ServiceInfo, WatchEvent, WatchRequest};
+use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::task::spawn_local;
 use tokio::time::{Instant, timeout};
@@ -36,7 +35,8 @@ struct Table {
 pub(super) struct Services(tokio::sync::Mutex<Option<Rc<RefCell<Table>>>>);
 
 /// What a page asks for.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
 pub(super) struct Query {
     /// A part of "namespace/name", or of an address.
     pub search: String,
@@ -44,8 +44,6 @@ pub(super) struct Query {
     pub only: String,
     pub offset: usize,
     pub limit: usize,
-    /// The hash of the answer that the page has.
-    pub known: String,
 }
 
 impl Query {
@@ -86,15 +84,7 @@ impl Services {
         }
         let table = table.borrow();
         let rows: Vec<Value> = keys.iter().filter_map(|key| table.services.get(key)).map(rows::service).collect();
-        let mut answer = json!({ "all": table.services.len(), "total": total, "services": rows });
-        let mut hasher = DefaultHasher::new();
-        answer.to_string().hash(&mut hasher);
-        let hash = format!("{:x}", hasher.finish());
-        if hash == query.known {
-            return Ok(json!({ "same": true }));
-        }
-        answer["hash"] = hash.into();
-        Ok(answer)
+        Ok(json!({ "all": table.services.len(), "total": total, "services": rows }))
     }
 
     /// The table. The first page that asks waits for the list, and so do pages that ask meanwhile.
@@ -163,6 +153,12 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parameters_of_the_page_are_read() {
+        let query: Query = serde_urlencoded::from_str("search=a%26b&only=unready&offset=80&limit=40&else=1").unwrap();
+        assert_eq!((query.search.as_str(), query.only.as_str(), query.offset, query.limit), ("a&b", "unready", 80, 40));
+    }
 
     #[test]
     fn services_are_found_by_name_by_address_and_by_what_is_wrong() {
