@@ -1,11 +1,11 @@
-# The recipes. Continuous integration runs only `make test` (.ci/run).
+# The recipes. Continuous integration runs only `make test` and `make page-test` (.ci/run).
 #
 # `make help` prints each target with the comment after its name.
 
 keep := $(filter-out 0,$(KEEP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test count simulate demo bench fuzz kernels dist skew roots cluster fmt lint deny descriptor docs behaviours budgets path clean-namespaces
+.PHONY: help setup build test page-test count simulate demo bench fuzz kernels dist skew roots cluster fmt lint deny descriptor docs behaviours budgets path clean-namespaces
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,11 @@ test: setup ## Run everything that must pass: format, lints, all tests, doc test
 	cargo nextest run --workspace --locked $(if $(CI),--profile ci)
 	cargo test --workspace --doc --locked
 	@$(MAKE) --no-print-directory count
+
+page-test: ## Test the page of headgatectl dashboard in Chromium; pictures in target/page. FLEET=5000 simulates this number of agents, ONLY=alone needs no build
+	@.ci/setup page
+	$(if $(filter alone,$(ONLY)),,cargo build --workspace --locked)
+	@FLEET=$(FLEET) ONLY=$(ONLY) exec node tests/page/run.js
 
 count: setup ## Count instructions of hot paths; fail above tests/counts.txt + 2 %. WRITE=1 REASON="…" writes it, ONLY=name counts one
 	cargo build --config .ci/count.toml --workspace --locked --bin count

@@ -6,8 +6,11 @@ use std::{env, fs, path::PathBuf};
 use prost::Message as _;
 
 /// The answers of Inspect, and the messages in them. `headgatectl` writes them as JSON.
-const SHOWN_AS_JSON: [&str; 22] = [
+const SHOWN_AS_JSON: [&str; 25] = [
     "AgentInfo",
+    "AgentVersion",
+    "AgentsChange",
+    "ChangeTime",
     "Connections",
     "Drift",
     "EndpointInfo",

@@ -148,6 +148,13 @@ pub enum Command {
     /// Contacts no server
     #[command(after_help = EXIT_CODES)]
     Certs(CertsArgs),
+    /// Show the fleet on a page in a browser on this machine
+    ///
+    /// The page listens only on 127.0.0.1, uses your connection options, and answers only with the
+    /// token in the printed address. Through SSH, forward the port: ssh -L PORT:127.0.0.1:PORT. It
+    /// asks the control plane only while it is open. Ctrl-C ends it.
+    #[command(after_help = EXIT_CODES)]
+    Dashboard(DashboardArgs),
     /// Create a certificate authority, or replace it while the programs run. Contacts no server
     #[command(after_help = EXIT_CODES)]
     Ca(CaArgs),
@@ -248,6 +255,14 @@ impl AgentsArgs {
     pub fn node(&self) -> Option<&str> {
         self.node.as_deref().or(self.node_flag.as_deref())
     }
+}
+
+/// Where the page is served.
+#[derive(Debug, clap::Args)]
+pub struct DashboardArgs {
+    /// The port on 127.0.0.1; 0 takes a free one
+    #[arg(long, value_name = "PORT", default_value_t = 0)]
+    pub port: u16,
 }
 
 /// The pod that stops.

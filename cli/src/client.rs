@@ -62,7 +62,7 @@ pub enum ConnectError {
 }
 
 /// A connection to a replica. Any replica answers for all replicas.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Replica {
     /// Sends the requests.
     pub client: InspectClient<Channel>,
@@ -103,7 +103,7 @@ async fn connect_to(server: String, tls: &TlsArgs) -> Result<Replica, ConnectErr
     let connected = connected.map_err(|_| silent(&server, ANSWER_TIMEOUT))?;
     let channel = connected.map_err(|error| refused(&server, &error))?;
     let mut client = InspectClient::new(channel);
-    let answer = client.get_status(GetStatusRequest { only_this_replica: true }).await;
+    let answer = client.get_status(GetStatusRequest { only_this_replica: true, last_changes: 0 }).await;
     match answer.err().and_then(|status| failure(&server, &status)) {
         Some(error) => Err(error),
         // An error of the replica itself is also an answer. The command's own request reports it.

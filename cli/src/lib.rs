@@ -8,6 +8,7 @@ mod answer;
 pub mod args;
 pub mod certs;
 pub mod client;
+mod dashboard;
 mod drain;
 mod explain;
 mod migrate;

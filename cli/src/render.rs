@@ -8,8 +8,8 @@ use std::{borrow::Cow, fmt::Write as _};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, presets};
 use headgate_proto::v1::{
-    Connections, Drift, EndpointInfo, GetStatusResponse, NodeStatus, OpenConnection, Problem, Rejection, ReplicaInfo,
-    ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
+    Connections, Drift, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, OpenConnection, Problem, Rejection,
+    ReplicaInfo, ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
 };
 
 use headgate_proto::printable::is_printable;
@@ -330,7 +330,10 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
         ("endpoints", status.endpoints.to_string()),
         ("nodes", status.nodes.to_string()),
         ("agents", status.agents.to_string()),
-        ("fleet", fleet(&status.fleet.unwrap_or_default()).trim_start_matches("fleet: ").to_owned()),
+        (
+            "fleet",
+            fleet(status.fleet.as_ref().unwrap_or(&FleetInfo::default())).trim_start_matches("fleet: ").to_owned(),
+        ),
         ("problems", status.problems.len().to_string()),
     ];
     let mut output = String::new();

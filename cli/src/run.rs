@@ -10,7 +10,7 @@ use crate::answer::{Failure, Session};
 use crate::args::{Args, Command, MigrateArgs, Output, Selected};
 use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
-use crate::{agents, drain, explain, migrate, node, verify, wait};
+use crate::{agents, dashboard, drain, explain, migrate, node, verify, wait};
 
 /// Runs one command and writes its answer to `out`, until the reader closes the pipe.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
@@ -18,6 +18,7 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
         Command::Certs(certs) => local(certs::make(certs), args.output, out),
         Command::Ca(ca) => local(rotation::run(ca), args.output, out),
         Command::Migrate(MigrateArgs::Check(check)) => migrate::check(check, args.output, style, out),
+        Command::Dashboard(wanted) => dashboard::run(args, wanted, out).await,
         _ => ask(args, style, out).await,
     };
     match done {
@@ -54,8 +55,8 @@ async fn ask(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failu
         Command::Verify(wanted) => verify::run(session, wanted).await,
         Command::Wait(wanted) => wait::run(session, wanted, selected).await,
         Command::Drain(wanted) => drain::run(session, wanted).await,
-        // These commands contact no server.
-        Command::Certs(_) | Command::Ca(_) | Command::Migrate(_) => Ok(()),
+        // These commands contact no server, or connect themselves.
+        Command::Certs(_) | Command::Ca(_) | Command::Migrate(_) | Command::Dashboard(_) => Ok(()),
     }
 }
 

@@ -8,6 +8,7 @@ use std::{
 };
 
 use headgate_core::node_state::SourceState;
+use headgate_listener::ProcessMetrics;
 use headgate_proto::v1;
 use prometheus_client::{
     encoding::{EncodeMetric, MetricEncoder, text::encode},
@@ -19,7 +20,6 @@ use crate::objects::SourceKind;
 
 pub(crate) type Total = Counter<u64, AtomicU64>;
 pub(crate) type Level = Gauge<i64, AtomicI64>;
-pub(crate) type Seconds = Gauge<f64, AtomicU64>;
 
 /// A counted pod that waits for the drain barrier.
 pub(crate) struct CountedPod(Level);
@@ -37,15 +37,19 @@ macro_rules! metrics {
         #[derive(Debug)]
         pub struct Metrics {
             registry: Registry,
+            process: ProcessMetrics,
             $(pub(crate) $field: $kind,)+
         }
 
         impl Metrics {
             /// Returns the metrics, and adds their rows of `docs/control-plane-metrics.md`.
             fn described(rows: &mut Vec<String>) -> Self {
-                let mut add = Adder { registry: Registry::with_prefix("headgate"), rows };
+                let (mut registry, process) = (Registry::default(), ProcessMetrics::default());
+                let mut add = Adder { prefix: "process", registry: &mut registry, rows };
+                add.of_process(&process);
+                let mut add = Adder { prefix: "headgate", ..add };
                 $(let $field: $kind = add.add($name, [$($(stringify!($label)),+)?], $meaning);)+
-                Self { registry: add.registry, $($field),+ }
+                Self { registry, process, $($field),+ }
             }
         }
     };
@@ -56,8 +60,13 @@ metrics! {
         "Time from the arrival of a change at this replica until all connected agents had the change in their kernels. The time that an ACK waits at its agent does not count";
     gate_seconds: Histogram = "readiness_gate_seconds",
         "Time from the moment at which a pod lacked only its readiness gate until this replica set the condition";
-    recently_everywhere: Labelled<Seconds> = "control_plane_recently_programmed_everywhere_seconds" [quantile],
-        "Time from the arrival of a change at this replica until all connected agents had the change in their kernels, for the last 1,024 changes at most: p50, p99 and, as quantile 1, the maximum. Absent until a change is measured";
+    programmed_on_node: Histogram = "control_plane_programmed_on_node_seconds",
+        "Time from the trigger of a change until the kernel of a node had it, once for each change and each agent of this replica. The histograms of all replicas add up";
+    fleet_everywhere: Histogram = "fleet_programmed_everywhere_seconds",
+        "Time from the trigger of a change until the kernel of the last node of all replicas had it. One replica records each change, so the histograms of all replicas add up";
+    build: Labelled<Level> = "build_info" [version], "Always 1. The label is the version of the program";
+    other_versions: Level = "control_plane_agents_of_other_version",
+        "Agents with a stream whose version differs from the version of this replica";
     agents: Labelled<Level> = "control_plane_agents" [state],
         "Agents with a stream, by state: up_to_date (everything that the replica has known for more than a second is programmed), behind, failing (the last attempt failed, or a resource is rejected), waiting (the agent has acknowledged nothing, or the source is unlisted), or cut_off (the source is cut off)";
     source_ages: Labelled<Level> = "source_age_seconds" [kind],
@@ -137,8 +146,11 @@ metrics! {
 }
 
 impl Default for Metrics {
+    /// The time of this call counts as the start of the process.
     fn default() -> Self {
-        Self::described(&mut Vec::new())
+        let metrics = Self::described(&mut Vec::new());
+        metrics.build.of([env!("CARGO_PKG_VERSION")]).set(1);
+        metrics
     }
 }
 
@@ -152,11 +164,20 @@ impl Metrics {
     #[must_use]
     pub fn render(&self) -> String {
         let mut text = String::new();
+        self.process.refresh();
         if let Err(error) = encode(&mut text, &self.registry) {
             // Writing to a String cannot fail, so an error means that a metric has a defect.
             tracing::error!(%error, "metrics cannot be encoded");
         }
         text
+    }
+
+    /// When this replica's certificate, or an authority that it trusts, expires first; 0 without
+    /// TLS.
+    pub(crate) fn certificate_not_after_unix_ms(&self) -> u64 {
+        let of = |file| Some(self.tls_not_after.metrics.get(&[("file", file)])?.get());
+        let first = ["cert", "client_ca"].into_iter().filter_map(of).min().unwrap_or_default();
+        u64::try_from(first).unwrap_or_default().saturating_mul(1_000)
     }
 
     pub(crate) fn set_source_state(&self, state: SourceState) {
@@ -270,7 +291,8 @@ impl<M: Default, const N: usize> Initial<N> for Labelled<M, N> {
 
 /// Registers metrics, and describes each of them.
 struct Adder<'a> {
-    registry: Registry,
+    prefix: &'static str,
+    registry: &'a mut Registry,
     /// The rows of `docs/control-plane-metrics.md`.
     rows: &'a mut Vec<String>,
 }
@@ -284,12 +306,26 @@ impl Adder<'_> {
         meaning: &str,
     ) -> M {
         let metric = M::initial(labels);
-        let kind = metric.metric_type();
-        let suffix = if matches!(kind, MetricType::Counter) { "_total" } else { "" };
-        let (kind, labels) = (kind.as_str(), labels.join(", "));
-        self.rows.push(format!("| `headgate_{name}{suffix}` | {kind} | {labels} | {meaning} |\n"));
-        self.registry.register(name, meaning, metric.clone());
+        self.register(name, &labels.join(", "), meaning, metric.clone());
         metric
+    }
+
+    fn register(&mut self, name: &str, labels: &str, meaning: &str, metric: impl Metric) {
+        let (prefix, kind) = (self.prefix, metric.metric_type());
+        let suffix = if matches!(kind, MetricType::Counter) { "_total" } else { "" };
+        self.rows.push(format!("| `{prefix}_{name}{suffix}` | {} | {labels} | {meaning} |\n", kind.as_str()));
+        self.registry.register(format!("{prefix}_{name}"), meaning, metric);
+    }
+
+    fn of_process(&mut self, process: &ProcessMetrics) {
+        let ProcessMetrics { cpu_seconds, resident_bytes, virtual_bytes, started, open_fds, max_fds } = process;
+        self.register("cpu_seconds", "", "CPU time of the replica", cpu_seconds.clone());
+        self.register("resident_memory_bytes", "", "Resident memory of the replica", resident_bytes.clone());
+        self.register("virtual_memory_bytes", "", "Virtual memory of the replica", virtual_bytes.clone());
+        let help = "When the replica started, in seconds since the Unix epoch";
+        self.register("start_time_seconds", "", help, started.clone());
+        self.register("open_fds", "", "Open file descriptors", open_fds.clone());
+        self.register("max_fds", "", "Maximum number of open file descriptors", max_fds.clone());
     }
 }
 

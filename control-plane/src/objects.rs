@@ -675,6 +675,8 @@ api_types! {
         pub status: String,
         /// The reason, which may be empty.
         pub reason: String,
+        /// When the status changed last (RFC 3339), or empty.
+        pub last_transition_time: String,
     }
 }
 
@@ -802,6 +804,15 @@ impl Pod {
             // Something else has made the pod unready, such as the loss of its node.
             (true, false) => GateState::Unready,
         })
+    }
+
+    /// Since when a pod with the gate has lacked only the gate (RFC 3339); empty if it lacks more.
+    #[must_use]
+    pub fn waits_since(&self) -> &str {
+        let others = self.spec.readiness_gates.iter().map(|gate| &*gate.condition_type).filter(|gate| *gate != GATE);
+        let needed = others.chain(["ContainersReady"]).filter_map(|name| self.condition(name));
+        let last = needed.map(|condition| &*condition.last_transition_time).max();
+        last.filter(|_| self.gate_state() == Some(GateState::Waiting)).unwrap_or_default()
     }
 
     fn condition(&self, name: &str) -> Option<&PodCondition> {

@@ -3,12 +3,6 @@
 
 use std::time::Duration;
 
-/// The processor time of the process, without its child processes. `None` if the operating system
-/// does not tell it.
-pub(crate) fn of_process() -> Option<Duration> {
-    usage(libc::RUSAGE_SELF)
-}
-
 /// The processor time of the calling thread and of all child processes that have ended. `None` if
 /// the operating system does not tell it. No other thread may wait for a child between two calls.
 pub(crate) fn of_thread_and_children() -> Option<Duration> {

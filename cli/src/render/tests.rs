@@ -148,6 +148,7 @@ problems    1
         for_ms,
         agents,
         problem: problem.into(),
+        ..ReplicaInfo::default()
     };
     let replicas = vec![
         other("cp-2", "joined", 18_180_000, 1_024, ""),

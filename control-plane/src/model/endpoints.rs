@@ -386,11 +386,13 @@ impl Endpoints {
         }
     }
 
-    /// Applies a change to the held pods, and notes the endpoints of `pods` that it changes.
+    /// Applies a change to the held pods, and notes the endpoints of `pods` that it changes, with
+    /// this trigger.
     pub(super) fn change_gates(
         &mut self,
         pods: impl IntoIterator<Item = PodId>,
         change: impl FnOnce(&mut Gates),
+        trigger_unix_ms: u64,
         interner: &mut Interner,
     ) {
         let before = |(slice, address): &EndpointPlace| {
@@ -401,7 +403,7 @@ impl Endpoints {
         let visited: Vec<_> = places.filter_map(before).collect();
         change(&mut self.gates);
         for (service, address, endpoint) in visited {
-            self.note(&service, address, true, endpoint, 0, interner);
+            self.note(&service, address, true, endpoint, trigger_unix_ms, interner);
         }
     }
 

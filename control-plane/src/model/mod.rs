@@ -242,14 +242,18 @@ impl Model {
         }
         changes.append(&mut gone);
         changes.append(&mut removals);
-        let node = |(name, node)| match node {
-            Some((node, true)) => NodeChange::Apply(node),
-            Some((node, false)) => NodeChange::ApplyExcluded(node),
-            None => NodeChange::Remove(name),
+        let mut pools = Vec::new();
+        let node = |(name, node): (Arc<str>, Option<SelectedNode>)| {
+            pools.push((Arc::clone(&name), node.as_ref().and_then(|(.., pool)| pool.clone())));
+            match node {
+                Some((node, true, _)) => NodeChange::Apply(node),
+                Some((node, false, _)) => NodeChange::ApplyExcluded(node),
+                None => NodeChange::Remove(name),
+            }
         };
         let nodes = self.nodes.take_changes().into_iter().map(node).collect();
         let (pods, gates) = (self.endpoints.take_pods(), self.endpoints.gates.take());
-        Transaction { changes, nodes, pods, gates, ..Transaction::default() }
+        Transaction { changes, nodes, pools, pods, gates, ..Transaction::default() }
     }
 
     /// Whether an event is about a pod that neither waits nor has waited, so that it has no effect.
@@ -312,7 +316,7 @@ impl Model {
                 self.nodes.put(self.interner.name(&key.name), reading)
             }
             Object::ServiceCidr(object) => self.service_cidrs.put(key.name.clone(), cidrs::read(object)),
-            Object::Pod(pod) => self.put_pod(key, Some(pod)),
+            Object::Pod(pod) => self.put_pod(key, Some(pod), trigger_is_new),
         };
         self.report(key, outcome, origin)
     }
@@ -326,7 +330,7 @@ impl Model {
             }
             ObjectKind::Node => self.nodes.put(self.interner.name(&key.name), Reading { value: None, findings }),
             ObjectKind::ServiceCidr => self.service_cidrs.put(key.name.clone(), Reading { value: None, findings }),
-            ObjectKind::Pod => Outcome { findings, ..self.put_pod(key, None) },
+            ObjectKind::Pod => Outcome { findings, ..self.put_pod(key, None, false) },
         };
         self.report(key, outcome, origin)
     }
@@ -340,7 +344,8 @@ impl Model {
     }
 
     /// Applies a version of a pod, or its removal. A pod without UID has no effect.
-    fn put_pod(&mut self, key: &ObjectKey, pod: Option<&Pod>) -> Outcome {
+    fn put_pod(&mut self, key: &ObjectKey, pod: Option<&Pod>, trigger_is_new: bool) -> Outcome {
+        let waits_since = pod.filter(|_| trigger_is_new).map_or(0, |pod| parse::unix_ms(pod.waits_since()));
         let gated = pod.and_then(|pod| {
             let uid = Some(pod.metadata.uid.as_str()).filter(|uid| !uid.is_empty())?;
             let id = PodId::new(uid, &pod.metadata.name).in_namespace(&key.namespace);
@@ -358,7 +363,7 @@ impl Model {
         };
         if self.settings.reads_pods {
             let pods: BTreeSet<PodId> = old.into_iter().chain(new).collect();
-            self.endpoints.change_gates(pods, change, &mut self.interner);
+            self.endpoints.change_gates(pods, change, waits_since, &mut self.interner);
         }
         Outcome { findings: Findings::default(), consequence: "it is not treated as ready early" }
     }
@@ -499,6 +504,8 @@ pub struct Transaction {
     pub changes: Vec<TriggeredChange>,
     /// Changes for single agents.
     pub nodes: Vec<NodeChange>,
+    /// The pools of changed Nodes; `None` without one, or without the Node.
+    pub pools: Vec<(Arc<str>, Option<Arc<str>>)>,
     /// Changed pods of endpoints.
     pub pods: Vec<PodChange>,
     /// Changed pods with the readiness gate of Headgate.

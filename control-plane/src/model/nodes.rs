@@ -1,6 +1,6 @@
 //! Nodes: the fields that the agent of each node needs.
 
-use std::net::IpAddr;
+use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{Node, addresses::AddressUse};
 
@@ -14,11 +14,24 @@ use crate::objects;
 /// The label with the zone of a Node.
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 
+/// The labels that name the pool of a Node, the first one that a Node has counts.
+const POOL_LABELS: [&str; 9] = [
+    "cloud.google.com/gke-nodepool",
+    "eks.amazonaws.com/nodegroup",
+    "karpenter.sh/nodepool",
+    "kubernetes.azure.com/agentpool",
+    "doks.digitalocean.com/node-pool",
+    "kops.k8s.io/instancegroup",
+    "node.cluster.x-k8s.io/pool",
+    "node.kubernetes.io/pool",
+    "node.kubernetes.io/instance-type",
+];
+
 /// The taint that the cluster autoscaler sets before it deletes a node.
 const TO_BE_DELETED_TAINT: &str = "ToBeDeletedByClusterAutoscaler";
 
-/// A Node, and whether it should have an agent.
-pub(super) type SelectedNode = (Node, bool);
+/// A Node, whether it should have an agent, and its pool.
+pub(super) type SelectedNode = (Node, bool, Option<Arc<str>>);
 
 pub(super) fn read(object: &objects::Node, selector: &NodeSelector, interner: &mut Interner) -> Reading<SelectedNode> {
     let mut findings = Findings::default();
@@ -57,5 +70,8 @@ pub(super) fn read(object: &objects::Node, selector: &NodeSelector, interner: &m
     let is_tainted = object.spec.taints.iter().any(|taint| taint.key == TO_BE_DELETED_TAINT);
     let going_away = is_tainted || !metadata.deletion_timestamp.is_empty();
     let node = Node { name, zone, pod_cidrs, addresses, going_away };
-    Reading { value: Some((node, selector.selects(&metadata.labels))), findings }
+    let pool = POOL_LABELS.iter().find_map(|label| metadata.labels.get(*label));
+    // A value that cannot be a label is not shown, and harms nobody.
+    let pool = pool.filter(|pool| parse::zone(pool).is_ok()).and_then(|pool| interner.string(pool));
+    Reading { value: Some((node, selector.selects(&metadata.labels), pool)), findings }
 }

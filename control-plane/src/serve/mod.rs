@@ -10,6 +10,7 @@ mod everywhere;
 mod fleet;
 #[doc(hidden)]
 pub mod fuzz;
+mod overview;
 mod readiness;
 mod stream;
 mod transport;
@@ -201,6 +202,7 @@ pub async fn start(
         let balance = balance::run(Arc::clone(&streams.fleet), service);
         tokio::spawn(stopped.clone().run_until_cancelled_owned(balance));
     }
+    tokio::spawn(stopped.clone().run_until_cancelled_owned(Arc::clone(&streams.overview).run()));
     let everywhere = Arc::clone(&streams.everywhere);
     let serve = transport::serve([agents, inspect], security, routes, streams, shutdown.clone(), stopped.clone());
     let task = tokio::spawn(serve);

@@ -21,6 +21,7 @@ use super::{
     context::{Context, Lifecycle, PositionWait, Settings, Signal, Visit, Visited, Warning, milliseconds},
     everywhere::Everywhere,
     fleet::{Agent, End, Fleet, Lateness, balance, clip},
+    overview::Overview,
 };
 use crate::{
     identity::{Expiry, Peer},
@@ -38,6 +39,7 @@ pub(crate) struct Streams {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) everywhere: Arc<Everywhere>,
     pub(crate) barrier: Arc<Barrier>,
+    pub(crate) overview: Arc<Overview>,
     snapshots: Arc<SnapshotQueue>,
     _visited: Visited,
 }
@@ -51,7 +53,8 @@ impl Streams {
         let fleet = Fleet::new(Arc::clone(&context));
         let everywhere = Everywhere::new(Arc::clone(&fleet));
         let barrier = Barrier::new(Arc::clone(&fleet), Arc::clone(&everywhere));
-        Arc::new(Self { context, fleet, everywhere, barrier, snapshots, _visited: visited })
+        let overview = Overview::new(Arc::clone(&fleet), Arc::clone(&everywhere));
+        Arc::new(Self { context, fleet, everywhere, barrier, overview, snapshots, _visited: visited })
     }
 }
 

@@ -76,6 +76,15 @@ impl Store {
         Family::BOTH.map(ready).into_iter().max().unwrap_or_default()
     }
 
+    /// The number of Services that lack frontends because other Services own them, and of Services
+    /// without a ready endpoint.
+    pub(crate) fn conflicts_and_unready(&self) -> (usize, usize) {
+        let inner = self.read();
+        let services = inner.state.entries().map(|(_, entry)| entry).filter(|entry| entry.service().is_some());
+        let unready = services.filter(|entry| !entry.endpoints().values().any(Endpoint::has_ready_port)).count();
+        (inner.state.frontends().losers().len(), unready)
+    }
+
     /// The sorted keys that pass `filter`. Keys that have endpoints but no Service are included.
     pub(crate) fn keys(&self, filter: impl Fn(&ServiceKey) -> bool) -> Vec<Arc<ServiceKey>> {
         let inner = self.read();

@@ -11,6 +11,7 @@
 //! watch channel announces each new version. A reader holds the lock only while it encodes one
 //! bucket, or copies the values of one step.
 
+mod commits;
 mod encode;
 mod gates;
 mod inspect;
@@ -49,13 +50,14 @@ use crate::{
     model::{NodeChange, Problem, Sink, Transaction, TriggeredChange},
     objects::{PodId, SourceKind},
 };
-use encode::LogKey;
-use encode::{Buckets, DeltaCache, SplitBudget};
+use commits::Applied;
+use encode::{Buckets, DeltaCache, LogKey, SplitBudget};
 use gates::WaitingPods;
 use log::Log;
 use pods::Pods;
 use usage::Witnesses;
 
+pub(crate) use commits::{Commit, TIMED_COMMITS};
 pub(crate) use encode::{positions_from_wire, positions_to_wire, server_frame};
 pub(crate) use gates::WaitingPod;
 pub use inspect::{WatchCursor, WatchPage};
@@ -69,9 +71,6 @@ const GATE_HURRY: Duration = Duration::from_secs(5);
 
 /// The source is asked again for the same position after this time.
 const WANT_INTERVAL: Duration = Duration::from_secs(5);
-
-/// Number of commits whose arrival time is stored, to measure lag.
-pub(crate) const TIMED_COMMITS: usize = 4096;
 
 /// Bounds of the memory that the store uses in addition to the state.
 #[derive(Debug, Clone)]
@@ -154,9 +153,9 @@ struct Inner {
     /// The version at which the position of each kind moved last; the next version if it moved
     /// after the newest version. A step contains only the positions that moved after its start.
     moved_at: BTreeMap<SourceKind, u64>,
-    /// When the changes of each of the newest versions arrived from the source. The last element
-    /// belongs to the head, the element before it to the previous version, and so on.
-    commit_times: VecDeque<Instant>,
+    /// How each of the newest versions came to be. The last element belongs to the head, the
+    /// element before it to the previous version, and so on.
+    commits: VecDeque<Commit>,
 }
 
 impl Store {
@@ -227,6 +226,14 @@ impl Store {
         self.read().nodes.get(name)
     }
 
+    /// The zone and the pool of the Node of this name.
+    pub(crate) fn place_of(&self, name: &str) -> (String, String) {
+        let inner = self.read();
+        let zone = inner.nodes.by_name.get(name).and_then(|(known, _)| known.node.as_ref()?.zone.clone());
+        let pool = inner.nodes.pools.get(name).cloned();
+        [zone, pool].map(|text| text.as_deref().unwrap_or_default().to_owned()).into()
+    }
+
     /// Returns true if a Node in the source has this address.
     pub(crate) fn is_node_address(&self, address: IpAddr) -> bool {
         self.read().nodes.have(address)
@@ -271,19 +278,8 @@ impl Store {
     pub fn lagging_since(&self, version: u64) -> Option<Instant> {
         let inner = self.read();
         let behind = usize::try_from(inner.version.checked_sub(version)?).unwrap_or(usize::MAX);
-        let index = inner.commit_times.len().saturating_sub(behind);
-        inner.commit_times.get(index).copied().filter(|_| behind > 0)
-    }
-
-    /// The time since the changes of each version above `after` arrived, as far as stored.
-    #[must_use]
-    pub fn commit_ages(&self, after: u64, upto: u64) -> Vec<Duration> {
-        let inner = self.read();
-        // The version before the oldest version with a known time.
-        let floor = inner.version - inner.commit_times.len() as u64;
-        let index = |version: u64| usize::try_from(version.clamp(floor, inner.version) - floor).unwrap_or_default();
-        let times = inner.commit_times.range(index(after)..index(upto.max(after)));
-        times.map(Instant::elapsed).collect()
+        let index = inner.commits.len().saturating_sub(behind);
+        inner.commits.get(index).map(|commit| commit.received).filter(|_| behind > 0)
     }
 
     /// The newest version at least `age` old. Times that are not stored count as older.
@@ -291,7 +287,7 @@ impl Store {
     pub fn version_before(&self, age: Duration) -> u64 {
         let inner = self.read();
         let Some(moment) = Instant::now().checked_sub(age) else { return inner.version };
-        let younger = inner.commit_times.len() - inner.commit_times.partition_point(|time| *time <= moment);
+        let younger = inner.commits.len() - inner.commits.partition_point(|commit| commit.received <= moment);
         inner.version - younger as u64
     }
 
@@ -346,17 +342,6 @@ impl Store {
 }
 
 impl Inner {
-    /// Publishes the applied changes, which arrived at `received`, as the next version.
-    fn publish(&mut self, received: Instant) {
-        self.version += 1;
-        // Events of several watches may arrive in another order.
-        let received = self.commit_times.back().map_or(received, |last| received.max(*last));
-        self.commit_times.push_back(received);
-        if self.commit_times.len() > TIMED_COMMITS {
-            self.commit_times.pop_front();
-        }
-    }
-
     /// Records positions of the source at changes.
     fn move_positions(&mut self, positions: &[(SourceKind, u64)]) {
         for (kind, position) in positions {
@@ -372,11 +357,11 @@ impl Inner {
         positions_to_wire(self.shared_positions().filter(|(kind, _)| has_moved(kind)))
     }
 
-    /// Applies changes as the next version. Returns how many had an effect; 0 makes no version.
-    fn apply(&mut self, changes: Vec<TriggeredChange>, limits: &Limits) -> usize {
+    /// Applies changes as the next version. Returns those with an effect; none makes no version.
+    fn apply(&mut self, changes: Vec<TriggeredChange>, limits: &Limits) -> Applied {
         let version = self.version + 1;
         let mut scratch = Dirty::default();
-        let mut effective = 0_u32;
+        let (mut effective, mut applied) = (0_u32, Applied::default());
         for TriggeredChange { change, trigger_unix_ms } in changes {
             let key = self.log.intern(&change, &self.state);
             let is_removed =
@@ -385,11 +370,12 @@ impl Inner {
             if self.state.apply(change, &mut scratch) {
                 self.update_placements(version, &key, before);
                 self.buckets.record(version, &key, &self.state);
+                applied.add(&key, trigger_unix_ms);
                 self.log.record((version, effective), key, trigger_unix_ms, is_removed, limits);
                 effective = effective.saturating_add(1);
             }
         }
-        effective as usize
+        applied
     }
 
     /// The position at the last change, for each kind with resources that every agent receives.
@@ -445,9 +431,10 @@ impl Inner {
 
 impl Sink for Store {
     fn commit(&self, transaction: Transaction) {
-        let Transaction { changes, nodes, pods, gates, positions, bookmarks, received } = transaction;
+        let Transaction { changes, nodes, pools, pods, gates, positions, bookmarks, received } = transaction;
         let has_gates = !gates.is_empty();
-        if gates.iter().any(|change| change.waiting.is_some()) {
+        let is_gate = gates.iter().any(|change| change.waiting.is_some());
+        if is_gate {
             self.hurry(GATE_HURRY);
         }
         let has_moved = !(positions.is_empty() && bookmarks.is_empty());
@@ -462,15 +449,17 @@ impl Sink for Store {
             // A waiter registers before it reads the store, so it is found here.
             let mut touched =
                 self.interests.touched(changes.iter().filter_map(|triggered| Topic::of(&triggered.change)));
-            let effective = inner.apply(changes, &self.limits);
+            let applied = inner.apply(changes, &self.limits);
+            let effective = applied.changed;
             let of_pods = pods.into_iter().flat_map(|change| inner.apply_pod(change));
             touched.extend(self.interests.touched(of_pods.collect::<Vec<_>>().into_iter().map(Topic::Pod)));
             gates.into_iter().for_each(|change| inner.apply_gate(change));
             if effective > 0 {
-                inner.publish(received);
+                inner.publish(received, applied, is_gate);
                 // Whoever reads the new state must not read an older version afterwards.
                 self.head_version.store(inner.version, Ordering::Release);
             }
+            inner.nodes.set_pools(pools);
             let changed_nodes: Vec<_> =
                 nodes.into_iter().filter_map(|change| inner.nodes.apply(change, nodes_position)).collect();
             let observers = if changed_nodes.is_empty() { Vec::new() } else { inner.nodes.observers() };
@@ -771,6 +760,8 @@ pub struct OwnNode {
 struct Nodes {
     /// Each Node, and whether `--agent-nodes` selects it.
     by_name: HashMap<Arc<str>, (OwnNode, bool)>,
+    /// The pools of Nodes that have one.
+    pools: HashMap<Arc<str>, Arc<str>>,
     /// How many Nodes have each address.
     addresses: HashMap<IpAddr, usize>,
     /// The position of the source when any Node last changed.
@@ -791,6 +782,15 @@ impl Nodes {
     fn get(&self, name: &str) -> OwnNode {
         let known = self.by_name.get(name).map(|(known, _)| known.clone());
         known.unwrap_or(OwnNode { node: None, position: self.position })
+    }
+
+    fn set_pools(&mut self, pools: Vec<(Arc<str>, Option<Arc<str>>)>) {
+        for (name, pool) in pools {
+            match pool {
+                Some(pool) => drop(self.pools.insert(name, pool)),
+                None => drop(self.pools.remove(&name)),
+            }
+        }
     }
 
     /// Applies a change at `position`. Returns the Node's name if its value has changed.

@@ -1,6 +1,7 @@
 //! HTTP ports that pods and other hosts can reach. All of a program share one [`HttpConnections`],
-//! which bounds what clients can take; [`MetricsPage`] bounds what the slowest page costs. The rest
-//! also serves other ports. A [`Carrier`] takes the place of TCP between the programs.
+//! which bounds what clients can take; [`MetricsPage`] bounds what the slowest page costs, and all
+//! pages have the [`ProcessMetrics`]. The rest also serves other ports. A [`Carrier`] takes the
+//! place of TCP between the programs.
 
 mod carrier;
 mod connections;
@@ -9,6 +10,7 @@ mod metrics_page;
 mod name_servers;
 mod network;
 pub mod open_files;
+mod process_metrics;
 
 pub use self::{
     carrier::{Accept, Carrier, Io, connector, resolve},
@@ -17,4 +19,5 @@ pub use self::{
     metrics_page::{MetricsPage, in_format},
     name_servers::name_servers,
     network::Network,
+    process_metrics::ProcessMetrics,
 };

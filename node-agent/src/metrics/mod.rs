@@ -2,15 +2,13 @@
 
 mod build_info;
 pub mod kube_proxy;
-pub mod process;
 mod services;
 mod userspace;
 
-use headgate_listener::ClosedConnections;
+use headgate_listener::{ClosedConnections, ProcessMetrics};
+use prometheus_client::registry::Unit;
 
-use self::{
-    kube_proxy::KubeProxyMetrics, process::ProcessMetrics, services::ServiceMetrics, userspace::UserspaceMetrics,
-};
+use self::{kube_proxy::KubeProxyMetrics, services::ServiceMetrics, userspace::UserspaceMetrics};
 use crate::{
     interfaces::InterfaceMetrics,
     metric_registry::{AGENT, MetricRegistry},
@@ -59,7 +57,19 @@ impl Metrics {
         let mut metrics = Self::default();
         let registry = &mut metrics.registry;
         build_info::register(registry);
-        metrics.process.register(registry);
+        let ProcessMetrics { cpu_seconds, resident_bytes, virtual_bytes, started, open_fds, max_fds } =
+            &metrics.process;
+        let mut add = registry.adder("process");
+        let help = "CPU time of the agent, without its child processes";
+        add.counter("cpu_seconds", "", help, cpu_seconds.clone());
+        let help = "Resident memory of the agent, without its child processes";
+        add.gauge_in(Unit::Bytes, "resident_memory", "", help, resident_bytes.clone());
+        let help = "Virtual memory of the agent, without its child processes";
+        add.gauge_in(Unit::Bytes, "virtual_memory", "", help, virtual_bytes.clone());
+        let help = "When the agent started, in seconds since the Unix epoch";
+        add.gauge_in(Unit::Seconds, "start_time", "", help, started.clone());
+        add.gauge("open_fds", "", "Open file descriptors", open_fds.clone());
+        add.gauge("max_fds", "", "Maximum number of open file descriptors", max_fds.clone());
         metrics.session.register(registry);
         metrics.saves.register(registry);
         metrics.sync.register(registry);
@@ -79,7 +89,8 @@ impl Metrics {
 
     /// The resident memory of the agent, without its child processes.
     pub(crate) fn resident_bytes(&self) -> u64 {
-        self.process.resident_bytes()
+        self.process.refresh();
+        self.process.resident_bytes.get()
     }
 
     /// Encodes all metrics as OpenMetrics text, with the counts of the backlog.

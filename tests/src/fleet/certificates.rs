@@ -88,6 +88,18 @@ impl Authority {
         })
     }
 
+    /// Writes the certificate and the key of a client that may use `Inspect` into `folder`. Returns
+    /// their paths.
+    pub(super) fn write_reader_files(&self, folder: &Path) -> Result<[std::path::PathBuf; 2]> {
+        let key = KeyPair::generate()?;
+        let certificate = self.sign("reader", vec![SanType::URI("headgate://reader/page".try_into()?)], &key)?;
+        let files = [folder.join("reader.crt"), folder.join("reader.key")];
+        for (file, text) in files.iter().zip([certificate.pem(), key.serialize_pem()]) {
+            fs::write(file, text).with_context(|| format!("writing {}", file.display()))?;
+        }
+        Ok(files)
+    }
+
     /// The TLS configuration of an agent: TLS 1.3, a certificate for its node, and a store for
     /// session tickets.
     ///

@@ -412,6 +412,9 @@ impl Client {
 
     /// Sends an ACK, or returns the time at which the ACK is due.
     fn answer(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<Outcome, Lost> {
+        if self.member.is_mute {
+            return Ok(Outcome::default());
+        }
         let is_urgent = self.agent.tracker().is_urgent();
         let next = if is_urgent { self.last_ack.map(|at| at + AT_ONCE) } else { self.next_ack };
         match next.filter(|due| *due > Instant::now()) {
@@ -440,7 +443,7 @@ impl Client {
     }
 
     /// Sends a message. Returns false if the server's windows are too small now.
-    fn send(&mut self, message: &[u8], scratch: &mut Scratch) -> Result<bool, Lost> {
+    pub(super) fn send(&mut self, message: &[u8], scratch: &mut Scratch) -> Result<bool, Lost> {
         let Some(link) = self.link.as_mut().filter(|link| link.is_open) else { return Ok(false) };
         scratch.plain.clear();
         scratch.cipher.clear();

@@ -81,6 +81,8 @@ pub struct Member {
     pub source: Option<IpAddr>,
     /// Whether the agent reads nothing once it has its connection.
     pub never_reads: bool,
+    /// Whether the agent reads everything and acknowledges nothing.
+    pub is_mute: bool,
     /// Whether the agent decodes all messages into the state of a real agent.
     pub is_full: bool,
     /// Whether the latency of changes to this agent is measured.

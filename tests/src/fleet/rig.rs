@@ -220,6 +220,12 @@ impl Replica {
         self.address
     }
 
+    /// The address for Inspect.
+    #[must_use]
+    pub fn inspect_address(&self) -> SocketAddr {
+        SocketAddr::new(self.address.ip(), self.address.port() + 1)
+    }
+
     /// Returns the process, so that the caller can end it.
     #[must_use]
     pub fn into_process(self) -> Process {

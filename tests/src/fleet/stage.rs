@@ -49,6 +49,7 @@ pub struct Stage {
     pub source: Source,
     /// The machines of replicas and agents.
     pub machines: Machines,
+    authority: Arc<Authority>,
     files: ServerFiles,
     folder: tempfile::TempDir,
     setup: Setup,
@@ -73,8 +74,8 @@ impl Stage {
         let timetable = Arc::new(Timetable::default());
         let source = Source::start(machines.server(), Arc::clone(&timetable), setup.services, setup.endpoints)?;
         let core = setup.is_pinned.then_some(LOAD_CORE);
-        let fleet = Fleet::start(setup.settings.clone(), authority, timetable, machines.agents(), core)?;
-        Ok(Self { fleet, replicas: Vec::new(), source, machines, files, folder, setup, started: 0 })
+        let fleet = Fleet::start(setup.settings.clone(), Arc::clone(&authority), timetable, machines.agents(), core)?;
+        Ok(Self { fleet, replicas: Vec::new(), source, machines, authority, files, folder, setup, started: 0 })
     }
 
     /// Starts a replica, and waits until it has listed the source. Returns its index in
@@ -96,6 +97,22 @@ impl Stage {
         Ok(self.replicas.len() - 1)
     }
 
+    /// Writes the files for a client's options `--tls-ca`, `--tls-cert` and `--tls-key`, and returns
+    /// their paths. The client may use `Inspect`.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub fn reader_files(&self) -> Result<[std::path::PathBuf; 3]> {
+        let [cert, key] = self.authority.write_reader_files(self.folder.path())?;
+        Ok([self.files.client_ca.clone(), cert, key])
+    }
+
+    /// The name of the node of the agent with this number.
+    #[must_use]
+    pub fn node_name(agent: usize) -> String {
+        format!("node-{agent:05}")
+    }
+
     /// Kills a replica with SIGKILL. The other replicas keep their order.
     ///
     /// # Errors
@@ -112,7 +129,7 @@ impl Stage {
     #[must_use]
     pub fn members(&self, first: usize, count: usize, replica: usize) -> Vec<Member> {
         let member = |number: usize| Member {
-            node: format!("node-{number:05}"),
+            node: Self::node_name(number),
             replicas: vec![self.replicas[replica].address()],
             source: Some(self.machines.host(number)),
             is_full: number < self.setup.full_agents,

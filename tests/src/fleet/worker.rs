@@ -10,7 +10,9 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use headgate_core::digest::Digests;
+use headgate_proto::v1::AgentMessage;
 use mio::{Events, Poll, Token, Waker};
+use prost::Message as _;
 
 use super::{
     Break, Client, Member, Settings,
@@ -294,6 +296,25 @@ impl Worker {
             if chooses(&self.clients[index]) {
                 self.clients[index].is_suspended = true;
                 self.disconnect(index, how);
+            }
+        }
+    }
+
+    /// Lets the agents for which `chooses` returns true acknowledge nothing more.
+    pub fn mute(&mut self, chooses: impl Fn(&Client) -> bool) {
+        for client in self.clients.iter_mut().filter(|client| chooses(client)) {
+            client.member.is_mute = true;
+            client.ack_is_scheduled = false;
+        }
+    }
+
+    /// Sends a message in the name of the agents for which `chooses` returns true.
+    pub fn tell(&mut self, message: &AgentMessage, chooses: impl Fn(&Client) -> bool) {
+        let message = message.encode_to_vec();
+        for index in 0..self.clients.len() {
+            if chooses(&self.clients[index]) {
+                let sent = self.clients[index].send(&message, &mut self.scratch);
+                self.after(index, sent.map(|_| Outcome::default()));
             }
         }
     }

@@ -1,8 +1,10 @@
 //! The parts of `Inspect` that ask all replicas (discovery.proto, sections 16 and 18).
 
 use std::{
+    borrow::Cow,
     collections::BTreeMap,
     sync::{Arc, Mutex, PoisonError},
+    time::Instant,
 };
 
 use futures::{
@@ -14,27 +16,33 @@ use headgate_core::node_state::NodeState;
 use headgate_proto::v1::{self, inspect_client::InspectClient};
 use tonic::{Status, transport::Channel};
 
-use super::inspect::{Inspector, agent_info};
+use super::inspect::Inspector;
 use crate::{
     model::Problem,
     serve::{
         context::milliseconds,
-        everywhere::{Absence, Link, Verdict},
+        everywhere::Link,
         fleet::OF_AGENTS,
+        overview::{self, Told},
     },
 };
 
 /// The maximum number of absent Nodes in an answer.
 const MAX_NAMED: usize = 16_384;
 
-/// The state of a Node without an agent.
-const NO_AGENT: &str = "no_agent";
+/// The maximum number of versions of agents in an answer.
+const MAX_VERSIONS: usize = 64;
+
+fn to_wire(versions: BTreeMap<String, u64>) -> Vec<v1::AgentVersion> {
+    let version = |(version, agents)| v1::AgentVersion { version, agents };
+    versions.into_iter().take(MAX_VERSIONS).map(version).collect()
+}
 
 impl Inspector {
     /// The agents that have a stream to this replica; with a name, only this node.
     pub(super) fn agents_here(&self, node: &str) -> Vec<v1::AgentInfo> {
         let agents = self.fleet.all().into_iter().filter(|agent| node.is_empty() || *agent.node == *node);
-        agents.map(|agent| agent_info(&self.fleet, &agent)).collect()
+        agents.map(|agent| agent.info(&self.fleet.context)).collect()
     }
 
     /// All nodes that count, in order of name; with a name, only this node.
@@ -50,61 +58,96 @@ impl Inspector {
             Some(agents)
         };
         let others = join_all(links.into_iter().map(ask)).await;
-        let mut found: BTreeMap<String, v1::AgentInfo> = BTreeMap::new();
+        let mut listed: BTreeMap<String, Vec<v1::AgentInfo>> = BTreeMap::new();
         for agent in others.into_iter().flatten().flatten().chain(self.agents_here(node)) {
-            // While a node moves, two replicas list it. The worse state counts.
-            let is_good = |agent: &v1::AgentInfo| agent.state == NodeState::UpToDate.as_str();
-            match found.get(&agent.node) {
-                Some(known) if !is_good(known) => {}
-                _ => drop(found.insert(agent.node.clone(), agent)),
-            }
+            listed.entry(agent.node.clone()).or_default().push(agent);
         }
         // The look comes last, so that a node which has moved meanwhile is not called absent.
         let verdict = self.everywhere.look();
-        let rest = self.without_agent(&verdict).filter(|agent| node.is_empty() || agent.node == node);
-        for agent in rest {
-            // The stream of a node may have ended since its replica listed it.
-            if agent.state == NO_AGENT || !found.contains_key(&agent.node) {
-                found.insert(agent.node.clone(), agent);
+        let rest = verdict.absent.keys().chain(verdict.unconfirmed.keys());
+        for name in rest.filter(|name| node.is_empty() || *name == node) {
+            listed.entry(name.clone()).or_default();
+        }
+        let choose = |(node, rows): (String, Vec<v1::AgentInfo>)| {
+            overview::choose(rows.iter(), || self.everywhere.without_agent(&verdict, &node)).map(Cow::into_owned)
+        };
+        listed.into_iter().filter_map(choose).collect()
+    }
+
+    /// What all other replicas say about themselves, with their last changes if that is wanted.
+    pub(super) async fn others(&self, with_changes: bool) -> Vec<(Instant, v1::GetStatusResponse)> {
+        let last_changes = if with_changes { u32::MAX } else { 0 };
+        let ask = |link: Arc<Link>| async move {
+            let request = v1::GetStatusRequest { only_this_replica: true, last_changes };
+            let status = link.inspect()?.get_status(request).await.ok()?.into_inner();
+            Some((Instant::now(), status))
+        };
+        join_all(self.everywhere.links().into_iter().map(ask)).await.into_iter().flatten().collect()
+    }
+
+    /// The last changes, as all replicas know them.
+    pub(super) fn changes_everywhere(
+        &self,
+        limit: usize,
+        others: &[(Instant, v1::GetStatusResponse)],
+        all: u64,
+    ) -> Vec<v1::ChangeTime> {
+        if limit == 0 {
+            return Vec::new();
+        }
+        let told = |info: v1::ReplicaInfo| {
+            let mut told = Told::default();
+            // A replica that does not answer tells nothing, so the changes are running.
+            if let Some((at, status)) = others.iter().find(|(_, status)| status.epoch == info.epoch) {
+                let changes = status.fleet.iter().flat_map(|fleet| fleet.last_changes.iter().rev());
+                changes.for_each(|change| told.add(change.clone(), *at));
+            }
+            (info.replica, told)
+        };
+        let infos = self.everywhere.replica_infos().into_iter();
+        let told: Vec<(String, Told)> =
+            infos.filter(|info| info.state == "joined" && info.agents > 0).map(told).collect();
+        let told: Vec<(&str, &Told)> = told.iter().map(|(replica, told)| (replica.as_str(), told)).collect();
+        self.overview.changes_everywhere(limit, &told, all)
+    }
+
+    /// The replicas that this replica knows, with what they say about themselves.
+    pub(super) fn replica_infos(&self, others: Vec<(Instant, v1::GetStatusResponse)>) -> Vec<v1::ReplicaInfo> {
+        let mut infos = self.everywhere.replica_infos();
+        for (_, status) in others {
+            if let Some(info) = infos.iter_mut().find(|info| info.epoch == status.epoch) {
+                info.build = status.build;
+                info.source_state = status.source_state;
+                info.source_age_ms = status.source_age_ms;
+                info.certificate_not_after_unix_ms = status.certificate_not_after_unix_ms;
+                info.balance_limit = status.balance_limit;
+                info.positions = status.positions;
             }
         }
-        found.into_values().collect()
+        infos
     }
 
-    /// Rows for the Nodes without an agent, and for the agents of replicas that do not answer.
-    fn without_agent<'a>(&'a self, verdict: &'a Verdict) -> impl Iterator<Item = v1::AgentInfo> + 'a {
-        let absent = verdict.absent.iter().map(|(node, absence)| {
-            let v1::Laggard { reason, programmed_version, .. } = self.everywhere.absent_agent(node, *absence);
-            let departed_ms = if let Absence::Lost { departed_ms, .. } = absence { *departed_ms } else { 0 };
-            let (node, state) = (node.clone(), NO_AGENT.into());
-            v1::AgentInfo { node, state, reason, programmed_version, departed_ms, ..v1::AgentInfo::default() }
-        });
-        let silent = verdict.unconfirmed.iter().map(|(node, laggard)| v1::AgentInfo {
-            node: node.clone(),
-            state: NodeState::Waiting.as_str().into(),
-            reason: format!("replica {} does not list its agents", laggard.replica),
-            replica: laggard.replica.clone(),
-            ..v1::AgentInfo::default()
-        });
-        absent.chain(silent)
-    }
-
-    /// The number of nodes in each state, and problems of nodes at other replicas.
-    pub(super) async fn fleet_info(&self, only_this_replica: bool) -> (v1::FleetInfo, Vec<Problem>) {
+    /// The number of nodes in each state, and problems of nodes at other replicas. `others` have
+    /// what the other replicas say; `None`: only of this replica.
+    pub(super) fn fleet_info(
+        &self,
+        others: Option<&[(Instant, v1::GetStatusResponse)]>,
+    ) -> (v1::FleetInfo, Vec<Problem>) {
         let (mut all, mut problems) = (self.fleet_here(), Vec::new());
-        if only_this_replica {
-            return (all, problems);
-        }
-        let ask = |link: Arc<Link>| async move {
-            let request = v1::GetStatusRequest { only_this_replica: true };
-            Some(link.inspect()?.get_status(request).await.ok()?.into_inner())
+        let Some(others) = others else { return (all, problems) };
+        let mut versions: BTreeMap<String, u64> = BTreeMap::new();
+        let mut count = |counted: &[v1::AgentVersion]| {
+            counted.iter().for_each(|counted| *versions.entry(counted.version.clone()).or_default() += counted.agents);
         };
-        for status in join_all(self.everywhere.links().into_iter().map(ask)).await.into_iter().flatten() {
+        count(&all.agent_versions);
+        for (_, status) in others {
             let is_of_node = |problem: &v1::Problem| problem.object.starts_with("Node ") || problem.origin == OF_AGENTS;
-            let of_nodes = status.problems.into_iter().filter(is_of_node);
+            let of_nodes = status.problems.iter().filter(|problem| is_of_node(problem)).cloned();
             let read = |v1::Problem { object, field, message, origin }| Problem { object, field, message, origin };
             problems.extend(of_nodes.map(read));
-            let fleet = status.fleet.unwrap_or_default();
+            let fleet = status.fleet.clone().unwrap_or_default();
+            count(&fleet.agent_versions);
+            all.drifting += fleet.drifting;
             all.up_to_date += fleet.up_to_date;
             all.behind += fleet.behind;
             all.failing += fleet.failing;
@@ -116,6 +159,7 @@ impl Inspector {
             all.everywhere_p99_ms = all.everywhere_p99_ms.max(fleet.everywhere_p99_ms);
             all.everywhere_max_ms = all.everywhere_max_ms.max(fleet.everywhere_max_ms);
         }
+        all.agent_versions = to_wire(versions);
         let verdict = self.everywhere.look();
         all.no_agent = verdict.absent.len() as u64;
         // The agents of a replica that does not answer are not known to be up to date.
@@ -127,6 +171,10 @@ impl Inspector {
 
     fn fleet_here(&self) -> v1::FleetInfo {
         let (states, recent) = (self.fleet.progress().states(), self.fleet.progress().recent());
+        let mut versions: BTreeMap<String, u64> = BTreeMap::new();
+        for agent in self.fleet.all() {
+            *versions.entry(agent.agent_version.clone()).or_default() += 1;
+        }
         let count = |state| states.get(&state).copied().unwrap_or_default() as u64;
         v1::FleetInfo {
             up_to_date: count(NodeState::UpToDate),
@@ -140,6 +188,9 @@ impl Inspector {
             everywhere_max_ms: milliseconds(recent.max),
             no_agent: 0,
             nodes: self.fleet.len() as u64,
+            last_changes: Vec::new(),
+            agent_versions: to_wire(versions),
+            drifting: self.fleet.progress().drifting() as u64,
         }
     }
 

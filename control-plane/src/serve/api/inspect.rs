@@ -4,15 +4,12 @@ use std::{
     collections::{BTreeSet, VecDeque},
     net::IpAddr,
     pin::Pin,
-    sync::{Arc, atomic::Ordering},
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    sync::Arc,
+    time::{Duration, SystemTime},
 };
 
 use futures::{Stream, StreamExt as _, stream};
-use headgate_core::{
-    Change, Endpoint, Placement, ServiceKey, ServicePort,
-    node_state::{NodeState, SETTLED},
-};
+use headgate_core::{Change, Endpoint, Placement, ServiceKey, ServicePort};
 use headgate_proto::v1::{self, inspect_server::Inspect};
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
@@ -25,9 +22,10 @@ use crate::{
     objects::SourceKind,
     serve::{
         barrier::Barrier,
-        context::{Lifecycle, audit_object, milliseconds},
+        context::{Lifecycle, audit_object, milliseconds, unix_ms},
         everywhere::Everywhere,
-        fleet::{Agent, Fleet},
+        fleet::Fleet,
+        overview::Overview,
         verification::Verifier,
     },
     store::{NoPod, PodName, Store, WatchCursor, positions_to_wire},
@@ -41,6 +39,7 @@ pub(crate) struct Inspector {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) everywhere: Arc<Everywhere>,
     pub(crate) barrier: Arc<Barrier>,
+    pub(crate) overview: Arc<Overview>,
     pub(crate) verifier: Arc<Verifier>,
 }
 
@@ -84,6 +83,7 @@ impl Inspect for Inspector {
     type ListEndpointsStream = Items<v1::EndpointInfo>;
     type ListAgentsStream = Items<v1::AgentInfo>;
     type WatchStream = Items<v1::WatchEvent>;
+    type WatchAgentsStream = Items<v1::AgentsChange>;
     type WaitStream = Items<v1::WaitAnswer>;
     type QueryNodeStream = Items<v1::NodeAnswer>;
     type DrainPodStream = Items<v1::BarrierAnswer>;
@@ -93,11 +93,18 @@ impl Inspect for Inspector {
         &self,
         request: Request<v1::GetStatusRequest>,
     ) -> Result<Response<v1::GetStatusResponse>, Status> {
-        let only_this_replica = request.into_inner().only_this_replica;
+        let v1::GetStatusRequest { only_this_replica, last_changes } = request.into_inner();
         let fleet = &self.fleet;
         let context = &fleet.context;
         let counts = context.store.counts();
-        let (fleet_info, mut problems) = self.fleet_info(only_this_replica).await;
+        let (conflicts, unready) = context.store.conflicts_and_unready();
+        let last_changes = usize::try_from(last_changes).unwrap_or(usize::MAX);
+        let others = if only_this_replica { Vec::new() } else { self.others(last_changes > 0).await };
+        let (mut fleet_info, mut problems) = self.fleet_info((!only_this_replica).then_some(&others[..]));
+        fleet_info.last_changes = match only_this_replica {
+            true => self.overview.changes_here(last_changes),
+            false => self.changes_everywhere(last_changes, &others, fleet_info.nodes),
+        };
         problems.extend(context.store.conflict_problems());
         problems.extend(fleet.all().iter().flat_map(|agent| agent.problems()).take(MAX_NODE_PROBLEMS));
         problems.extend(fleet.rejected());
@@ -126,7 +133,11 @@ impl Inspect for Inspector {
                 let positions = context.store.changed_positions().into_iter();
                 positions_to_wire(positions.filter(|(kind, _)| kind.is_comparable()))
             },
-            replicas: self.everywhere.replica_infos(),
+            replicas: self.replica_infos(others),
+            conflicts: conflicts as u64,
+            services_without_ready_endpoints: unready as u64,
+            certificate_not_after_unix_ms: context.metrics.certificate_not_after_unix_ms(),
+            balance_limit: u64::try_from(context.metrics.balance_limit.get()).unwrap_or_default(),
         }))
     }
 
@@ -176,6 +187,21 @@ impl Inspect for Inspector {
             false => self.agents(&node).await,
         };
         Ok(Response::new(Box::pin(stream::iter(agents.into_iter().map(Ok)))))
+    }
+
+    async fn watch_agents(
+        &self,
+        request: Request<v1::WatchAgentsRequest>,
+    ) -> Result<Response<Self::WatchAgentsStream>, Status> {
+        let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
+        let watcher = self.overview.watch(request.into_inner())?;
+        let messages = stream::unfold(Some(watcher), |watcher| async move {
+            let mut watcher = watcher?;
+            let next = watcher.next().await?;
+            let goes_on = next.is_ok();
+            Some((next, goes_on.then_some(watcher)))
+        });
+        Ok(Response::new(Box::pin(messages.take_until(Expiry::passed(expiry)))))
     }
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
@@ -457,51 +483,6 @@ fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::End
         weight: weight.get(),
         version,
     }
-}
-
-pub(super) fn agent_info(fleet: &Fleet, agent: &Agent) -> v1::AgentInfo {
-    let store = &fleet.context.store;
-    let record = agent.record().clone();
-    let source = store.source_state();
-    let state = NodeState::of(source, record.reported(store.version_before(SETTLED)));
-    let rejection = |rejection: &v1::Rejection| v1::Problem {
-        object: rejection.resource.clone(),
-        field: rejection.field.clone(),
-        message: rejection.reason.clone(),
-        origin: String::new(),
-    };
-    let verified = record.verified().cloned();
-    v1::AgentInfo {
-        node: agent.node.to_string(),
-        address: agent.address.to_string(),
-        agent_version: agent.agent_version.clone(),
-        backend: record.backend,
-        degraded: record.degraded.into_iter().chain(agent.problems().map(|problem| problem.message)).collect(),
-        head_version: store.version(),
-        sent_version: agent.sent_version(),
-        programmed_version: record.programmed_version,
-        lag_ms: agent.lag_ms(store, record.programmed_version),
-        apply_microseconds: record.apply_microseconds,
-        services_planned: record.services_planned,
-        objects_written: record.objects_written,
-        resume: agent.resume.as_str().into(),
-        resumed_resources: agent.resumed_resources.load(Ordering::Relaxed),
-        connected_unix_ms: unix_ms(agent.connected),
-        last_error: record.last_error,
-        rejections: record.rejections.shown().iter().map(rejection).collect(),
-        state: state.as_str().into(),
-        reason: agent.reason(store, source, state),
-        verified_unix_ms: verified.as_ref().map_or(0, |verified| unix_ms(SystemTime::now() - verified.at.elapsed())),
-        drift_count: verified.as_ref().map_or(0, |verified| verified.drift_count),
-        drift: verified.map(|verified| verified.drift).unwrap_or_default(),
-        replica: fleet.context.settings.replica_name.clone(),
-        departed_ms: 0,
-    }
-}
-
-fn unix_ms(time: SystemTime) -> u64 {
-    let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

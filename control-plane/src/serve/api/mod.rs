@@ -73,7 +73,8 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
     let (fleet, barrier) = (Arc::clone(&streams.fleet), Arc::clone(&streams.barrier));
     let everywhere = Arc::clone(&streams.everywhere);
     let verifier = Verifier::new(Arc::clone(&fleet));
-    let inspect = InspectServer::new(Inspector { fleet, everywhere, barrier, verifier });
+    let overview = Arc::clone(&streams.overview);
+    let inspect = InspectServer::new(Inspector { fleet, everywhere, barrier, overview, verifier });
     let inspect = inspect.max_decoding_message_size(MAX_REQUEST_BYTES);
     let (fleet, everywhere) = (Arc::clone(&streams.fleet), Arc::clone(&streams.everywhere));
     let peers = peers::PeerService { fleet, everywhere };

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     metrics::{kind_name, level},
-    serve::{context::Context, everywhere::Absence, stream::Streams},
+    serve::{context::Context, everywhere::Absence, fleet::Agent, stream::Streams},
 };
 
 /// Serves the pages until `stopped` is cancelled.
@@ -34,6 +34,8 @@ pub(crate) async fn serve(listener: TcpListener, streams: Arc<Streams>, stopped:
 fn scrape(streams: &Streams) -> String {
     let context = &streams.context;
     streams.fleet.progress().refresh_metrics();
+    let is_other = |agent: &&Arc<Agent>| agent.agent_version != env!("CARGO_PKG_VERSION");
+    context.metrics.other_versions.set(level(streams.fleet.all().iter().filter(is_other).count()));
     let absent = streams.everywhere.look().absent;
     for reason in Absence::REASONS {
         let count = absent.values().filter(|absence| absence.reason() == reason).count();

@@ -13,7 +13,7 @@ use std::{
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     task::Waker,
-    time::Duration,
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use futures::task::AtomicWaker;
@@ -98,6 +98,11 @@ impl Context {
         let problem = self.store.source_problem();
         Some(problem.map_or_else(|| reason.to_owned(), |problem| format!("{reason}: {problem}")))
     }
+}
+
+/// The time since the Unix epoch in whole milliseconds.
+pub(crate) fn unix_ms(time: SystemTime) -> u64 {
+    milliseconds(time.duration_since(UNIX_EPOCH).unwrap_or_default())
 }
 
 pub(crate) fn milliseconds(duration: Duration) -> u64 {

@@ -18,6 +18,7 @@ use std::{
 };
 
 use futures::future::join_all;
+use headgate_core::node_state::NodeState;
 use headgate_proto::v1::{self, question::Wanted};
 use tokio::{
     sync::watch,
@@ -38,6 +39,9 @@ const ASK_AGAIN: Duration = Duration::from_secs(10);
 
 /// How long a replica that starts tries to join the others before it accepts agents.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The state of a Node without an agent.
+pub(crate) const NO_AGENT: &str = "no_agent";
 
 /// Asks all replicas.
 pub(crate) struct Everywhere {
@@ -230,6 +234,30 @@ impl Everywhere {
         v1::Laggard { node: node.to_owned(), reason, programmed_version, ..v1::Laggard::default() }
     }
 
+    /// The row of a Node without an agent, or of an agent that its replica does not list; `None`
+    /// for other nodes.
+    pub(crate) fn without_agent(&self, verdict: &Verdict, node: &str) -> Option<v1::AgentInfo> {
+        let mut row = v1::AgentInfo { node: node.to_owned(), ..v1::AgentInfo::default() };
+        if let Some(absence) = verdict.absent.get(node) {
+            row.state = NO_AGENT.into();
+            (row.zone, row.pool) = self.fleet.context.store.place_of(node);
+            v1::Laggard { reason: row.reason, programmed_version: row.programmed_version, .. } =
+                self.absent_agent(node, *absence);
+            if let Absence::Lost { departed_ms, .. } = absence {
+                // The row has the time in a field of its own.
+                "the agent lost its stream, and no replica has one".clone_into(&mut row.reason);
+                row.departed_ms = *departed_ms;
+            }
+        } else {
+            let laggard = verdict.unconfirmed.get(node)?;
+            row.state = NodeState::Waiting.as_str().into();
+            (row.zone, row.pool) = self.fleet.context.store.place_of(node);
+            row.reason = format!("replica {} does not list its agents", laggard.replica);
+            row.replica = laggard.replica.clone();
+        }
+        Some(row)
+    }
+
     /// The replicas that this replica knows, without itself.
     pub(crate) fn replica_infos(&self) -> Vec<v1::ReplicaInfo> {
         let info = |link: Arc<Link>| {
@@ -240,7 +268,7 @@ impl Everywhere {
                     state: "joined".into(),
                     for_ms: milliseconds(replica.since.elapsed()),
                     agents: replica.nodes.values().filter(|(_, departed)| departed.is_none()).count() as u64,
-                    problem: String::new(),
+                    ..v1::ReplicaInfo::default()
                 },
                 Err(problem) => v1::ReplicaInfo {
                     replica: link.address.to_string(),

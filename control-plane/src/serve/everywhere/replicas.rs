@@ -116,7 +116,7 @@ impl Replicas {
         self.changes.send_modify(|changes| *changes += 1);
     }
 
-    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+    pub(crate) fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
 

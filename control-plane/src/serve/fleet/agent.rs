@@ -28,7 +28,7 @@ use super::{
 };
 use crate::{
     model::Problem,
-    serve::context::{Context, Signal, Warning, milliseconds},
+    serve::context::{Context, Signal, Warning, milliseconds, unix_ms},
     store::{ResumeMode, Store},
 };
 
@@ -136,6 +136,11 @@ impl Agent {
         Some(Problem { object: format!("Node {}", self.node), message, ..Problem::default() })
     }
 
+    /// Returns true if another agent throws this one out.
+    pub(crate) fn has_rivals(&self) -> bool {
+        self.rivalry().is_some()
+    }
+
     /// Returns the problems of the node that people have to solve.
     pub(crate) fn problems(&self) -> impl Iterator<Item = Problem> {
         self.rivalry().into_iter().chain(self.stall_problem())
@@ -145,8 +150,12 @@ impl Agent {
     pub(crate) fn stall_problem(&self) -> Option<Problem> {
         let message = "pods that stop or start have waited for this node too long, because it did not confirm what its kernel has: they hardly wait for it \
                        now, and their answers are incomplete. Look at the log of its agent, or delete the Node if it is gone";
-        let object = format!("Node {}", self.node);
-        self.record().is_stalled().then(|| Problem { object, message: message.to_owned(), ..Problem::default() })
+        let object = || format!("Node {}", self.node);
+        self.record().is_stalled().then(|| Problem {
+            object: object(),
+            message: message.to_owned(),
+            ..Problem::default()
+        })
     }
 
     /// Returns why the stream has to end, or `None` if the stream continues.
@@ -184,7 +193,10 @@ impl Agent {
 
     /// Applies a report of the agent to its record, and updates the counts of the fleet.
     pub(crate) fn update(&self, change: impl FnOnce(&mut Record)) {
-        self.update_programmed(&[], change);
+        self.update_programmed(&[], |record| {
+            record.revision += 1;
+            change(record);
+        });
     }
 
     /// Applies an ACK that arrived at `now`.
@@ -240,6 +252,58 @@ impl Agent {
     /// For how many milliseconds the agent has been behind, since it connected at most.
     pub(crate) fn lag_ms(&self, store: &Store, programmed_version: u64) -> u64 {
         store.lagging_since(programmed_version).map_or(0, |since| milliseconds(since.max(self.entered).elapsed()))
+    }
+
+    /// Returns the version that the agent's kernel has, if commits wait for the agent.
+    pub(crate) fn member_version(&self) -> Option<u64> {
+        self.counted().as_ref().and_then(|(_, counted)| counted.member_version())
+    }
+
+    /// Describes the agent for people.
+    pub(crate) fn info(&self, context: &Context) -> v1::AgentInfo {
+        let store = &context.store;
+        let record = self.record().clone();
+        let source = store.source_state();
+        let state = NodeState::of(source, record.reported(store.version_before(SETTLED)));
+        let rejection = |rejection: &v1::Rejection| v1::Problem {
+            object: rejection.resource.clone(),
+            field: rejection.field.clone(),
+            message: rejection.reason.clone(),
+            origin: String::new(),
+        };
+        let verified = record.verified().cloned();
+        let (zone, pool) = store.place_of(&self.node);
+        v1::AgentInfo {
+            node: self.node.to_string(),
+            address: self.address.to_string(),
+            agent_version: self.agent_version.clone(),
+            backend: record.backend,
+            degraded: record.degraded.into_iter().chain(self.problems().map(|problem| problem.message)).collect(),
+            head_version: store.version(),
+            sent_version: self.sent_version(),
+            programmed_version: record.programmed_version,
+            lag_ms: self.lag_ms(store, record.programmed_version),
+            apply_microseconds: record.apply_microseconds,
+            services_planned: record.services_planned,
+            objects_written: record.objects_written,
+            resume: self.resume.as_str().into(),
+            resumed_resources: self.resumed_resources.load(Ordering::Relaxed),
+            connected_unix_ms: unix_ms(self.connected),
+            last_error: record.last_error,
+            rejections: record.rejections.shown().iter().map(rejection).collect(),
+            state: state.as_str().into(),
+            reason: self.reason(store, source, state),
+            verified_unix_ms: verified
+                .as_ref()
+                .map_or(0, |verified| unix_ms(SystemTime::now() - verified.at.elapsed())),
+            drift_count: verified.as_ref().map_or(0, |verified| verified.drift_count),
+            drift: verified.map(|verified| verified.drift).unwrap_or_default(),
+            replica: context.settings.replica_name.clone(),
+            departed_ms: 0,
+            zone,
+            pool,
+            rejected_count: record.rejections.count(),
+        }
     }
 
     /// Describes an agent that has not programmed `version`, or rejects one of the services.

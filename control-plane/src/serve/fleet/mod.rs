@@ -21,7 +21,7 @@ pub use self::roster::Departed;
 pub(crate) use self::{
     agent::{Agent, End, Lateness, MAX_OPEN},
     ask::Asked,
-    progress::{Progress, Record, Rejections, clip},
+    progress::{LocalChange, LocalOutcome, Progress, Record, Rejections, clip},
     roster::Roster,
 };
 use super::context::Context;
@@ -240,6 +240,7 @@ impl Fleet {
 impl NodeObserver for Fleet {
     fn node_changed(&self, name: &str) {
         if let Some(agent) = self.registry().present.get(name) {
+            agent.record().revision += 1;
             agent.signal.change_node();
         }
         self.progress.node_changed();

@@ -8,7 +8,11 @@
 //!
 //! An agent with a stream becomes a *member* when its kernel has the version that was the newest
 //! version when the agent connected. So an agent that joins does not count for earlier commits.
-//! When an agent leaves, commits that waited only for this agent are not measured.
+//! When an agent leaves, commits that waited only for this agent are not measured: they are lost.
+//!
+//! Each change has a second time, which begins with its trigger (discovery.proto, section 21). The
+//! replica records it for each of its members. [`Progress::changes`] has what the replica knows
+//! about the last changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque},
@@ -26,11 +30,41 @@ use tokio::sync::watch;
 
 use crate::{
     metrics::{Metrics, level},
-    store::{Store, TIMED_COMMITS},
+    store::{Commit, Store, TIMED_COMMITS},
 };
 
 /// The number of measured commits that [`Recent`] summarizes.
 const RECENT: usize = 1024;
+
+/// What the members of a replica have done with a commit.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum LocalOutcome {
+    /// Some member lacks it.
+    Running,
+    /// All members have it: since when, and the last of them. Without members, since its arrival.
+    Done(Instant, Arc<str>),
+    /// This member left before it had it, and when.
+    Lost(Instant, Arc<str>),
+}
+
+/// A commit of this replica, and what its members have done with it.
+#[derive(Debug, Clone)]
+pub(crate) struct LocalChange {
+    pub(crate) version: u64,
+    pub(crate) commit: Commit,
+    pub(crate) outcome: LocalOutcome,
+    /// The number of members that have it.
+    pub(crate) nodes: usize,
+}
+
+/// A commit that some member lacks.
+#[derive(Debug)]
+struct Pending {
+    /// `None` if the store no longer knows it.
+    commit: Option<Commit>,
+    /// The last member so far that had it, and when.
+    latest: Option<(Instant, Arc<str>)>,
+}
 
 /// How an agent is counted in [`FleetCounts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,10 +85,10 @@ struct FleetCounts {
     members: BTreeMap<u64, usize>,
     /// Commits up to this version have been measured, or will never be measured.
     measured: u64,
-    /// When members had programmed each version after `measured`, at the latest; if known.
-    programmed: VecDeque<Option<Instant>>,
-    /// How long the last [`RECENT`] measured commits took until they were programmed everywhere.
-    recent: VecDeque<Duration>,
+    /// The versions after `measured` that some member has, at most [`TIMED_COMMITS`].
+    programmed: VecDeque<Pending>,
+    /// The last [`RECENT`] commits that are not running any more.
+    recent: VecDeque<LocalChange>,
     /// The rejections of each node that rejects resources.
     rejecting: HashMap<Arc<str>, Arc<Rejections>>,
     /// The nodes whose last verification found differences.
@@ -122,31 +156,74 @@ impl FleetCounts {
 
     /// Records when a member had programmed the versions after `after`. An entry of `programmed`
     /// covers all versions after the previous entry, up to the version of the entry. Entries are in
-    /// ascending order.
-    fn note_programmed(&mut self, after: u64, programmed: &[(u64, Instant)]) {
+    /// ascending order. Calls `record` with the time of each of these commits.
+    fn note_programmed(
+        &mut self,
+        store: &Store,
+        (node, after): (&Arc<str>, u64),
+        programmed: &[(u64, Instant)],
+        record: impl Fn(Duration),
+    ) {
+        let Some((newest, _)) = programmed.last() else { return };
+        let known = self.measured + self.programmed.len() as u64;
+        if *newest > known {
+            let mut commits = store.commits(known, *newest).into_iter().peekable();
+            for version in (known + 1).max(newest.saturating_sub(TIMED_COMMITS as u64))..=*newest {
+                let commit = commits.next_if(|(of, _)| *of == version).map(|(_, commit)| commit);
+                self.programmed.push_back(Pending { commit, latest: None });
+            }
+            // A member that is stuck keeps the others from being measured for a limited time only.
+            let excess = self.programmed.len().saturating_sub(TIMED_COMMITS);
+            self.programmed.drain(..excess);
+            self.measured = newest - self.programmed.len() as u64;
+        }
         let mut next = after.max(self.measured) + 1;
         for (version, at) in programmed {
             for version in next..=*version {
                 let index = usize::try_from(version - self.measured - 1).unwrap_or(usize::MAX);
-                if index >= TIMED_COMMITS {
-                    // By then, the store will no longer have the commit's arrival time.
-                    return;
+                let Some(Pending { commit, latest }) = self.programmed.get_mut(index) else { continue };
+                if let Some(commit) = commit {
+                    record(commit.time_until(*at));
                 }
-                if index >= self.programmed.len() {
-                    self.programmed.resize(index + 1, None);
+                if latest.as_ref().is_none_or(|(latest, _)| latest < at) {
+                    *latest = Some((*at, Arc::clone(node)));
                 }
-                let latest = &mut self.programmed[index];
-                *latest = (*latest).max(Some(*at));
             }
             next = next.max(*version + 1);
         }
     }
 
-    /// Marks commits up to a version as measured. Returns their recorded times.
-    fn measured_to(&mut self, version: u64) -> Vec<Option<Instant>> {
+    /// Takes the commits up to a version, which have ended. `lost` is the member that left, if they
+    /// waited only for this one.
+    fn end_to(&mut self, store: &Store, version: u64, (node, is_lost): (&Arc<str>, bool)) -> Vec<LocalChange> {
+        let first = self.measured + 1;
         let count = usize::try_from(version.saturating_sub(self.measured)).unwrap_or(usize::MAX);
         self.measured = self.measured.max(version);
-        self.programmed.drain(..count.min(self.programmed.len())).collect()
+        let nodes = self.members.values().sum();
+        let taken = self.programmed.drain(..count.min(self.programmed.len()));
+        let known: Vec<_> = (first..).zip(taken).collect();
+        let unknown = first + known.len() as u64;
+        let mut ended: Vec<LocalChange> = Vec::new();
+        let mut end = |version, commit, latest: Option<(Instant, Arc<str>)>| {
+            let outcome = match latest {
+                _ if is_lost => LocalOutcome::Lost(Instant::now(), Arc::clone(node)),
+                Some((at, node)) => LocalOutcome::Done(at, node),
+                None => LocalOutcome::Done(Instant::now(), Arc::clone(node)),
+            };
+            ended.push(LocalChange { version, commit, outcome, nodes });
+        };
+        for (version, Pending { commit, latest }) in known {
+            if let Some(commit) = commit {
+                end(version, commit, latest);
+            }
+        }
+        // No member has told when it had these.
+        for (version, commit) in store.commits(unknown - 1, version) {
+            end(version, commit, None);
+        }
+        self.recent.extend(ended.iter().cloned());
+        self.recent.drain(..self.recent.len().saturating_sub(RECENT));
+        ended
     }
 
     fn oldest_member(&self) -> Option<u64> {
@@ -255,12 +332,14 @@ impl Progress {
         counts.note_drift(node, record);
         if *counted != old {
             if old.joins_at.is_none() {
-                counts.note_programmed(old.version, programmed);
+                let of_node = &self.metrics.programmed_on_node;
+                let observe = |time: Duration| of_node.observe(time.as_secs_f64());
+                counts.note_programmed(&self.store, (node, old.version), programmed, observe);
             }
             // New counts come before old ones go, so that there is always a member.
             counts.count(*counted);
             counts.discount(old);
-            self.measure(&mut counts);
+            self.measure(node, &mut counts);
         }
         self.announce(&counts, has_rejections || counted.is_stalled != old.is_stalled);
     }
@@ -271,27 +350,50 @@ impl Progress {
         counts.rejecting.remove(node);
         counts.drifting.remove(node);
         if let Some(oldest) = counts.oldest_member() {
-            counts.measured_to(oldest);
+            counts.end_to(&self.store, oldest, (node, true));
         }
         self.announce(&counts, true);
     }
 
-    fn measure(&self, counts: &mut FleetCounts) {
+    fn measure(&self, node: &Arc<str>, counts: &mut FleetCounts) {
         let Some(oldest) = counts.oldest_member().filter(|oldest| *oldest > counts.measured) else { return };
-        let ages = self.store.commit_ages(counts.measured, oldest);
-        let asked = usize::try_from(oldest - counts.measured).unwrap_or(usize::MAX);
-        let forgotten = asked.saturating_sub(ages.len());
-        let programmed = counts.measured_to(oldest);
-        // The store may have forgotten the times of the oldest commits.
-        let times = programmed.into_iter().skip(forgotten).chain(std::iter::repeat(None));
-        for (age, at) in ages.into_iter().zip(times) {
-            let age = age.saturating_sub(at.map_or(Duration::ZERO, |at| at.elapsed()));
-            self.metrics.programmed_everywhere.observe(age.as_secs_f64());
-            if counts.recent.len() >= RECENT {
-                counts.recent.pop_front();
+        for LocalChange { commit, outcome, .. } in counts.end_to(&self.store, oldest, (node, false)) {
+            if let LocalOutcome::Done(at, _) = outcome {
+                let time = at.saturating_duration_since(commit.received);
+                self.metrics.programmed_everywhere.observe(time.as_secs_f64());
             }
-            counts.recent.push_back(age);
         }
+    }
+
+    /// Returns what is known about the last versions.
+    pub(crate) fn last_changes(&self, limit: usize) -> Vec<LocalChange> {
+        self.changes(self.store.version().saturating_sub(limit as u64), limit)
+    }
+
+    /// Returns what is known about the first versions after `after`, among the last [`RECENT`].
+    pub(crate) fn changes(&self, after: u64, limit: usize) -> Vec<LocalChange> {
+        let counts = self.counts();
+        let head = self.store.version();
+        let after = after.max(head.saturating_sub(RECENT as u64));
+        let commits = self.store.commits(after, head.min(after + limit as u64));
+        let mut ended = counts.recent.iter().peekable();
+        let local = |(version, commit): (u64, Commit)| {
+            while ended.next_if(|ended| ended.version < version).is_some() {}
+            if let Some(ended) = ended.peek().filter(|ended| ended.version == version) {
+                return (*ended).clone();
+            }
+            let nodes: usize = counts.members.range(version..).map(|(_, count)| count).sum();
+            let is_running = counts.oldest_member().is_some_and(|oldest| oldest < version);
+            let outcome =
+                if is_running { LocalOutcome::Running } else { LocalOutcome::Done(commit.received, "".into()) };
+            LocalChange { version, commit, outcome, nodes: if is_running { nodes } else { 0 } }
+        };
+        commits.into_iter().map(local).collect()
+    }
+
+    /// Returns the number of agents whose last verification found differences.
+    pub(crate) fn drifting(&self) -> usize {
+        self.counts().drifting.len()
     }
 
     /// Returns true if rejections of some agent that is not stalled concern one of the services.
@@ -312,7 +414,11 @@ impl Progress {
 
     /// Summarizes the last commits that were measured.
     pub(crate) fn recent(&self) -> Recent {
-        let mut ages: Vec<Duration> = self.counts().recent.iter().copied().collect();
+        let age = |change: &LocalChange| match change.outcome {
+            LocalOutcome::Done(at, _) => Some(at.saturating_duration_since(change.commit.received)),
+            LocalOutcome::Running | LocalOutcome::Lost(..) => None,
+        };
+        let mut ages: Vec<Duration> = self.counts().recent.iter().filter_map(age).collect();
         ages.sort_unstable();
         let at = |percent: usize| {
             ages.get((ages.len() * percent).div_ceil(100).saturating_sub(1)).copied().unwrap_or_default()
@@ -327,13 +433,7 @@ impl Progress {
             let count = states.get(&state).copied().unwrap_or_default();
             self.metrics.agents.of([state.as_str()]).set(level(count));
         }
-        self.metrics.drifting.set(level(self.counts().drifting.len()));
-        let Recent { p50, p99, max, commits } = self.recent();
-        if commits > 0 {
-            for (quantile, time) in [("0.5", p50), ("0.99", p99), ("1", max)] {
-                self.metrics.recently_everywhere.of([quantile]).set(time.as_secs_f64());
-            }
-        }
+        self.metrics.drifting.set(level(self.drifting()));
     }
 }
 
@@ -346,6 +446,11 @@ impl CountedAgent {
 
     fn reports(self) -> Reports {
         (self.is_stalled, self.is_failing, self.has_state, self.version)
+    }
+
+    /// The version that the kernel has, if the agent is a member.
+    pub(super) fn member_version(self) -> Option<u64> {
+        self.joins_at.is_none().then_some(self.version)
     }
 
     /// Makes the agent a member if its kernel has the version that it joins at.
@@ -368,6 +473,8 @@ const MAX_AGO: Duration = Duration::from_secs(3_600);
 /// The last reports of an agent.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Record {
+    /// Grows with each report that people look at. ACKs of an agent without problems do not count.
+    pub(crate) revision: u64,
     pub(crate) backend: String,
     pub(crate) degraded: Vec<String>,
     /// The last verification that the agent reported.
@@ -502,6 +609,7 @@ impl Record {
     }
 
     pub(crate) fn ack(&mut self, ack: &v1::Ack) {
+        self.revision += u64::from(!self.last_error.is_empty() || self.is_stalled() || !self.has_acknowledged);
         self.end_stall();
         self.programmed_version = self.programmed_version.max(ack.version);
         self.has_acknowledged = true;
@@ -571,6 +679,11 @@ pub(crate) struct Rejections {
 }
 
 impl Rejections {
+    /// How many rejections are in force, as far as this replica knows.
+    pub(crate) fn count(&self) -> u64 {
+        self.in_force.max(self.remembered.len() as u64)
+    }
+
     /// The last rejections, at most 64.
     pub(crate) fn shown(&self) -> &[v1::Rejection] {
         &self.shown
@@ -597,7 +710,7 @@ impl Rejections {
             Some(v1::Rejection { resource, field, reason }) => format!("rejected {resource}, {field}: {reason}"),
             None => format!(
                 "rejects {} resources, and this replica remembers the names of {}",
-                self.in_force.max(self.remembered.len() as u64),
+                self.count(),
                 self.remembered.len()
             ),
         }
@@ -667,7 +780,7 @@ mod tests {
     struct Rig {
         progress: Progress,
         counted: HashMap<&'static str, (CountedAgent, Record)>,
-        commits: u8,
+        commits: usize,
     }
 
     impl Rig {
@@ -680,7 +793,7 @@ mod tests {
 
         fn commit(&mut self) {
             self.commits += 1;
-            let cidrs = vec![ipnet::IpNet::new([10, self.commits, 0, 0].into(), 16).unwrap()];
+            let cidrs = vec![ipnet::IpNet::new([10, (self.commits % 256) as u8, 0, 0].into(), 16).unwrap()];
             let change = Change::ServiceCidr(ServiceCidr { name: "kubernetes".into(), cidrs });
             let changes = vec![TriggeredChange { change, trigger_unix_ms: 0 }];
             self.progress.store.commit(Transaction { changes, ..Transaction::default() });
@@ -730,14 +843,7 @@ mod tests {
         (0..3).for_each(|_| rig.commit());
         rig.ack("a", 3);
         assert_eq!(rig.measured(), 0);
-        let longest = |rig: &Rig| -> Option<f64> {
-            rig.progress.refresh_metrics();
-            let name = "headgate_control_plane_recently_programmed_everywhere_seconds{quantile=\"1\"} ";
-            rig.progress.metrics.render().lines().find_map(|line| line.strip_prefix(name)?.parse().ok())
-        };
-        assert_eq!(longest(&rig), None);
         rig.ack("b", 2);
-        assert_eq!(longest(&rig), Some(rig.progress.recent().max.as_secs_f64()));
         assert_eq!(rig.measured(), 2);
         rig.ack("b", 3);
         rig.ack("b", 3);
@@ -766,6 +872,17 @@ mod tests {
         assert_eq!(rig.measured(), 2, "the commit waits for the late agent, now a member");
         rig.leave("late");
         assert_eq!(rig.measured(), 2, "a commit that waited for an agent that left is not measured");
+        let outcomes: Vec<_> = rig.progress.changes(0, 256).into_iter().map(|change| change.outcome).collect();
+        let [
+            LocalOutcome::Done(..),
+            LocalOutcome::Done(_, second),
+            LocalOutcome::Done(_, third),
+            LocalOutcome::Lost(_, lost),
+        ] = &outcomes[..]
+        else {
+            panic!("{outcomes:?}")
+        };
+        assert_eq!((&**second, &**third, &**lost), ("a", "a", "late"));
         rig.commit();
         rig.ack("a", 5);
         assert_eq!(rig.measured(), 3);
@@ -786,6 +903,7 @@ mod tests {
         rig.commit();
         rig.commit();
         let after = Instant::now() + Duration::from_secs(3_600);
+        assert!(rig.progress.changes(0, 256).iter().all(|change| change.outcome == LocalOutcome::Running));
         // Both agents report a time before the second commit, so the age of the second commit is
         // zero. For the first commit, `a` reports a later time than `b`, so this time counts.
         rig.ack_with_times("a", &[(1, after), (2, before)]);
@@ -796,6 +914,31 @@ mod tests {
         assert!(recent.max > Duration::ZERO, "{recent:?}");
         // Times of measured commits are dropped.
         assert_eq!(rig.progress.counts().programmed.len(), 0);
+        let last = rig.progress.last_changes(1);
+        assert!(
+            matches!(&last[..], [LocalChange { version: 2, nodes: 2, outcome: LocalOutcome::Done(at, _), .. }] if *at == before)
+        );
+        let text = rig.progress.metrics.render();
+        assert!(text.contains("headgate_control_plane_programmed_on_node_seconds_count 4"), "{text}");
+    }
+
+    #[test]
+    fn a_member_that_is_stuck_does_not_blind_the_measurement_of_the_others() {
+        let mut rig = Rig::new();
+        rig.enter("a");
+        rig.enter("stuck");
+        let mut version = 0;
+        for _ in 0..TIMED_COMMITS + 10 {
+            rig.commit();
+            version += 1;
+            rig.ack_with_times("a", &[(version, Instant::now())]);
+        }
+        assert_eq!(rig.measured(), 0);
+        let count = format!("headgate_control_plane_programmed_on_node_seconds_count {version}");
+        assert!(rig.progress.metrics.render().contains(&count));
+        assert_eq!(rig.progress.counts().programmed.len(), TIMED_COMMITS);
+        rig.ack("stuck", version);
+        assert_eq!(rig.measured(), RECENT);
     }
 
     #[test]

@@ -1,8 +1,13 @@
 //! The alerts and the dashboard in `deploy/monitoring` use metrics that exist, and the alerts pass
 //! their own tests.
 
-use std::{collections::BTreeSet, fs, process::Command};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    process::Command,
+};
 
+use headgate_control_plane::metrics::Metrics;
 use headgate_tests::testbed::process::tool;
 
 /// The generated pages that list all metrics.
@@ -22,7 +27,7 @@ fn metrics(text: &str) -> BTreeSet<&str> {
 fn alerts_and_dashboard_use_metrics_that_exist() {
     let pages = PAGES.map(|page| fs::read_to_string(super::root().join(page)).unwrap());
     let documented: BTreeSet<&str> = pages.iter().flat_map(|page| metrics(page)).collect();
-    for file in ["alerts.yaml", "alerts_test.yaml", "dashboard.json"] {
+    for file in ["alerts.yaml", "alerts_test.yaml", "dashboard.json", "podmonitor.yaml"] {
         let text = fs::read_to_string(super::root().join("deploy/monitoring").join(file)).unwrap();
         let used = metrics(&text);
         assert!(!used.is_empty(), "{file} uses no metric");
@@ -35,6 +40,111 @@ fn alerts_and_dashboard_use_metrics_that_exist() {
             .collect();
         assert!(unknown.is_empty(), "deploy/monitoring/{file} uses metrics that no page lists: {unknown:?}");
     }
+}
+
+/// The queries in a file: the values of `expr`, in YAML also over several lines.
+fn queries(file: &str) -> Vec<String> {
+    let text = fs::read_to_string(super::root().join("deploy/monitoring").join(file)).unwrap();
+    if file.ends_with(".json") {
+        let lines = text.lines().filter_map(|line| line.trim().strip_prefix("\"expr\": "));
+        return lines.map(|line| serde_json::from_str(line.trim_end_matches(',')).unwrap()).collect();
+    }
+    let begins = text.match_indices(" expr: ").map(|(index, found)| &text[index + found.len()..]);
+    let ends = |rest: &str| ["\n        for: ", "\n        labels:"].iter().filter_map(|end| rest.find(end)).min();
+    begins.map(|rest| rest[..ends(rest).unwrap()].to_owned()).collect()
+}
+
+/// The metrics with their types and labels, as the generated pages list them.
+fn described() -> BTreeMap<String, (String, String)> {
+    let mut described = BTreeMap::new();
+    for page in PAGES {
+        let text = fs::read_to_string(super::root().join(page)).unwrap();
+        for row in text.lines().filter_map(|line| line.strip_prefix("| `")) {
+            let [name, kind, labels] = row.splitn(4, " | ").take(3).collect::<Vec<_>>()[..] else { panic!("{row}") };
+            described.insert(name.trim_end_matches('`').to_owned(), (kind.to_owned(), labels.to_owned()));
+        }
+    }
+    described
+}
+
+/// What a query asks for that the metric `name` does not have. `rest` begins after the name.
+fn misfit(name: &str, rest: &str, described: &BTreeMap<String, (String, String)>, output: &str) -> Option<String> {
+    let base = HISTOGRAM_SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix));
+    let base = base.filter(|base| described.get(*base).is_some_and(|(kind, _)| kind == "histogram"));
+    let (kind, labels) = described.get(base.unwrap_or(name))?;
+    if (kind == "histogram") != base.is_some() {
+        return Some(format!("{name} is a {kind}"));
+    }
+    let is_rate = rest.trim_start_matches(|c| c != '[' && c != ')').starts_with('[');
+    // A counter without a range says that something has been counted at all.
+    let is_misused = if is_rate { kind == "gauge" } else { base.is_some() };
+    if is_misused {
+        return Some(format!("{name} is a {kind}, and is used the other way"));
+    }
+    let matchers = rest.strip_prefix('{').map(|rest| &rest[..rest.find('}').unwrap()]).unwrap_or_default();
+    for matcher in matchers.split(", ").filter(|matcher| !matcher.is_empty()) {
+        let label = &matcher[..matcher.find(['=', '!']).unwrap()];
+        let is_known = labels.split(", ").any(|known| known == label) || ["job", "instance"].contains(&label);
+        if label == "le" && base.is_some() {
+            // Replicas have these bounds.
+            let sample = format!("{name}{{{matcher}}}");
+            if !output.contains(&sample) {
+                return Some(format!("{sample} is no bound"));
+            }
+        } else if !is_known {
+            return Some(format!("{name} has no label {label}"));
+        }
+    }
+    None
+}
+
+#[test]
+fn every_query_fits_the_types_labels_and_bounds_of_its_metrics() {
+    let (described, output) = (described(), Metrics::default().render());
+    for name in ["headgate_build_info{version=", "process_open_fds ", "process_cpu_seconds_total "] {
+        assert!(output.contains(name), "{name} is missing: {output}");
+    }
+    for file in ["alerts.yaml", "dashboard.json"] {
+        let queries = queries(file);
+        assert!(queries.len() > 15, "{file}: {queries:?}");
+        for query in queries {
+            for name in metrics(&query) {
+                let uses = query.match_indices(name).map(|(index, _)| &query[index + name.len()..]);
+                let uses = uses.filter(|rest| !rest.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_'));
+                let wrong: Vec<_> = uses.filter_map(|rest| misfit(name, rest, &described, &output)).collect();
+                assert!(wrong.is_empty(), "{file}: {query}: {wrong:?}");
+            }
+        }
+    }
+    let wrong = |query: &str| {
+        let name = *metrics(query).first().unwrap();
+        misfit(name, &query[query.find(name).unwrap() + name.len()..], &described, &output).is_some()
+    };
+    assert!(wrong("rate(headgate_fleet_programmed_everywhere_seconds_bucket{le=\"2\"}[5m])"));
+    assert!(wrong("headgate_fleet_programmed_everywhere_seconds > 1"));
+    assert!(wrong("headgate_streams{state=\"open\"}") && wrong("rate(headgate_streams[5m])"));
+}
+
+/// The keep list for large fleets has metrics that exist, and has all that the alerts need.
+#[test]
+fn the_keep_list_has_what_alerts_and_dashboard_need() {
+    let text = fs::read_to_string(super::root().join("deploy/monitoring/podmonitor.yaml")).unwrap();
+    let kept = metrics(&text);
+    let described = described();
+    let of_agents = fs::read_to_string(super::root().join(PAGES[0])).unwrap();
+    for file in ["alerts.yaml", "dashboard.json"] {
+        for query in queries(file) {
+            for name in metrics(&query) {
+                let base = HISTOGRAM_SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix));
+                let name = base.filter(|base| described.contains_key(*base)).unwrap_or(name);
+                let is_needed = of_agents.contains(&format!("| `{name}`"));
+                assert!(!is_needed || kept.contains(name), "{file} needs {name}, which the keep list lacks");
+            }
+        }
+    }
+    let is_known = |name: &str| described.contains_key(name.strip_suffix("_bucket").unwrap_or(name));
+    let unknown: Vec<_> = kept.iter().filter(|name| !is_known(name)).collect();
+    assert!(unknown.is_empty(), "{unknown:?}");
 }
 
 #[test]

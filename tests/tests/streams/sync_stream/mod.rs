@@ -320,7 +320,11 @@ async fn inspect_lists_in_order_and_shows_conflicts() {
     let named = |name: &str, endpoints, conflicts| (name.to_owned(), endpoints, conflicts);
     let expected = [named("service-1", 2, 0), named("service-2", 2, 0), named("service-3", 2, 0), named("copy", 0, 1)];
     assert_eq!(listed, expected);
-    let status = inspect.get_status(v1::GetStatusRequest { only_this_replica: true }).await.unwrap().into_inner();
+    let status = inspect
+        .get_status(v1::GetStatusRequest { only_this_replica: true, last_changes: 0 })
+        .await
+        .unwrap()
+        .into_inner();
     let [problem] = status.problems.as_slice() else { panic!("{:?}", status.problems) };
     assert_eq!((problem.object.as_str(), problem.field.as_str()), ("Service other/copy", "spec.clusterIPs"));
     assert!(problem.message.contains("belongs to Service default/service-2"), "{}", problem.message);
@@ -347,7 +351,11 @@ async fn an_external_ip_that_is_a_cluster_ip_is_counted_and_shown() {
     replica.put([Change::from(taker)]);
     assert!(replica.metric(LACKING) > 0);
     let mut inspect = replica.inspect().await;
-    let status = inspect.get_status(v1::GetStatusRequest { only_this_replica: true }).await.unwrap().into_inner();
+    let status = inspect
+        .get_status(v1::GetStatusRequest { only_this_replica: true, last_changes: 0 })
+        .await
+        .unwrap()
+        .into_inner();
     let [problem] = status.problems.as_slice() else { panic!("{:?}", status.problems) };
     assert_eq!((problem.object.as_str(), problem.field.as_str()), ("Service other/taker", "spec.externalIPs"));
     let expected = "belongs to Service default/service-1, whose ClusterIP it is";
