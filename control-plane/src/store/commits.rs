@@ -7,7 +7,7 @@ use std::{
 
 use headgate_core::ServiceKey;
 
-use super::{Inner, Store, log::LogKey};
+use super::{Inner, Store, encode::LogKey};
 use crate::objects::SourceKind;
 
 /// The number of versions about which this is known.
