@@ -9,7 +9,7 @@ export const count = (number, one, many = `${one}s`) =>
 export function duration(ms) {
   const seconds = Math.floor(ms / 1000);
   const pad = (number) => String(number).padStart(2, '0');
-  if (ms < 1000) return `${Math.max(0, Math.round(ms))} ms`;
+  if (ms < 1000) return ms < 1 ? '< 1 ms' : `${Math.round(ms)} ms`;
   if (ms < 10_000) return `${(Math.floor(ms / 100) / 10).toFixed(1)} s`;
   if (seconds < 60) return `${seconds} s`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)}m${pad(seconds % 60)}s`;

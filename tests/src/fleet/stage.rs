@@ -97,7 +97,7 @@ impl Stage {
         Ok(self.replicas.len() - 1)
     }
 
-    /// Writes the files for a client's options `--tls-ca`, `--tls-cert` and `--tls-key`, and returns
+    /// Writes the files for a client's options `--tls-ca`, `--tls-cert` and `--tls-key`. Returns
     /// their paths. The client may use `Inspect`.
     ///
     /// # Errors

@@ -22,7 +22,8 @@ pub enum Fault {
     SlowLists,
     /// A replica stops for some time, as with SIGSTOP.
     FreezeReplica,
-    /// The machine of a replica loses its power, and others do not look for it any more.
+    /// A replica gets SIGKILL, or its machine loses its power, and others do not look for it any
+    /// more.
     Vanish,
     /// A replica gets SIGTERM, and others do not look for it any more.
     Leave,
@@ -139,7 +140,7 @@ impl World {
                 if fault == Fault::Leave {
                     self.stop_replica(place);
                 } else {
-                    self.kill_replica(place, true);
+                    self.kill_replica(place, rng.bool());
                 }
                 lock(&self.shared.named).retain(|named| *named != place);
             }

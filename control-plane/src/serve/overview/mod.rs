@@ -501,7 +501,8 @@ async fn listen(link: Arc<Link>, epoch: u64, with_rows: bool, messages: mpsc::Se
 }
 
 /// Chooses the row of a node that replicas list. While a node moves, two replicas list it. The
-/// worse state counts. `without_agent` has the row of a node without an agent, or that nobody lists.
+/// worse state counts. `without_agent` has the row of a node without an agent, or that nobody
+/// lists.
 pub(crate) fn choose<'a>(
     rows: impl Iterator<Item = &'a v1::AgentInfo>,
     without_agent: impl FnOnce() -> Option<v1::AgentInfo>,

@@ -84,7 +84,8 @@ fn misfit(name: &str, rest: &str, described: &BTreeMap<String, (String, String)>
     let matchers = rest.strip_prefix('{').map(|rest| &rest[..rest.find('}').unwrap()]).unwrap_or_default();
     for matcher in matchers.split(", ").filter(|matcher| !matcher.is_empty()) {
         let label = &matcher[..matcher.find(['=', '!']).unwrap()];
-        let is_known = labels.split(", ").any(|known| known == label) || ["job", "instance"].contains(&label);
+        // The page of agents lists the values behind the name.
+        let is_known = labels.split(", ").any(|known| known.split(' ').next() == Some(label)) || ["job", "instance"].contains(&label);
         if label == "le" && base.is_some() {
             // Replicas have these bounds.
             let sample = format!("{name}{{{matcher}}}");
