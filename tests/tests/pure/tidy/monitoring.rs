@@ -85,7 +85,8 @@ fn misfit(name: &str, rest: &str, described: &BTreeMap<String, (String, String)>
     for matcher in matchers.split(", ").filter(|matcher| !matcher.is_empty()) {
         let label = &matcher[..matcher.find(['=', '!']).unwrap()];
         // The page of agents lists the values behind the name.
-        let is_known = labels.split(", ").any(|known| known.split(' ').next() == Some(label)) || ["job", "instance"].contains(&label);
+        let is_known = labels.split(", ").any(|known| known.split(' ').next() == Some(label))
+            || ["job", "instance"].contains(&label);
         if label == "le" && base.is_some() {
             // Replicas have these bounds.
             let sample = format!("{name}{{{matcher}}}");
