@@ -18,7 +18,7 @@ use bytes::{Buf as _, Bytes, BytesMut};
 use fastrand::Rng;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::{MILLISECOND, clock};
+use super::{LONGEST_TURN_MS, MILLISECOND, clock};
 
 /// The most bytes of a direction that its reader has not taken.
 const CAPACITY: usize = 64 << 10;
@@ -139,8 +139,11 @@ impl Wires {
         self.routes.get(&(from, to)).copied().unwrap_or(Route::Open)
     }
 
+    /// When something arrives that a process sends at `at` by its own clock. A clock that was too
+    /// fast or too slow does not change how long messages take.
     fn arrival(&mut self, at: u64) -> u64 {
-        at + self.rng.u64(self.delay_ms.clone()) * MILLISECOND
+        let now = clock::now();
+        at.clamp(now, now + LONGEST_TURN_MS * MILLISECOND) + self.rng.u64(self.delay_ms.clone()) * MILLISECOND
     }
 
     /// Tries again what waits, after a change of the routes.
