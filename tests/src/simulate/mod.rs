@@ -115,7 +115,7 @@ pub fn plan(seed: u64) -> Vec<Planned> {
     acts.extend((0..rng.usize(4..10)).map(|_| Act::Ask(questions[rng.usize(0..asked)])));
     acts.extend((0..if is_calm { 0 } else { rng.usize(2..6) }).map(|_| Act::Churn));
     acts.extend((0..rng.usize(0..2)).map(|_| Act::Recover));
-    let longest_pause_ms = rng.u64(200..2400);
+    let longest_pause_ms = rng.u64(200..1600);
     rng.shuffle(&mut acts);
     let mut at_ms = 0;
     let next = |act| {
