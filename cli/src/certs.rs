@@ -21,6 +21,7 @@ use serde_json::json;
 
 use folder::{Folder, Kind};
 
+/// The validity of an authority in days.
 const AUTHORITY_DAYS: u32 = 3650;
 
 /// The tolerated difference between the clocks of two machines.
@@ -119,10 +120,12 @@ struct Authority {
     certificate_pem: String,
     issuer: Issuer<'static, KeyPair>,
     not_after: SystemTime,
+    /// True if the authority already existed.
     is_kept: bool,
 }
 
-/// Creates the requested certificates, all or none.
+/// Creates the requested certificates. If one certificate cannot be created, the function writes no
+/// file.
 pub fn make(args: &CertsArgs) -> Result<Written, CertsError> {
     check(args)?;
     let now = SystemTime::now();
@@ -362,6 +365,7 @@ fn text(args: &CertsArgs, files: &[String], authority: &Authority, not_after: Sy
     lines.join("\n") + "\n"
 }
 
+/// Quotes a word for the shell.
 fn quoted(word: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-+,:@".contains(&byte);
     if !word.is_empty() && word.bytes().all(is_plain) {

@@ -1,4 +1,5 @@
-//! Queries about one node, which its replica answers, and `headgatectl node`.
+//! Queries about one node, and `headgatectl node`. The asked replica forwards a query to the
+//! replica that has the stream of the node's agent.
 
 use headgate_proto::v1::{
     Connections, ConnectionsQuery, CountersQuery, MetricsQuery, NodeAnswer, NodeQuery, NodeStatusQuery,
@@ -35,6 +36,7 @@ fn key(Selected { namespace, name }: Selected) -> Option<ServiceKey> {
     (!name.is_empty()).then_some(ServiceKey { namespace, name })
 }
 
+/// Runs `headgatectl counters`.
 pub(crate) async fn counters(
     session: &mut Session<'_>,
     wanted: &CountersArgs,
@@ -62,6 +64,7 @@ pub(crate) async fn counters(
     session.write(&render::counters(&rows, session.style))
 }
 
+/// Runs `headgatectl connections`.
 pub(crate) async fn connections(
     session: &mut Session<'_>,
     wanted: &ConnectionsArgs,

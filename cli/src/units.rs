@@ -22,7 +22,8 @@ pub fn duration(milliseconds: u64) -> String {
     }
 }
 
-/// Formats microseconds: `850µs`, `12.3ms`, and longer ones like [`duration`].
+/// Formats a duration given in microseconds: `850µs`, `12.3ms`. Longer durations are formatted like
+/// [`duration`].
 pub fn microseconds(value: u64) -> String {
     match value {
         0 => "-".to_owned(),
@@ -54,7 +55,8 @@ pub fn time_of_day(unix_ms: u64) -> String {
     format!("{hours:02}:{minutes:02}:{seconds:02}.{:03}", of_day % 1000)
 }
 
-/// Parses a duration above 0 and of at most a day, such as `90s`, `5m`, `1h` or `250ms`.
+/// Parses a duration such as `90s`, `5m`, `1h` or `250ms`. The duration must be above 0 and at most
+/// a day.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);

@@ -7,7 +7,8 @@ use headgate_tls::{REPLICA_URI_PREFIX, Validity, date};
 use tokio::time::Instant;
 use x509_parser::{extensions::GeneralName, prelude::*};
 
-/// Scheme of the URIs that Headgate reads in subject alternative names; others are ignored.
+/// Scheme of the URIs that Headgate reads in subject alternative names. URIs with another scheme
+/// are ignored.
 const SCHEME: &str = "headgate:";
 
 /// Prefix of the URI in the certificate of a node's agent.
@@ -16,10 +17,13 @@ const NODE_URI_PREFIX: &str = "headgate://node/";
 /// Prefix of the URI in a reader's certificate.
 const READER_URI_PREFIX: &str = "headgate://reader/";
 
-/// Prefix of the common name of a node, as of a kubelet. Needs [`NODE_ORGANIZATION`].
+/// Prefix of the common name of a node. The common name counts only together with
+/// [`NODE_ORGANIZATION`]. The client certificate of a kubelet has this common name and this
+/// organization.
 const NODE_COMMON_NAME_PREFIX: &str = "system:node:";
 
-/// Organization without which Kubernetes, too, accepts no common name of a node.
+/// Organization of nodes. Kubernetes and its signers accept the common name of a node only with
+/// this organization.
 const NODE_ORGANIZATION: &str = "system:nodes";
 
 /// Organization of readers, for authorities that can set subjects more easily than URIs.
@@ -33,15 +37,19 @@ const REMEDY: &str = "issue it with one URI in its subject alternative names: he
 /// The identity that a peer has proved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Identity {
-    /// Without TLS, any name that the peer gives is accepted (`--insecure-loopback`).
+    /// The connection has no TLS, and any name that the peer gives is accepted
+    /// (`--insecure-loopback`).
     Unchecked,
     /// The agent of this node. A certificate of a trusted authority proves this identity.
     Node(Arc<str>),
-    /// The reader of this name, a person or program, by a trusted certificate.
+    /// The reader with this name, which is a person or a program. A certificate of a trusted
+    /// authority proves this identity.
     Reader(Arc<str>),
-    /// The control plane replica of this name, by a trusted certificate.
+    /// The control plane replica with this name. A certificate of a trusted authority proves this
+    /// identity.
     Replica(Arc<str>),
-    /// A trusted certificate that does not name its holder clearly: reason and remedy.
+    /// A certificate of a trusted authority that does not clearly name its holder. Contains the
+    /// reason and the remedy.
     Unusable(Arc<str>),
 }
 
@@ -127,6 +135,7 @@ impl Peer {
     /// Checks whether the peer may call `Discovery.Sync` as the agent of this node.
     ///
     /// # Errors
+    ///
     /// [`Denied`], with the remedy.
     pub fn may_follow(&self, node_name: &str, now: SystemTime) -> Result<(), Denied> {
         let refusal = match &self.identity {
@@ -150,6 +159,7 @@ impl Peer {
     /// if `nodes_may_inspect` is true. Replicas ask each other on behalf of readers.
     ///
     /// # Errors
+    ///
     /// [`Denied`], with the remedy.
     pub fn may_inspect(&self, nodes_may_inspect: bool, now: SystemTime) -> Result<(), Denied> {
         let refusal = match &self.identity {
@@ -165,6 +175,7 @@ impl Peer {
     /// Checks whether the peer may use `Peers`, as only other replicas may.
     ///
     /// # Errors
+    ///
     /// [`Denied`], with the remedy.
     pub fn may_ask_as_replica(&self, now: SystemTime) -> Result<(), Denied> {
         let refusal = match &self.identity {
@@ -176,7 +187,8 @@ impl Peer {
         self.check(refusal, now)
     }
 
-    /// When a stream that starts now has to end; `None` for never, within the range of timers.
+    /// When a stream that starts now has to end; `None` without a certificate, or if the
+    /// certificate expires beyond the range of timers.
     pub(crate) fn expiry(&self) -> Option<Expiry> {
         let not_after = self.not_after?;
         let at = Instant::now().checked_add(not_after.duration_since(SystemTime::now()).unwrap_or_default())?;
@@ -198,6 +210,7 @@ impl Peer {
 /// Reads the identity in a peer's own certificate (DER), and when the certificate is valid.
 ///
 /// # Errors
+///
 /// A sentence for the peer, if the certificate cannot be parsed. The caller has verified the chain,
 /// so the authority has issued a malformed certificate.
 pub fn from_certificate(der: &[u8]) -> Result<(Identity, Validity), String> {

@@ -1,4 +1,5 @@
-//! Files that are written together: [`Folder`] checks all contents, then renames temporary files.
+//! Files that are written together. [`Folder`] first collects and checks all contents. It then
+//! writes each file under a temporary name and renames the file to its final path.
 
 use std::{
     fs::{self, DirBuilder, OpenOptions},
@@ -9,10 +10,12 @@ use std::{
 
 use super::{CertsError, bad_file};
 
+/// The kind of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A private key, readable only by its owner.
     Key,
+    /// A certificate.
     Certificate,
     /// An authority's certificate. Copies of the certificate may already exist.
     Authority,
@@ -68,6 +71,7 @@ impl Folder {
         Ok(())
     }
 
+    /// Writes all files and returns their paths.
     pub(super) fn write(self) -> Result<Vec<String>, CertsError> {
         let written = self.files.iter().map(|(path, kind, text)| {
             write(path, *kind, text).map_err(|error| bad_file(path, format!("cannot be written: {error}")))?;

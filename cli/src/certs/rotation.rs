@@ -81,6 +81,7 @@ pub enum Step {
 /// Runs an action.
 ///
 /// # Errors
+///
 /// [`CertsError`]. Run the action again after the cause that the error names is corrected.
 pub fn run(args: &CaArgs) -> Result<Written, CertsError> {
     let now = SystemTime::now();

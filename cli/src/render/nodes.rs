@@ -8,7 +8,8 @@ use headgate_proto::v1::{AgentInfo, FleetInfo};
 use super::{Column, Style, Tone, cell, difference, note, sentence, table, thousands, toned};
 use crate::units;
 
-/// The lag in milliseconds at which an agent counts as behind, if its state does not say.
+/// The lag in milliseconds at which an agent counts as behind, if its state does not show whether
+/// it is behind.
 const SETTLED_MS: u64 = 1000;
 
 /// Formats nodes, one per row, in the given order. The table has a column SEEN if some nodes have

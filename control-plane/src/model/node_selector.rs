@@ -1,4 +1,5 @@
-//! Which Nodes should have an agent: `--agent-nodes` (discovery.proto, section 16).
+//! Which Nodes should have an agent: the label selector of `--agent-nodes` (discovery.proto,
+//! section 16).
 
 use std::{collections::BTreeMap, fmt, str::FromStr};
 

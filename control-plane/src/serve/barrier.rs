@@ -1,4 +1,5 @@
-//! The drain barrier: when no node sends new connections to a pod (discovery.proto, section 18).
+//! The drain barrier: says when no node sends new connections to a pod that stops
+//! (discovery.proto, section 18).
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -17,11 +18,13 @@ use crate::{
     store::{Last, NoPod, PACE, PodEndpoints, PodName, Topic},
 };
 
+/// The longest wait for an answer.
 const MAX_TIMEOUT: Duration = Duration::from_secs(3_600);
 
 /// The maximum size of a request (discovery.proto, section 18). It waits, so it takes memory.
 const MAX_REQUEST_BYTES: usize = 1_024;
 
+/// The maximum number of names in each list of an answer.
 const MAX_NAMED: usize = 1_000;
 
 const CHANGES: &str = "the endpoints of the pod have changed again and again";
@@ -42,12 +45,17 @@ pub(crate) struct Barrier {
 }
 
 impl Barrier {
+    /// Creates the barrier of a replica.
     pub(crate) fn new(fleet: Arc<Fleet>, everywhere: Arc<Everywhere>) -> Arc<Self> {
         Arc::new(Self { fleet, everywhere })
     }
 
-    /// Starts to answer a request of an agent on its stream. Ends the stream if the request is
-    /// larger, or the stream has more requests, than an agent may have.
+    /// Starts to answer a request of an agent. The answer is sent on the agent's stream.
+    ///
+    /// # Errors
+    ///
+    /// The end of the stream, if the request is larger, or the stream has more requests, than an
+    /// agent may have.
     pub(crate) fn begin(self: &Arc<Self>, agent: &Arc<Agent>, request: &v1::BarrierRequest) -> Result<(), End> {
         if request.encoded_len() > MAX_REQUEST_BYTES {
             let text = format!("a request of a pod may have {MAX_REQUEST_BYTES} bytes at most");
@@ -138,7 +146,8 @@ impl Barrier {
                 true => Verdict::default(),
                 false => self.everywhere.until(Wanted::Unusable, stopping, limit, |_| false).await,
             };
-            // Meanwhile the pod may be in use again, or may not be the last endpoint any more.
+            // The answer holds for the endpoints as they were. Meanwhile the pod may be in use
+            // again, or may not be the last endpoint any more.
             let is_same = self.endpoints(pod) == asked;
             if is_same || !verdict.holds() || Instant::now() >= deadline {
                 let lasts = asked.iter().filter_map(|(key, address, _, last)| last_of(key, *address, last.ok()?));
@@ -163,7 +172,8 @@ impl Barrier {
         store.endpoints_of(pod).endpoints.into_iter().map(state).collect()
     }
 
-    /// Finds the pod of a request. The error is an answer, or the reason of the refusal.
+    /// Finds the pod of a request. The error is an answer, or the reason why the request is
+    /// refused.
     async fn find(
         &self,
         is_pod: bool,
@@ -179,7 +189,8 @@ impl Barrier {
                 Ok(found) => return Ok(found),
                 Err(NoPod::Ambiguous) => return Err(Err(AMBIGUOUS.into())),
                 Err(NoPod::Unknown) => {
-                    // The pod may have lost its endpoints before young replicas had listed.
+                    // While replicas are young, the pod may have lost its endpoints before they
+                    // listed their source.
                     if self.everywhere.problems().is_empty() {
                         return Err(Err(unknown(name)));
                     }

@@ -20,6 +20,7 @@ use crate::{
     store::Store,
 };
 
+/// The number of bytes that a pipe holds.
 const PIPE_BYTES: usize = 64 << 10;
 
 /// A replica whose agents have pipes instead of sockets.

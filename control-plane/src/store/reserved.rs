@@ -11,7 +11,8 @@ use super::Store;
 use crate::metrics::level;
 
 impl Store {
-    /// Reserves ports in place of the former, with NodePorts if the address is a Node's.
+    /// Reserves ports, instead of those of the last call. If the address is among the first
+    /// addresses of a Node, the NodePort of the same number is reserved too.
     pub(crate) fn reserve(&self, all: &BTreeSet<(Protocol, SocketAddr)>) {
         let inner = self.read();
         let frontends = |(by, at): &(Protocol, SocketAddr)| {
@@ -33,6 +34,7 @@ impl Store {
         }
     }
 
+    /// What no Service gets.
     pub(crate) fn reserved(&self) -> Vec<v1::ReservedFrontend> {
         reserved_to_wire(&self.read().reserved)
     }

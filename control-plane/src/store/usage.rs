@@ -1,4 +1,5 @@
-//! Whether an endpoint gets new connections (discovery.proto, section 18).
+//! Whether an endpoint gets new connections, for the drain barrier and for readiness gates
+//! (discovery.proto, section 18).
 
 use std::{
     collections::HashMap,
@@ -10,6 +11,7 @@ use headgate_core::{Endpoint, EndpointPort, Family, Service, ServiceKey, Service
 
 use super::{Inner, Store};
 
+/// The maximum number of remembered witnesses.
 const MAX_WITNESSES: usize = 16_384;
 
 /// Whether the nodes of a cluster use an endpoint for new connections.
@@ -19,12 +21,14 @@ pub enum Usage {
     Ready,
     /// The endpoint is neither ready nor terminating, so it may be used a moment later.
     MayReturn,
-    /// Nodes with this version do not use the endpoint, except where it is the last.
+    /// The nodes that have this version or a later one do not use the endpoint, with an exception:
+    /// where it is the last endpoint, it stays in use.
     UnusedSince(u64, Last),
 }
 
 impl Usage {
-    /// Since when, and where not, the endpoint is unused; or why it is in use.
+    /// Returns the version since which the endpoint is unused, and where it stays in use. The error
+    /// says why it is in use.
     pub(crate) fn unused(self) -> Result<(u64, Last), &'static str> {
         match self {
             Self::Ready => Err("is ready"),
@@ -45,7 +49,8 @@ pub enum Last {
     Everywhere,
 }
 
-/// Ready endpoints found before, by Service, port, family and node, for many equal questions.
+/// Ready endpoints that were found before, by Service, port, family and node. The search for a
+/// witness looks at all endpoints of a Service, and many pods ask about the same one.
 #[derive(Debug, Default)]
 pub(super) struct Witnesses(Mutex<HashMap<WitnessKey, (IpAddr, u64)>>);
 
@@ -118,7 +123,8 @@ impl Inner {
         Usage::UnusedSince(since, last)
     }
 
-    /// Since when another endpoint of the family, or also of `node`, serves a port.
+    /// The version since which another endpoint of the same family takes new connections to a
+    /// port. With `node`, only the endpoints of this node count.
     fn witness(&self, key: &ServiceKey, address: IpAddr, port: &ServicePort, node: Option<&Arc<str>>) -> Option<u64> {
         let (shared, family) = (self.state.key(key)?, Family::of(address));
         let endpoints = self.state.entry(key)?.endpoints();

@@ -22,8 +22,10 @@ use crate::{
     store::positions_from_wire,
 };
 
+/// The longest wait for an answer.
 const MAX_WAIT: Duration = Duration::from_secs(3_600);
 
+/// The shortest time between two rosters.
 const ROSTER_PACE: Duration = Duration::from_millis(20);
 
 /// The service `headgate.v1.Peers`.

@@ -1,5 +1,5 @@
-//! `Inspect.Wait`: waits until every node has programmed a Service or an endpoint
-//! (discovery.proto, sections 16 and 18).
+//! `Inspect.Wait`: waits until every node has programmed the present value of a Service or an
+//! endpoint (discovery.proto, sections 16 and 18).
 
 use std::{net::IpAddr, time::Duration};
 
@@ -29,7 +29,11 @@ pub(super) struct CheckedWait {
 }
 
 impl CheckedWait {
-    /// Checks a request, and begins to count the time. `INVALID_ARGUMENT` names the bad field.
+    /// Checks a request, and begins to count the time.
+    ///
+    /// # Errors
+    ///
+    /// `INVALID_ARGUMENT` names the bad field. A retry of the same request fails again.
     pub(super) fn new(request: v1::WaitRequest) -> Result<Self, Status> {
         let v1::WaitRequest { namespace, name, endpoint, gone, timeout_ms, allow_absent } = request;
         if namespace.is_empty() || name.is_empty() {

@@ -31,7 +31,8 @@ pub(crate) struct AuditedRequest {
 #[derive(Clone, Default)]
 struct AuditedObject(Arc<OnceLock<String>>);
 
-/// Names the object of a request for the audit log. An empty part stands for any.
+/// Names the object of a request for the audit log by the parts of its name. An empty part stands
+/// for any.
 pub(crate) fn audit_object<T>(request: &Request<T>, parts: &[&str]) {
     if let Some(AuditedObject(object)) = request.extensions().get() {
         let parts = parts.iter().map(|part| if part.is_empty() { "*" } else { &part[..part.floor_char_boundary(253)] });

@@ -35,7 +35,8 @@ pub struct Settings {
     pub balance_service: Option<ServiceKey>,
     /// The other replicas, for the drain barrier. `None` turns the barrier off.
     pub peers: Option<PeerSettings>,
-    /// How long replicas must have run before a Node without a stream is not covered.
+    /// How long all replicas must have run before a Node without a stream counts as not covered by
+    /// the drain barrier.
     pub uncovered_after: Duration,
     /// How agents get certificates for service-account tokens. `None` turns enrolment off.
     pub enrolment: Option<EnrolmentSettings>,
@@ -43,7 +44,8 @@ pub struct Settings {
     pub readiness: Option<ReadinessSettings>,
     /// The name and port of the API server; `None` if the replica uses none.
     pub api_server: Option<(String, u16)>,
-    /// What carries connections instead of TCP. The gRPC ports then have no TLS.
+    /// What carries the connections to both gRPC ports and to other replicas, instead of TCP. The
+    /// gRPC ports then have no TLS.
     pub carrier: Option<Arc<dyn Carrier>>,
     /// The bound addresses. The start of the servers sets this field.
     pub ports: Ports,
@@ -84,7 +86,8 @@ pub struct EnrolmentSettings {
     pub any_address: bool,
     /// The validity of the certificates.
     pub certificate_lifetime: Duration,
-    /// The kubeconfig file of the API server that reviews tokens; `None` in its cluster.
+    /// The kubeconfig file of the API server that reviews tokens; `None` for the in-cluster
+    /// configuration.
     pub kubeconfig: Option<PathBuf>,
 }
 

@@ -1,4 +1,5 @@
-//! Counts by key, such as of open connections, for limits; and pauses for networks that fail.
+//! Counts of open connections and similar things, in all and by key, for limits; and pauses for
+//! networks that fail.
 
 use std::{
     collections::HashMap,
@@ -29,7 +30,11 @@ pub(crate) struct Counted<K: Hash + Eq> {
 }
 
 impl<K: Hash + Eq + Clone> Tally<K> {
-    /// Counts one more of `key`, unless `may` refuses: it gets the numbers in all and of the key.
+    /// Counts one more of `key`. `may` receives the present numbers in all and of the key.
+    ///
+    /// # Errors
+    ///
+    /// The error of `may`; then nothing is counted.
     pub(crate) fn add<E>(
         self: &Arc<Self>,
         key: K,
@@ -51,6 +56,7 @@ impl<K: Hash + Eq + Clone> Tally<K> {
 }
 
 impl<K> Tally<K> {
+    /// Returns the number in all.
     pub(crate) fn all(&self) -> usize {
         self.numbers().0
     }
@@ -73,18 +79,21 @@ impl<K: Hash + Eq> Drop for Counted<K> {
     }
 }
 
-// Pauses for networks with failed handshakes or streams. A few cost nothing, more add up.
+// Pauses for networks that cause failed handshakes and refused streams. A few failures cost
+// nothing. Each further failure makes the network's connections wait longer.
 
 /// The pause that each failure adds.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Only the part of a network's sum of pauses that exceeds this time delays connections.
+/// A network's connections are delayed only by the part of its sum of pauses that exceeds this
+/// time.
 const FREE: Duration = Duration::from_secs(1);
 
 /// The maximum number of networks whose failures are remembered.
 const MAX_NETWORKS: usize = 65_536;
 
-/// When the pauses of each network have passed. Its connections wait until [`FREE`] before.
+/// For each network, the time at which all its pauses have passed. The network's connections wait
+/// until [`FREE`] before this time.
 #[derive(Debug, Default)]
 pub(crate) struct Failures(Mutex<HashMap<Network, Instant>>);
 
@@ -101,7 +110,8 @@ impl Failures {
         }
     }
 
-    /// Returns when the network's pause ends; `None` if it need not wait at `now`.
+    /// Returns when the network's pause ends, or `None` if connections of the network need not wait
+    /// at `now`.
     pub(crate) fn pause_end(&self, network: Network, now: Instant) -> Option<Instant> {
         let paused_until = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         paused_until.get(&network)?.checked_sub(FREE).filter(|end| *end > now)

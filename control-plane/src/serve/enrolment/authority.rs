@@ -36,6 +36,7 @@ impl Authority {
     /// has its key, and who takes the key from one could act as a reader or a replica.
     ///
     /// # Errors
+    ///
     /// [`IssueError::Authority`]. Retry after the files have changed.
     pub(super) fn parse(certificates: &str, key: &str, others: &str, now: SystemTime) -> Result<Self, IssueError> {
         let bad = |problem: String| IssueError::Authority(problem);
@@ -78,6 +79,7 @@ impl Authority {
     /// of the authority.
     ///
     /// # Errors
+    ///
     /// [`IssueError`]. A retry does not help.
     pub(super) fn issue(
         &self,

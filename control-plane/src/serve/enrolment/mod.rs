@@ -50,7 +50,8 @@ use crate::{
 /// The longest time for a connection: handshake, request and answer.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How many requests of nodes, and of strangers, ask the API server at the same time.
+/// How many requests of nodes, and of strangers, ask the API server at the same time. The other
+/// requests wait.
 const REVIEWS: usize = 8;
 
 /// The maximum size of a token. Tokens of API servers have about 1.5 kB.
@@ -62,7 +63,8 @@ const MAX_REQUEST_BYTES: usize = 8 << 10;
 /// The tolerated difference between the clocks of two machines.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(3600);
 
-/// How much longer than its last reviewed certificate a node may have unreviewed ones.
+/// How much longer a node may have certificates without a review than the certificate of its last
+/// review is valid.
 const MAX_UNREVIEWED: Duration = Duration::from_secs(86_400);
 
 /// Why enrolment cannot start. A retry helps only after the cause is corrected.
@@ -165,6 +167,10 @@ impl Refusal {
 
 impl Enrolment {
     /// Checks the authority and the configuration of the API server.
+    ///
+    /// # Errors
+    ///
+    /// [`EnrolmentError`].
     pub(crate) async fn new(
         context: Arc<Context>,
         settings: EnrolmentSettings,
@@ -180,7 +186,8 @@ impl Enrolment {
         Ok(Arc::new(enrolment))
     }
 
-    /// Reads the files of the authority, for each certificate, so that a rotation is seen.
+    /// Reads the files of the authority. They are read for each certificate, so that a rotation
+    /// needs no restart.
     async fn authority(&self) -> Result<Authority, EnrolmentError> {
         let read = async |option, file: &Path| {
             let file_error = |error| EnrolmentError::File { option, file: file.display().to_string(), error };
@@ -205,7 +212,8 @@ impl Enrolment {
         }
     }
 
-    /// Serves a connection until its answer is written. A failure costs the network a pause.
+    /// Serves a connection until its answer is written. A client that fails costs its network a
+    /// pause.
     async fn serve_in_turn(self: Arc<Self>, handshake: Handshake, stream: TcpStream, address: SocketAddr) {
         let is_clients_turn = AtomicBool::new(true);
         let serve = async |stream| {
@@ -224,7 +232,9 @@ impl Enrolment {
         }
     }
 
-    /// Fails if the client has failed.
+    /// # Errors
+    ///
+    /// The client has failed.
     async fn serve(&self, stream: TcpStream, address: SocketAddr, is_clients_turn: &AtomicBool) -> Result<(), ()> {
         let accepted = TlsAcceptor::from(self.tls.enrolment_config()).accept(stream).await;
         let stream = accepted.map_err(|error| self.warn(Some(address), "tls", &error.to_string()))?;
@@ -315,6 +325,7 @@ impl Enrolment {
     /// issued the certificate, and that it is not denied.
     ///
     /// # Errors
+    ///
     /// `error` if the certificate is not one of a node. Another refusal if the Node does not exist.
     fn for_certificate(&self, held: &CertificateDer<'_>, error: TokenError) -> Result<(Holder, Validity), Refusal> {
         let Ok((Identity::Node(node), held)) = identity::from_certificate(held) else {
@@ -337,7 +348,8 @@ impl Enrolment {
     }
 }
 
-/// Returns the validity of a certificate without a review: `notBefore` stays that of the last one.
+/// Returns the validity of a certificate that replaces `held` without a review. `notBefore` stays
+/// the same, so it states the time of the last review however often the certificate was renewed.
 fn renewed(held: Validity, lifetime: Duration, now: SystemTime) -> Result<Validity, Refusal> {
     let longest = lifetime + MAX_UNREVIEWED;
     let not_after = (now + lifetime).min(held.not_before + longest);

@@ -17,12 +17,15 @@ use k8s_openapi::api::{
 use kube::{Api, Client, api::PostParams};
 use tokio::time::timeout;
 
+/// The longest time for one request to the API server.
 const API_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long the API server is not asked after a failure, instead of [`API_TIMEOUT`] each time.
+/// After a failed request, the API server is not asked for this time. Otherwise each token would
+/// wait for [`API_TIMEOUT`].
 const CUT_OFF: Duration = Duration::from_secs(5);
 
-/// Keys of a TokenReview's extra fields (`k8s.io/apiserver` `pkg/authentication/serviceaccount`).
+/// Keys in the extra fields of a TokenReview (`k8s.io/apiserver`,
+/// `pkg/authentication/serviceaccount`).
 const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
 const POD_UID: &str = "authentication.kubernetes.io/pod-uid";
 const NODE_NAME: &str = "authentication.kubernetes.io/node-name";
@@ -93,8 +96,12 @@ impl Tokens {
         Self { client, audience, service_account, cut_off: Mutex::default() }
     }
 
-    /// Returns the holder of `token`. A retry with the same token helps for
-    /// [`TokenError::Unreachable`], [`TokenError::Busy`] and [`TokenError::Denied`].
+    /// Returns the holder of `token`.
+    ///
+    /// # Errors
+    ///
+    /// [`TokenError`]. A retry with the same token helps for [`TokenError::Unreachable`],
+    /// [`TokenError::Busy`] and [`TokenError::Denied`].
     pub(super) async fn holder(&self, token: &str) -> Result<Holder, TokenError> {
         let cut_off = self.cut_off().clone().filter(|(until, _)| Instant::now() < *until);
         match cut_off {

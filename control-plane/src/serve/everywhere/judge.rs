@@ -1,4 +1,5 @@
-//! Combines what replicas know to one verdict about all Nodes (discovery.proto, sections 16, 18).
+//! Combines what all replicas know to one verdict about all Nodes (discovery.proto, sections 16 and
+//! 18). This file does no I/O.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
@@ -66,11 +67,13 @@ impl Verdict {
         !self.is_blind && self.unconfirmed.is_empty() && self.absent.values().all(|absence| *absence == Absence::Never)
     }
 
+    /// The Nodes that have lost their agent.
     pub(crate) fn lost(&self) -> impl Iterator<Item = &String> {
         self.absent.iter().filter(|(_, absence)| matches!(absence, Absence::Lost { .. })).map(|(node, _)| node)
     }
 
-    /// True if only nodes are missing for which pods have waited too long.
+    /// Returns true if it is of no use to wait: only nodes are missing for which pods have waited
+    /// too long.
     #[must_use]
     pub fn is_final(&self) -> bool {
         let is_waited_for =
@@ -92,7 +95,8 @@ impl Verdict {
         never.map(|(node, _)| node.as_str())
     }
 
-    /// Says which nodes, at most `named` of them by name, have not confirmed `what`.
+    /// Says why the statement does not hold: which nodes, of which at most `named` are named, have
+    /// not confirmed `what`.
     pub(crate) fn why(&self, what: &str, named: usize) -> String {
         let names: Vec<&str> = self.missing().take(named).collect();
         let more = self.missing().count() - names.len();
@@ -173,7 +177,8 @@ impl Round {
     pub fn verdict(self, nodes: &[(Arc<str>, bool)], problems: BTreeMap<String, String>) -> Verdict {
         let Round { confirmed, departed, mut verdict } = self;
         let now = Instant::now();
-        // Who confirms a node may not have noticed that it moved, so who names it counts more.
+        // A replica that names a node counts more than one that confirms it, because the latter may
+        // not have noticed yet that the node has moved.
         verdict.nodes = confirmed.iter().filter(|node| !verdict.unconfirmed.contains_key(&***node)).count();
         verdict.nodes += verdict.unconfirmed.len();
         // A source without Nodes, such as a folder, says nothing about nodes that were deleted.

@@ -43,6 +43,7 @@ pub(crate) struct Roster {
 }
 
 impl Roster {
+    /// The number of the last change.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
@@ -133,7 +134,8 @@ impl Roster {
         self.number
     }
 
-    /// What has changed since `number`; everything if forgotten nodes are not all listed.
+    /// What has changed since `number`; everything if the forgotten nodes since then are not all
+    /// listed.
     pub(crate) fn since(&self, number: u64) -> v1::Roster {
         let is_full = number < self.floor || number == 0;
         let mut roster = v1::Roster { number: self.number, is_full, ..v1::Roster::default() };

@@ -1,4 +1,5 @@
-//! Limits of connections, in all and for each client, and the read budgets of clients.
+//! Limits on the number of connections, in all and for each client, and the read budgets of
+//! clients.
 
 use std::{
     collections::HashMap,
@@ -13,7 +14,8 @@ use crate::{
     serve::context::{Counted, Tally},
 };
 
-/// The most connections of all clients. Further ones are closed immediately.
+/// The maximum number of connections of all clients together. Further connections are closed
+/// immediately.
 const MAX_CONNECTIONS: usize = 65_536;
 
 /// The maximum number of connections of one node. A node needs a connection for its agent, and a
@@ -21,7 +23,8 @@ const MAX_CONNECTIONS: usize = 65_536;
 /// `headgatectl` on the node.
 const MAX_CONNECTIONS_PER_NODE: usize = 16;
 
-/// The most connections under one reader's name.
+/// The maximum number of connections of one reader, or of several clients with the same reader
+/// name.
 const MAX_CONNECTIONS_PER_READER: usize = 256;
 
 /// Some certificates name neither a node nor a reader. All clients with such certificates together
@@ -34,14 +37,17 @@ const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
 /// others.
 const MAX_BUDGETS: usize = 4_096;
 
-/// The open connections by client. Without TLS, clients have no identity.
+/// The open connections, by the clients under whose names they count. Without TLS, clients have no
+/// identity.
 #[derive(Debug, Default)]
 pub(crate) struct Connections {
     open: Arc<Tally<Option<Client>>>,
-    /// Clients that connect again go on with their budgets, of which so many were left last.
+    /// A client that connects again goes on with what is left of its budget. The number is how many
+    /// were left when unused ones were forgotten.
     budgets: Mutex<(HashMap<Client, Budget>, usize)>,
 }
 
+/// One open connection.
 #[derive(Debug)]
 pub(crate) struct HeldConnection {
     _counted: Counted<Option<Client>>,
@@ -91,7 +97,11 @@ impl Client {
     }
 }
 
-/// Counts a connection, unless it exceeds a limit, whose label is the error.
+/// Counts a connection.
+///
+/// # Errors
+///
+/// The label of the limit that the connection would exceed.
 pub(crate) fn hold(connections: &Connections, identity: &Identity) -> Result<HeldConnection, &'static str> {
     let client = Client::of(identity);
     let limit = client.as_ref().map(Client::limit);
@@ -103,25 +113,30 @@ pub(crate) fn hold(connections: &Connections, identity: &Identity) -> Result<Hel
     Ok(HeldConnection { _counted: counted, budget: connections.budget(client, Instant::now()) })
 }
 
-// Limits how fast the server reads from a client. TCP flow control holds back the rest.
+// Limits how fast the server reads from a client. Bytes above the limit are read later; until then
+// TCP flow control holds them back.
 //
 // A normal agent sends about a hundred bytes per second, and its `Hello` has about 20 KiB. Without
 // a limit, an agent that sends valid messages as fast as it can would use up a core.
 
-/// The bytes that may be read without a pause, enough for a `Hello` and very many NACKs.
+/// The number of bytes that may be read without a pause. A `Hello` and NACKs of very many resources
+/// fit.
 const BURST: u64 = 1 << 20;
 
 /// The number of bytes that may be read per second on average.
 const PER_SECOND: u64 = 256 << 10;
 
-/// A read spends at least so many bytes: the call and a TLS record take time, too.
+/// A read spends at least this number of bytes. A call to the kernel and a TLS record take time
+/// even if the read returns few bytes.
 const MIN_READ: u64 = 32;
 
-/// The read budget of a client, for all its connections: when it is full again.
+/// The read budget of a client, which all its connections share. It holds the time at which the
+/// budget is full again.
 #[derive(Debug, Clone)]
 pub(crate) struct Budget(Arc<Mutex<Instant>>);
 
 impl Budget {
+    /// Returns a full budget.
     pub(crate) fn new(now: Instant) -> Self {
         Self(Arc::new(Mutex::new(now)))
     }
@@ -135,6 +150,7 @@ impl Budget {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Spends the bytes of one read.
     pub(crate) fn spend(&self, bytes: usize, now: Instant) {
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX).clamp(MIN_READ, BURST);
         let mut full_at = self.full_at();

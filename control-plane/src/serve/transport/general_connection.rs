@@ -35,7 +35,8 @@ use crate::{
     serve::context::{AuditedRequest, Context, Visit, Visited},
 };
 
-/// The most open requests of a connection, and for a replica, which asks for each pod.
+/// The maximum number of requests that a connection may have open at the same time, and the number
+/// for a replica, which asks for each pod that waits.
 const MAX_REQUESTS: u32 = 64;
 const MAX_REQUESTS_OF_REPLICA: u32 = 16_384;
 
@@ -54,6 +55,7 @@ pub(crate) struct General {
 }
 
 impl General {
+    /// Serves one connection until it ends.
     pub(crate) async fn serve(self, connection: Connection, held: HeldConnection) {
         let (address, closed) = (connection.peer.address, self.stopped.child_token());
         let served = self.serve_until(connection, held.budget.clone(), &closed);
@@ -63,7 +65,8 @@ impl General {
         drop(held);
     }
 
-    /// Serves one connection whose unread responses may cancel `closed`.
+    /// Serves one connection whose responses may cancel `closed`, because the client does not read
+    /// them.
     async fn serve_until(
         self,
         Connection { io, peer, .. }: Connection,
@@ -170,12 +173,14 @@ struct Caller {
     closed: CancellationToken,
 }
 
+/// The state of one response.
 struct Response {
     context: Arc<Context>,
     caller: Caller,
     /// Wakes the server's task for the response.
     server: AtomicWaker,
-    /// Since when the response has unread data; `None` without any.
+    /// The time since which the response has had data that the client does not read; `None` while
+    /// the response has no such data.
     pending_since: Mutex<Option<Instant>>,
 }
 

@@ -51,7 +51,8 @@ struct HandshakeLimits {
     /// Of strangers, and of Nodes.
     waiting: [usize; 2],
     waiting_of_node: usize,
-    /// How long a peer may be silent, and may take in all, while another needs its place.
+    /// How long the peer of a handshake may be silent, and may take in all, while another
+    /// connection waits for the handshake's place.
     silence: Duration,
     peers_time: Duration,
 }
@@ -69,6 +70,7 @@ const LIMITS: HandshakeLimits = HandshakeLimits {
     peers_time: Duration::from_secs(2),
 };
 
+/// The longest time until the first byte of a client.
 const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A network of strangers may have this many times as many waiting connections as there is space
@@ -95,16 +97,19 @@ pub(crate) struct Handshakes {
 struct Share {
     /// The connections that wait, by network.
     waiting: Arc<Tally<Network>>,
-    /// A permit for each handshake that may run, in the order of requests.
+    /// One permit for each handshake that may run. Semaphores serve waiting tasks in the order of
+    /// their requests.
     places: Semaphore,
 }
 
+/// The queue of one network.
 struct NetworkQueue {
     /// One permit for each handshake of the network that may run.
     places: Semaphore,
     /// The single permit to be in the common queue of all networks.
     turn: Semaphore,
-    /// The silent clients' connections, in order. A notification closes one.
+    /// The connections whose clients have sent nothing, in the order in which they were accepted.
+    /// A notification closes a connection.
     silent: Mutex<BTreeMap<u64, Arc<Notify>>>,
 }
 
@@ -119,7 +124,8 @@ pub(crate) struct Handshake {
     evicted: Arc<Notify>,
 }
 
-/// The peer was silent or slow, and another connection needs its place.
+/// The peer was silent before its handshake, or silent or slow during it, and another connection
+/// needs its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Silent;
 
@@ -204,6 +210,7 @@ impl Handshake {
     /// place and no turn.
     ///
     /// # Errors
+    ///
     /// [`Silent`].
     pub(crate) async fn until_heard<T>(&self, speaks: impl Future<Output = T>) -> Result<(), Silent> {
         tokio::select! {
@@ -218,6 +225,7 @@ impl Handshake {
     /// the handshake.
     ///
     /// # Errors
+    ///
     /// [`Silent`]. The future of `begin` owns the connection, so the connection is dropped and
     /// closed. While `is_peers_turn` is false, the peer waits for this side and is not silent.
     pub(crate) async fn run<T, E, F>(
@@ -239,7 +247,8 @@ impl Handshake {
         drop(turn);
         self.waiting = None;
         handshakes.publish();
-        // Thousands of connections may wait, so the handshake is allocated only now.
+        // The handshake is allocated only now, because thousands of connections may wait for a
+        // place.
         let mut handshake = Box::pin(begin());
         let (silence, mut left) = (handshakes.limits.silence, handshakes.limits.peers_time);
         let ended = loop {
@@ -279,7 +288,8 @@ impl Handshake {
     }
 }
 
-/// Waits until the task is woken: by a message of the peer, while a handshake waits.
+/// Waits until the present task is woken. While a handshake waits, a message of the peer wakes the
+/// task.
 async fn wake_up() {
     let mut is_polled = false;
     poll_fn(|_| if std::mem::replace(&mut is_polled, true) { Poll::Ready(()) } else { Poll::Pending }).await;

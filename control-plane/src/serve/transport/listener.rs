@@ -31,6 +31,7 @@ use crate::{
     serve::context::{Context, Warning},
 };
 
+/// The longest time that a handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What the listeners of both ports share.
@@ -40,12 +41,14 @@ pub(crate) struct Entrance {
     context: Arc<Context>,
     handshakes: Arc<Handshakes>,
     connections: Arc<Connections>,
+    /// The tasks that serve connections.
     pub(crate) tasks: TaskTracker,
     shutdown: CancellationToken,
 }
 
 impl Entrance {
-    /// Returns an entrance, open until `shutdown`. It drops connections not served by then.
+    /// Returns an entrance that is open until `shutdown` is cancelled. Connections that are not
+    /// served by then are dropped.
     pub(crate) fn new(security: Security, context: Arc<Context>, shutdown: CancellationToken) -> Self {
         let handshakes = Handshakes::new(Arc::clone(&context), 1, ["active", "waiting"]);
         Self { security, context, handshakes, connections: Arc::default(), tasks: TaskTracker::new(), shutdown }
@@ -76,7 +79,8 @@ impl Entrance {
         }
     }
 
-    /// Starts a task that runs the handshake of a connection when the limit admits it.
+    /// Starts a task that waits until the limit admits another handshake, and then runs the
+    /// handshake of the connection.
     fn secure_in_turn(&self, stream: TcpStream, address: SocketAddr, tls: Arc<ServerTls>, serve: Serve) {
         let network = self.context.network(address.ip());
         let Some(handshake) = self.handshakes.enter(network) else {
@@ -125,7 +129,8 @@ impl Entrance {
         }
     }
 
-    /// Counts and logs a connection that is closed by a limit, or whose client is denied.
+    /// Counts and logs a connection that is closed because a limit is reached, or because its
+    /// client is denied.
     fn refuse(&self, address: SocketAddr, reason: &'static str) {
         self.context.metrics.connections_refused.of([reason]).inc();
         let network = self.context.network(address.ip());
@@ -135,7 +140,11 @@ impl Entrance {
     }
 }
 
-/// Runs a handshake. Returns the connection with its verified peer, or a label and a sentence.
+/// Runs a handshake. Returns the connection with its verified peer.
+///
+/// # Errors
+///
+/// The `reason` label for the metric, and a sentence for the log.
 async fn secure(
     stream: TcpStream,
     address: SocketAddr,
@@ -147,7 +156,8 @@ async fn secure(
         .map_err(|_| ("timeout", format!("the handshake took longer than {} s", HANDSHAKE_TIMEOUT.as_secs())))?
         .map_err(|error| refusal(&error, tls))?;
     let session = stream.get_ref().1;
-    // The ticket of a resumed session contains the certificate that was verified.
+    // A resumed session has a certificate too: the ticket contains the certificate that was
+    // verified when the ticket was issued.
     let certificate = session.peer_certificates().and_then(<[_]>::first);
     let certificate = certificate.ok_or_else(|| ("no_certificate", "the client sent no certificate".to_owned()))?;
     let (identity, validity) =
@@ -186,6 +196,7 @@ pub(crate) enum Listener {
 }
 
 impl Listener {
+    /// Accepts a connection.
     async fn accept(&mut self) -> io::Result<(Plain, SocketAddr)> {
         match self {
             Self::Other(listener) => {

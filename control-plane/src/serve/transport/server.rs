@@ -16,7 +16,8 @@ use super::{
 };
 use crate::serve::{context::Lifecycle, stream::Streams};
 
-/// Serves streams and `routes` until `shutdown` and the end of the streams, then cancels `stopped`.
+/// Serves streams at `agents`, and `routes` at `inspect`, until `shutdown` is cancelled and the
+/// streams have ended. Then cancels `stopped`.
 pub(crate) async fn serve(
     [agents, inspect]: [Listener; 2],
     security: Security,
@@ -44,7 +45,8 @@ pub(crate) async fn serve(
     stopped.cancel();
 }
 
-/// Asks agents to move, and ends the streams that are left after the grace period.
+/// Asks agents to move to another replica, and ends the streams that are left after the grace
+/// period.
 async fn drain(streams: &Streams) {
     let context = &streams.context;
     let agents = streams.fleet.len();

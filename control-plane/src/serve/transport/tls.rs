@@ -35,7 +35,8 @@ use crate::{
 /// certificate, key and authorities one after the other.
 const POLL: Duration = Duration::from_secs(1);
 
-/// The session tickets of a handshake: a client has one connection at a time.
+/// The number of session tickets that a client receives in a handshake. One ticket is enough,
+/// because a client has one connection at a time.
 const TICKETS: usize = 1;
 
 /// How connections are secured.
@@ -70,7 +71,11 @@ struct Configs {
 }
 
 impl ServerTls {
-    /// Reads the files of a server. A retry after an error helps only if the files have changed.
+    /// Reads the files of a server.
+    ///
+    /// # Errors
+    ///
+    /// The first error in the files. A retry helps only after the files have changed.
     pub fn load(files: Files) -> Result<Arc<Self>, FileError> {
         let mut reloader = Reloader::new(files.clone(), configs);
         let current = ArcSwap::new(reloader.load(SystemTime::now())?);
@@ -215,7 +220,11 @@ struct ClientVerifier {
 }
 
 impl ClientVerifier {
-    /// Returns a verifier for clients that need a certificate if `is_mandatory`, and authorities.
+    /// Returns a verifier for clients that need a certificate if `is_mandatory`.
+    ///
+    /// # Errors
+    ///
+    /// There is no authority.
     fn new(
         material: &Material,
         provider: &Arc<CryptoProvider>,

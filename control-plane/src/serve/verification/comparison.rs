@@ -35,8 +35,10 @@ const CIDRS_DIFFER: &str = "the ServiceCIDRs that the agent holds differ from th
 /// The difference of a bucket without a ServiceCIDR whose Services are equal.
 const DIGEST_DIFFERS: &str = "the agent's digest of its resources differs from that of the control plane, and its description of its Services does not: read the log of the agent, and verify again";
 
+/// What the replica knows.
 pub(super) struct ReplicaState {
     pub(super) store: Arc<Store>,
+    /// What the agent rejects.
     pub(super) rejections: Arc<Rejections>,
 }
 
@@ -49,7 +51,8 @@ pub(super) struct Comparison {
     table: BTreeSet<u16>,
     /// The buckets that differed in the last answer.
     suspects: BTreeSet<u16>,
-    /// Buckets in which only the kernel differed, perhaps because facts had changed meanwhile.
+    /// The buckets in which only the kernel differed, in an earlier answer. The agent's facts may
+    /// have changed between its dump and its answer, so one answer proves nothing.
     doubted: BTreeSet<u16>,
     /// The buckets in which resources differ.
     differing: BTreeSet<u16>,
@@ -178,7 +181,8 @@ impl Comparison {
         }
     }
 
-    /// Compares what the agent holds of its Node, which may be on its way. Further attempts decide.
+    /// Compares what the agent holds of its Node. A Node may be on its way to the agent, so the
+    /// next attempts decide, or to this replica.
     fn take_node(&mut self, store: &Store, answer: &v1::Verification, view: &NodeView) {
         let OwnNode { node: Some(ours), position } = store.node(&self.node) else { return };
         let held = answer.view.as_ref().and_then(|view| view.own_node.as_ref());
@@ -265,12 +269,14 @@ impl Comparison {
             }
         }
         if has_rejected && !named {
-            // The agent has reported the rejection, which is the difference.
+            // The rejected resource, or the last good rules of the Service, are the difference. The
+            // agent has reported both.
             self.left_out.insert(rejected(sides, known));
             self.resources.remove(&bucket);
             self.table.remove(&bucket);
         } else if !named && differs {
-            // Agent or store may have changed the bucket meanwhile. The next attempt decides.
+            // The agent may have repaired its resources since its first answer, or the store may
+            // have changed the bucket. The next attempt decides.
             let present = known.store.digests_since(version, &BTreeSet::from([bucket]));
             let Some((_, present)) = present.first().filter(|(_, present)| Some(*present) != digest) else { return };
             // A bucket with more resources than those of its Services holds a ServiceCIDR.

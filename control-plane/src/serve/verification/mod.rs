@@ -20,15 +20,18 @@ use tonic::{Code, Status};
 use self::comparison::Comparison;
 use super::fleet::Fleet;
 
-/// The most nodes that a replica verifies at a time, beside other queries.
+/// The maximum number of nodes that a replica verifies at the same time. Other queries about nodes
+/// have room beside them.
 const MAX_NODES: usize = 8;
 
-/// The most comparisons at a time. Each computes the forwarding table of a node.
+/// The maximum number of comparisons that run at the same time. A comparison computes the
+/// forwarding table of a node.
 const MAX_COMPARISONS: usize = 1;
 
 /// How often a node is asked at most, because the state moves, or to see whether a repair worked.
 const MAX_ATTEMPTS: usize = 5;
 
+/// The pause between two attempts.
 const ATTEMPT_PAUSE: Duration = Duration::from_millis(500);
 
 /// How long the verification of an agent may take.
@@ -37,6 +40,7 @@ const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 /// The pause before an agent is asked again whether its verification has ended.
 const POLL_PAUSE: Duration = Duration::from_millis(200);
 
+/// Verifies nodes.
 pub(crate) struct Verifier {
     fleet: Arc<Fleet>,
     nodes: Semaphore,
@@ -44,6 +48,7 @@ pub(crate) struct Verifier {
 }
 
 impl Verifier {
+    /// Creates the verifier of a replica.
     pub(crate) fn new(fleet: Arc<Fleet>) -> Arc<Self> {
         Arc::new(Self { fleet, nodes: Semaphore::new(MAX_NODES), comparisons: Semaphore::new(MAX_COMPARISONS) })
     }
@@ -66,8 +71,12 @@ impl Verifier {
         verifications.buffer_unordered(MAX_NODES)
     }
 
-    /// Verifies a node; a result `unverified` names the reason. `NOT_FOUND` (no stream here) and
-    /// `UNAVAILABLE` (the replica stops) may be retried, with another replica too.
+    /// Verifies a node. A result `unverified` names the reason if the node cannot be verified.
+    ///
+    /// # Errors
+    ///
+    /// `NOT_FOUND` if the node has no stream to this replica, and `UNAVAILABLE` if the replica
+    /// stops. Retry in both cases, with another replica too.
     pub(crate) async fn node(&self, node: &str) -> Result<v1::NodeVerification, Status> {
         let _permit = self.nodes.acquire().await.map_err(closed)?;
         let mut comparison = Comparison::new(node);
@@ -188,6 +197,7 @@ impl Verifier {
     }
 }
 
+/// Joins the parts of an answer.
 async fn joined(mut asked: super::fleet::Asked) -> Result<v1::Verification, Status> {
     let mut answer = v1::Verification::default();
     while let Some(part) = asked.next().await {

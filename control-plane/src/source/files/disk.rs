@@ -21,7 +21,8 @@ const TICK: Duration = Duration::from_millis(20);
 /// Device and inode of a file or folder.
 pub(super) type FileIdentity = (u64, u64);
 
-/// Identity, size and times of a file. An equal stamp means that it has not changed.
+/// Metadata of a file: identity, size, and the times of the last changes of content and metadata.
+/// An equal stamp means that the file has not changed.
 pub(super) type Stamp = (FileIdentity, u64, [i64; 4]);
 
 fn stamp(metadata: &Metadata) -> Stamp {
@@ -29,8 +30,8 @@ fn stamp(metadata: &Metadata) -> Stamp {
     (identity(metadata), metadata.size(), times)
 }
 
-/// The stamp before a read. That of a file that has just changed is equal to no other, because a
-/// second change within one tick of the clock may not show.
+/// The stamp of a file that is about to be read. Two changes within one tick of the clock may leave
+/// the same stamp, so the stamp of a file that has just changed is equal to no other.
 fn stamp_before_reading(metadata: &Metadata) -> Stamp {
     let (identity, size, mut times) = stamp(metadata);
     if metadata.modified().is_ok_and(|modified| modified + TICK > SystemTime::now()) {
@@ -39,6 +40,7 @@ fn stamp_before_reading(metadata: &Metadata) -> Stamp {
     (identity, size, times)
 }
 
+/// The device and inode of a file or folder.
 pub(super) fn identity(metadata: &Metadata) -> FileIdentity {
     (metadata.dev(), metadata.ino())
 }

@@ -55,7 +55,8 @@ pub(super) struct Notices {
     pending: Option<(Instant, Instant)>,
     /// When the folder was last scanned because of [`LONGEST_UNREST`].
     hurried: Option<Instant>,
-    /// Files with unread changes: since when, and whether a program has the file open.
+    /// The files with changes that were not read: since when, and whether a program has the file
+    /// open for writing.
     pub(super) unread: BTreeMap<PathBuf, (Instant, bool)>,
 }
 
@@ -66,7 +67,8 @@ impl Notices {
         Self { root, inotify, watched, pending: None, hurried: None, unread }
     }
 
-    /// Forgets the notifications before a scan, and watches the root and the folders above it.
+    /// Forgets the notifications before a scan, and watches the root and the folders above it, in
+    /// which the root may appear, disappear, or be replaced.
     pub(super) fn begin_scan(&mut self, now: Instant) {
         self.take_in(now);
         let is_hurried = self.pending.take().is_some_and(|(first, _)| first + LONGEST_UNREST <= now);
@@ -89,7 +91,8 @@ impl Notices {
         }
     }
 
-    /// Waits for a notification, at most for `time`. True if the other end of `stopped` closed.
+    /// Waits for a notification, at most for `time`. Returns true if the other end of `stopped` is
+    /// closed.
     pub(super) fn wait(&mut self, time: Duration, stopped: &UnixStream) -> bool {
         let files = [stopped.as_fd()].into_iter().chain(self.inotify.as_ref().map(AsFd::as_fd));
         let mut files: Vec<_> = files.map(|file| PollFd::from_borrowed_fd(file, PollFlags::IN)).collect();
@@ -137,7 +140,8 @@ impl Notices {
         }
         let mut first = now;
         if !mask.contains(Mask::ATTRIB) {
-            // Closed, or replaced. A pause between scans remains in any case.
+            // The file was closed, or another file or folder has this name now. A pause between
+            // scans remains, however often that happens.
             let has_rested = self.hurried.is_none_or(|hurried| hurried + QUIET <= now);
             let at_path = self.unread.range_mut(path.clone()..).take_while(|(file, _)| file.starts_with(&path));
             for (_, (since, is_open)) in at_path {
@@ -153,7 +157,8 @@ impl Notices {
         self.pending.map(|(first, last)| (last + QUIET).min(first + LONGEST_UNREST))
     }
 
-    /// Calls `read`, and returns its result if the file was whole, else since when it is not.
+    /// Calls `read` for a file. Returns its result if the file was whole all the time. The error
+    /// says since when the file has changes that were not read.
     pub(super) fn read<T>(&mut self, path: &Path, now: Instant, read: impl FnOnce() -> T) -> Result<T, Instant> {
         self.take_in(now);
         let before = self.unread.get(path).copied();

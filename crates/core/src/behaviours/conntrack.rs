@@ -37,7 +37,8 @@ use crate::{
 /// service port share one list.
 pub type Sources = Arc<[SocketAddr]>;
 
-/// The flows to a destination that may be stale. Without any, no search is needed.
+/// The flows to a destination that may be stale. Without any, no search is needed; the [`FlowRule`]
+/// decides whether a flow is stale.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Suspects {
     /// All flows, because the earlier endpoints are unknown.
@@ -51,7 +52,8 @@ pub enum Suspects {
 pub struct FlowRule {
     /// Endpoints whose flows are kept.
     pub keep: Sources,
-    /// Also keep untranslated flows, because another program may use the unowned destination now.
+    /// Also keep flows whose addresses were not translated. Set if no service owns the destination
+    /// any more: another program may use the address now.
     pub keep_untranslated: bool,
     /// The flows that may be stale.
     pub suspects: Suspects,
@@ -146,7 +148,8 @@ impl FlowRule {
 /// The destinations that a service owns, each with the endpoints whose flows are kept.
 type Owned = BTreeMap<Frontend, Sources>;
 
-/// The cleanup after a step: the caller commits it once the rules are in the kernel, or drops it.
+/// The cleanup after a step. When the rules of the step are in the kernel, the caller passes the
+/// plan to [`Tracker::commit`]. If the step failed, the caller drops the plan.
 #[derive(Debug, Default)]
 pub struct CleanupPlan {
     /// Flows to be deleted once the rules are in place.
@@ -155,7 +158,8 @@ pub struct CleanupPlan {
     is_for_all: bool,
 }
 
-/// Remembers to which endpoints rules may have sent UDP flows since the last cleanup.
+/// Remembers, for services with UDP ports, the endpoints to which rules may have sent flows since
+/// the last cleanup.
 #[derive(Debug, Default)]
 pub struct Tracker {
     used: HashMap<Arc<ServiceKey>, Owned>,
@@ -189,7 +193,8 @@ impl Tracker {
         plan
     }
 
-    /// Remembers destinations and endpoints of an earlier run. Call this before the first plan.
+    /// Remembers destinations of an earlier run and their endpoints: those of its state. Call this
+    /// function before the first plan.
     pub fn remember(&mut self, earlier: &State) {
         let plan = self.plan_all(earlier);
         self.commit(plan);
@@ -252,7 +257,8 @@ impl Tracker {
     }
 }
 
-/// Returns the rule for a destination that a service has lost, and that another may own now.
+/// Returns the rule for a destination that a service used and no longer owns. Another service may
+/// own the destination now.
 fn rule_after_loss(state: &State, destination: Frontend, sources: &Sources) -> FlowRule {
     let keep =
         state.frontends().owner(&destination).and_then(|owner| owned_destinations(state, owner).remove(&destination));
@@ -263,7 +269,8 @@ fn rule_after_loss(state: &State, destination: Frontend, sources: &Sources) -> F
     }
 }
 
-/// Returns the destinations that a service owns with its UDP ports, in families with a ClusterIP.
+/// Returns the destinations that a service owns with its UDP ports. The map is empty if the service
+/// has no UDP ports or is unknown. A family without a ClusterIP is not programmed.
 fn owned_destinations(state: &State, key: &ServiceKey) -> Owned {
     let mut owned = Owned::new();
     let Some(entry) = state.entry(key) else { return owned };

@@ -1,4 +1,5 @@
-//! The rule for names of nodes, which the control plane and `headgatectl` share.
+//! The rule for names of nodes. The control plane and `headgatectl`, which makes certificates,
+//! share this rule.
 
 /// Maximum length of the name of a Kubernetes object.
 const MAX_BYTES: usize = 253;
@@ -6,6 +7,7 @@ const MAX_BYTES: usize = 253;
 /// Checks that a name is a DNS subdomain in lower case (RFC 1123).
 ///
 /// # Errors
+///
 /// Returns a sentence with the fault of the name and the names that are allowed.
 pub fn check_subdomain(name: &str) -> Result<(), String> {
     let is_label = |label: &str| {

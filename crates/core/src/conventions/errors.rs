@@ -2,7 +2,8 @@
 
 use std::error::Error;
 
-/// Returns the texts of an error and its causes, without causes whose text is already included.
+/// Returns the text of an error followed by the texts of its causes. A cause whose text is already
+/// included is left out.
 #[must_use]
 pub fn chain(error: &(dyn Error + 'static)) -> String {
     let causes = std::iter::successors(error.source(), |cause| (*cause).source()).map(ToString::to_string);

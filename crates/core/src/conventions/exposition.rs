@@ -9,8 +9,8 @@ use std::collections::HashSet;
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Returns the content type and the text of a metrics page, in the format that the request's
-/// `Accept` headers select.
+/// Returns the content type and the text of a metrics page, in the format that the values of the
+/// request's `Accept` headers select. `open_metrics` is the page in OpenMetrics format.
 pub fn page<'a>(accept: impl IntoIterator<Item = &'a str>, open_metrics: String) -> (&'static str, String) {
     let mut accepted = accept.into_iter().flat_map(|value| value.split(','));
     if accepted.any(|one| one.trim().starts_with("application/openmetrics-text")) {

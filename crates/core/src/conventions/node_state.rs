@@ -1,9 +1,11 @@
-//! The states of a replica's source and of a node (docs/concepts.md).
+//! The states of a replica's source and of a node. `docs/concepts.md` describes these states for
+//! operators.
 
 use std::{fmt, time::Duration};
 
-/// Changes that a replica has known for less than this time do not make a node lag: in a busy
-/// cluster, some are always on their way.
+/// When a replica decides whether a node is up to date, it ignores changes that it has known for
+/// less than this duration. In a busy cluster, some newer changes are always on their way to the
+/// node.
 pub const SETTLED: Duration = Duration::from_secs(1);
 
 /// The state of the source of a control plane replica.
@@ -45,14 +47,16 @@ pub struct Reported {
     pub has_state: bool,
     /// The node's last attempt to program its kernel failed, or the node rejects a resource.
     pub is_failing: bool,
-    /// The acknowledged state contains all changes older than [`SETTLED`].
+    /// The acknowledged state contains all changes that the replica has known for longer than
+    /// [`SETTLED`].
     pub is_settled: bool,
 }
 
 /// The state of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum NodeState {
-    /// The node has all changes older than [`SETTLED`], and the replica follows its source.
+    /// The node has all changes that its replica has known for longer than [`SETTLED`], and the
+    /// replica follows its source.
     UpToDate,
     /// The node lacks a change that its replica has known for longer than [`SETTLED`].
     Behind,

@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 
-/// Escapes control characters and those that change the direction or the shape of a text.
+/// Escapes what a terminal would interpret or hide: control characters, and characters that change
+/// the direction or the shape of a text, such as U+202E.
 #[must_use]
 pub fn printable(text: &str) -> Cow<'_, str> {
     if text.chars().all(is_printable) {

@@ -1,4 +1,5 @@
-//! How often something may happen for each key: some times at once, then once in an interval.
+//! How often something may happen for each key: some times at once, and then once in an interval.
+//! The caller reads the clock.
 
 use std::{
     collections::HashMap,
@@ -38,6 +39,7 @@ impl<K: Hash + Eq> Turns<K> {
     }
 
     /// Takes a turn of a key.
+    ///
     /// # Errors
     /// The time of the next turn, if the key has none at `now`.
     pub fn take(&mut self, key: K, now: Instant) -> Result<(), Instant> {

@@ -18,7 +18,8 @@ use crate::model::ServiceKey;
 
 /// Number of equal outcomes in a row that change the state of an endpoint.
 const OUTCOMES_IN_A_ROW: u8 = 2;
-/// Checks of a service that begin in a second at most, besides those that confirm a change.
+/// How many checks of a service begin in a second, besides those that confirm a change. The
+/// interval of a service with more endpoints is longer.
 pub(super) const MAX_CHECKS_OF_SERVICE_PER_SECOND: u32 = 20;
 
 /// The checks that a service requests on this node.
@@ -94,7 +95,8 @@ pub(super) struct Checks {
 }
 
 impl Checks {
-    /// Creates an empty set of checks. The `seed` must differ between nodes.
+    /// Creates an empty set of checks. Nodes must use different values of `seed`, which starts the
+    /// random numbers that spread checks over time.
     pub(super) fn new(timing: CheckTiming, seed: u64) -> Self {
         Self {
             timing,
@@ -122,7 +124,8 @@ impl Checks {
         self.failing
     }
 
-    /// Returns the endpoints of a service that fail, in time linear in its endpoints.
+    /// Returns the endpoints of a service that fail. The cost is linear in the number of endpoints
+    /// of the service.
     pub(super) fn failing(&self, key: &ServiceKey) -> BTreeSet<SocketAddr> {
         let is_failing = |address: &&SocketAddr| self.targets.get(address).is_some_and(|target| target.is_failing);
         self.services.get(key).into_iter().flatten().filter(is_failing).copied().collect()
@@ -235,7 +238,8 @@ impl Checks {
         }
     }
 
-    /// Returns a random number below `bound` (SplitMix64), good enough to spread checks.
+    /// Returns a random number below `bound` (SplitMix64, Steele et al. 2014). The quality of these
+    /// numbers suffices to spread checks over time.
     fn draw(&mut self, bound: u64) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.random;

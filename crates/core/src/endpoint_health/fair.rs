@@ -50,13 +50,15 @@ pub struct FairChecks {
 }
 
 impl FairChecks {
-    /// Creates an empty set of checks, `places` of them at a time. The `seed` differs by node.
+    /// Creates an empty set of checks, of which `places` may run at a time. Nodes must use
+    /// different values of `seed`, which starts the random numbers that spread checks over time.
     #[must_use]
     pub fn new(timing: CheckTiming, seed: u64, places: usize) -> Self {
         Self { timing, seed, free: places, namespaces: BTreeMap::new() }
     }
 
-    /// Numbers of checked and of failing endpoints. Each namespace of an endpoint counts.
+    /// Number of endpoints that are checked, and number of endpoints that fail. An endpoint of
+    /// several namespaces counts for each.
     #[must_use]
     pub fn counts(&self) -> (usize, usize) {
         let checks = self.namespaces.values().map(|namespace| &namespace.checks);
@@ -87,7 +89,8 @@ impl FairChecks {
         self.namespaces.values().filter_map(|namespace| namespace.next_due_ms(self.free)).min()
     }
 
-    /// Returns the checks that may begin now, each of which ends with [`Self::finish`].
+    /// Returns the checks that may begin now. The caller makes each check and then calls
+    /// [`Self::finish`].
     pub fn start(&mut self, now_ms: u64) -> Vec<FairCheck> {
         let mut started = Vec::new();
         loop {

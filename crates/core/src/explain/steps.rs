@@ -182,7 +182,8 @@ impl Path<'_> {
         }
     }
 
-    /// Explains source ranges. Returns a fate if they do not admit the client.
+    /// Explains the source ranges of load balancer IPs. Returns a fate if they do not admit the
+    /// client.
     fn source_ranges(&mut self) -> Option<PacketFate> {
         let ranges = &self.view.source_ranges;
         let Frontend::Address(destination, ..) = self.frontend else { return None };

@@ -107,7 +107,8 @@ pub enum Admitted {
     /// All clients.
     #[default]
     All,
-    /// The clients in these sorted, distinct ranges. Others' packets are dropped.
+    /// The clients in these ranges, which are sorted and distinct. The packets of other clients are
+    /// dropped.
     Only(Arc<[IpNet]>),
 }
 
@@ -286,7 +287,8 @@ impl Table {
         verified.map(|(frontend, entry)| (owner(owners, frontend).map_or(0, service_bucket), entry.hash(frontend)))
     }
 
-    /// True if the entries are not compared: the table is broken, or the decoder gave up.
+    /// True if the entries are not compared: something that all Services need is missing, or the
+    /// decoder gave up.
     #[must_use]
     pub fn is_broken(&self) -> bool {
         self.problems.iter().any(|problem| matches!(problem, Problem::Broken(_) | Problem::GivenUp(_)))

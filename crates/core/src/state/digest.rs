@@ -45,7 +45,8 @@ impl Default for Digests {
 }
 
 impl Digests {
-    /// Creates digests from a peer's buckets; `None` if their number is not [`BUCKETS`].
+    /// Creates digests from the buckets that a peer sent. Returns `None` if their number is not
+    /// [`BUCKETS`].
     #[must_use]
     pub fn from_buckets(buckets: Vec<BucketDigest>) -> Option<Self> {
         (buckets.len() == BUCKETS).then(|| Self { buckets: buckets.into_boxed_slice() })
@@ -214,7 +215,8 @@ impl Form {
         self.text(&key.name);
     }
 
-    /// Adds ports. Bits 16 and 17 of a number mean carried conditions and placement.
+    /// Adds a list of ports. Bits 16 and 17 of the port number are set if the port carries
+    /// conditions and a placement, respectively.
     pub(crate) fn ports(&mut self, ports: &[EndpointPort]) {
         self.number(ports.len() as u64);
         for port in ports {

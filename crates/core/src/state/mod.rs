@@ -69,7 +69,8 @@ impl ServiceEntry {
     }
 }
 
-/// The objects that the caller has to plan again after changes, each once.
+/// The objects that the caller has to plan again after changes. A service that changed several
+/// times is planned once.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Dirty {
     /// Services whose views have to be computed again.
@@ -124,7 +125,8 @@ impl State {
         self.entries.get_key_value(key).map(|(key, _)| key)
     }
 
-    /// Returns all entries, in no order, also those without a Service. Not for the hot path.
+    /// Returns all entries in no particular order, including entries without a Service. Do not call
+    /// this function on the hot path, because the caller visits every entry.
     pub fn entries(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServiceEntry)> {
         self.entries.iter()
     }
@@ -177,7 +179,8 @@ impl State {
         was_right
     }
 
-    /// Adds the hashes of the held ones of these Services, and of their endpoints, to digests.
+    /// Adds the hashes of these Services and of their endpoints to digests. Leaves out Services
+    /// that the state does not hold.
     pub fn digest_services<'a>(&self, keys: impl IntoIterator<Item = &'a Arc<ServiceKey>>, digests: &mut Digests) {
         for (key, entry) in keys.into_iter().filter_map(|key| Some((key, self.entries.get(key)?))) {
             let bucket = digest::service_bucket(key);
@@ -372,7 +375,8 @@ impl Endpoints {
     }
 }
 
-// How many Services use a feature: a node that lacks it is degraded only if some Service does.
+// The numbers of Services that use a feature. A node that lacks a feature reports itself as
+// degraded only if at least one Service uses the feature.
 
 /// Numbers of Services with a ClusterIP of one family, by feature.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -387,12 +391,14 @@ pub struct FamilyDemand {
     pub with_proxy_protocol: usize,
     /// Services of the family that limit their connections.
     pub with_max_connections: usize,
-    /// Services by algorithm of [`LoadBalancing::ALL`]; the last number is of unknown ones.
+    /// Services of the family that select each algorithm of [`LoadBalancing::ALL`]. The last number
+    /// counts Services that select an unknown algorithm.
     load_balancing: [usize; LoadBalancing::ALL.len() + 1],
 }
 
 impl FamilyDemand {
-    /// Returns the number of Services with an algorithm; `None` stands for all unknown ones.
+    /// Returns the number of Services that select an algorithm; `None` stands for all algorithms
+    /// that this program does not know.
     #[must_use]
     pub fn with_load_balancing(&self, algorithm: Option<LoadBalancing>) -> usize {
         self.load_balancing[index(algorithm)]

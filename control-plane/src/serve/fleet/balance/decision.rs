@@ -15,22 +15,26 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The mean time from one step to the next, at random half or one and a half of it.
+/// The mean time from one step to the next. The actual time is random, between 0.5 and 1.5 times
+/// this mean, so that replicas do not act at the same moment.
 pub(super) const STEP: Duration = Duration::from_secs(1);
 
 /// The maximum number of agents that a replica asks to move in one step.
 pub(super) const MAX_PER_STEP: usize = 5;
 
-/// How long a replica, of as many, must be above its limit before it asks agents to move.
+/// How long a replica must be above its limit before it asks agents to move. The time starts again
+/// when the number of replicas changes.
 pub(super) const SETTLING: Duration = Duration::from_secs(10);
 
 /// How long an agent counts as leaving after it was asked to move.
 pub(super) const LEAVING: Duration = Duration::from_secs(10);
 
-/// How long a replica remembers that it asked an agent to move, and does not ask again.
+/// How long a replica remembers that it asked an agent to move. During this time it does not ask
+/// this agent again.
 pub(super) const MEMORY: Duration = Duration::from_secs(600);
 
-/// After so many asked agents, a replica judges whether its requests are futile.
+/// A replica first asks this many agents to move. Only then it judges whether its requests are
+/// futile.
 const MIN_ASKED: usize = 10;
 
 /// The numbers by which a replica decides at a step.
@@ -41,7 +45,8 @@ pub(super) struct View {
     /// Agents with a stream to this replica whose Nodes are in the source. Agents that were asked
     /// to move within the last [`LEAVING`] do not count.
     pub(super) agents: usize,
-    /// Agents that were asked within [`MEMORY`], but not within [`LEAVING`].
+    /// Agents that were asked to move within the last [`MEMORY`], but not within the last
+    /// [`LEAVING`].
     pub(super) asked: usize,
     /// The agents of `asked` that have a stream to this replica: they stayed or came back.
     pub(super) returned: usize,
@@ -50,6 +55,7 @@ pub(super) struct View {
 /// How many agents a replica may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Band {
+    /// The number of ready replicas.
     pub(super) replicas: usize,
     /// The number of Nodes divided by the number of ready replicas, rounded up.
     pub(super) share: usize,
@@ -60,13 +66,15 @@ pub(super) struct Band {
 }
 
 impl Band {
-    /// Returns the band for Nodes and ready replicas; `None` without any, or without others.
+    /// Returns the band for a number of Nodes and ready replicas; `None` without Nodes or without
+    /// other replicas.
     pub(super) fn new(nodes: usize, replicas: usize) -> Option<Self> {
         if replicas < 2 || nodes == 0 {
             return None;
         }
         let share = nodes.div_ceil(replicas);
-        // So high that random choices alone practically never exceed it.
+        // Agents choose replicas at random, so the numbers vary. This limit is so high that random
+        // choices alone practically never exceed it.
         Some(Self { replicas, share, limit: share + share / 5 + 8, target: share + share / 10 + 4 })
     }
 }
@@ -74,13 +82,15 @@ impl Band {
 /// The state that a replica keeps from one step to the next.
 #[derive(Debug, Default)]
 pub(super) struct Decision {
-    /// Since when this replica has been above its limit, and the number of replicas.
+    /// The time since which this replica has been above its limit without a break, and the number
+    /// of replicas since then.
     above: Option<(Instant, usize)>,
     is_moving: bool,
 }
 
 impl Decision {
-    /// How many agents to ask to move, at most [`MAX_PER_STEP`]; 0 without a [`Band`] in `view`.
+    /// Returns how many agents to ask to move, at most [`MAX_PER_STEP`]. Returns 0 if requests are
+    /// futile. `view` is `None` if the replica has no [`Band`].
     pub(super) fn step(&mut self, view: Option<View>, now: Instant) -> usize {
         let Some(view) = view.filter(|view| !view.is_futile()) else {
             *self = Self::default();
@@ -104,7 +114,8 @@ impl Decision {
 }
 
 impl View {
-    /// True if over three quarters of the asked agents are back, and perhaps know no other.
+    /// Returns true if more than three quarters of the asked agents have a stream to this replica.
+    /// Such agents know no other replica, or cannot reach another replica.
     pub(super) fn is_futile(&self) -> bool {
         self.asked >= MIN_ASKED && 4 * self.returned > 3 * self.asked
     }

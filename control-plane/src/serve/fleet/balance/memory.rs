@@ -7,11 +7,13 @@ use tokio::time::Instant;
 
 use super::decision::{Band, LEAVING, MEMORY, View};
 
-/// The agents (`A`) that were asked to move within the last [`MEMORY`], a bounded number.
+/// The agents that were asked to move within the last [`MEMORY`]. Their number is bounded, because
+/// a replica asks only a few agents in each step. `A` identifies an agent.
 #[derive(Debug)]
 pub(super) struct Memory<A> {
     asked: HashMap<A, Instant>,
-    /// The number of ready replicas then; 0 without a [`Band`]. A change resets the memory.
+    /// The number of ready replicas when the agents were asked; 0 if there was no [`Band`]. When
+    /// this number changes, all agents may be asked again.
     replicas: usize,
 }
 
@@ -22,7 +24,8 @@ impl<A> Default for Memory<A> {
 }
 
 impl<A: Hash + Eq + Clone> Memory<A> {
-    /// Returns those of the agents `here` that may be asked, and the numbers for the decision.
+    /// Returns the agents of `here` that may be asked to move, and the numbers for the decision.
+    /// `here` holds the agents with a stream to this replica.
     pub(super) fn view(&mut self, band: Option<Band>, here: Vec<A>, now: Instant) -> (Vec<A>, Option<View>) {
         let replicas = band.map_or(0, |band| band.replicas);
         if replicas != self.replicas {
@@ -47,7 +50,8 @@ impl<A: Hash + Eq + Clone> Memory<A> {
         (may_be_asked, Some(View { band, agents, asked, returned }))
     }
 
-    /// Chooses `count` agents at random, or all if there are fewer, and remembers them.
+    /// Chooses `count` agents at random, and remembers that they are asked. Returns all agents of
+    /// `may_be_asked` if there are fewer than `count`.
     pub(super) fn ask(&mut self, mut may_be_asked: Vec<A>, count: usize, now: Instant, rng: &mut Rng) -> Vec<A> {
         let count = count.min(may_be_asked.len());
         for chosen in 0..count {
@@ -59,6 +63,7 @@ impl<A: Hash + Eq + Clone> Memory<A> {
         may_be_asked
     }
 
+    /// Returns the number of agents that are remembered.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.asked.len()

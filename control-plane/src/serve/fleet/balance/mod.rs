@@ -22,10 +22,12 @@ use self::{
 use super::{Agent, Fleet};
 use crate::{metrics::level, serve::context::Lifecycle};
 
-/// The time within which an asked agent moves, at random, so that moves are spread.
+/// The time within which an agent moves after it was asked to move. Each agent chooses a random
+/// moment within this time, so the moves of one step are spread over the time until the next step.
 pub(crate) const MOVE_WITHIN: Duration = STEP;
 
-/// Asks agents to move until aborted. `service` has the replicas as ready endpoints.
+/// Asks agents to move until its task is aborted. The ready endpoints of `service` are the
+/// replicas.
 pub(crate) async fn run(fleet: Arc<Fleet>, service: ServiceKey) {
     let mut balance = Balance::new(service);
     loop {
@@ -55,7 +57,8 @@ impl Balance {
         let metrics = &fleet.context.metrics;
         metrics.balance_replicas.set(level(self.replicas.unwrap_or(0)));
         metrics.balance_limit.set(level(band.map_or(0, |band| band.limit)));
-        // A list of all agents is expensive, so it is made only when it is needed.
+        // A list of all agents is expensive. So a replica makes the list only while it is above its
+        // limit or asks agents to move.
         let is_busy = self.decision.is_moving() || band.is_some_and(|band| fleet.len() > band.limit);
         let agents: HashMap<Arc<str>, Arc<Agent>> = if is_busy { known_agents(fleet) } else { HashMap::new() };
         let (may_be_asked, view) = self.memory.view(band, agents.keys().cloned().collect(), now);
@@ -88,10 +91,12 @@ impl Balance {
         }
     }
 
-    /// How many agents this replica may have; `None` if it stops, or does not know.
+    /// Returns how many agents this replica may have. Returns `None` if the replica stops or does
+    /// not follow its source, or if there are no Nodes or no other replicas.
     fn band(&mut self, fleet: &Fleet) -> Option<Band> {
         let store = &fleet.context.store;
-        // Without its source, a replica does not know which replicas are ready.
+        // A replica that does not follow its source cannot know which replicas are ready, so it
+        // asks no agents to move.
         if fleet.context.lifecycle() != Lifecycle::Serving || store.source_state() != SourceState::Following {
             return None;
         }

@@ -8,6 +8,7 @@ mod input_tests;
 use headgate_proto::{MAX_AGENT_MESSAGE_BYTES, PREFIX_BYTES};
 use tonic::Status;
 
+/// The length of a frame's header.
 pub(super) const HEADER_BYTES: usize = 9;
 
 /// The largest payload of a frame in both directions. It is the default of
@@ -57,6 +58,7 @@ pub(super) enum Code {
     EnhanceYourCalm = 0xb,
 }
 
+/// A frame's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct FrameHeader {
     pub(super) length: u32,
@@ -77,6 +79,7 @@ impl FrameHeader {
         }
     }
 
+    /// Returns true if a flag is set.
     pub(super) fn has(&self, flag: u8) -> bool {
         self.flags & flag != 0
     }
@@ -184,7 +187,8 @@ fn put_string(out: &mut Vec<u8>, text: &[u8]) {
 // the port has a single method, so the headers of the request say nothing. Of later header blocks
 // only the stream's trailers matter, and only because they end the stream.
 
-/// The most frames and bytes of one header block (RFC 9113, 10.5.1).
+/// The maximum numbers of frames and of bytes of one header block. Larger blocks are refused
+/// (RFC 9113, 10.5.1).
 const MAX_BLOCK: (u32, u32) = (64, 64 << 10);
 
 /// The meaning of a frame, or of a part of a frame.
@@ -243,7 +247,10 @@ pub(super) struct Input {
 
 impl Input {
     /// Parses bytes of the connection, which begins with the preface, and passes events to `take`.
-    /// No call may follow an error, of `take` or a [`Violation`].
+    ///
+    /// # Errors
+    ///
+    /// The error of `take`, or [`Violation`]. `feed` must not be called again after an error.
     pub(super) fn feed<E: From<Violation>>(
         &mut self,
         bytes: &[u8],
@@ -282,6 +289,7 @@ impl Input {
         Ok(())
     }
 
+    /// Checks the header of a frame.
     fn check(&mut self, header: &FrameHeader) -> Result<(), Violation> {
         let FrameHeader { length, stream, .. } = *header;
         if self.block.is_some() != (header.kind == kind::CONTINUATION) {
@@ -359,6 +367,7 @@ impl Input {
         Ok(())
     }
 
+    /// Handles a frame whose header is valid.
     fn frame<E: From<Violation>>(
         &mut self,
         header: &FrameHeader,
@@ -440,23 +449,31 @@ fn setting<E: From<Violation>>(
         // SETTINGS_INITIAL_WINDOW_SIZE
         4 if value > MAX_WINDOW => Ok(violation(Code::FlowControlError, "SETTINGS_INITIAL_WINDOW_SIZE is too large")?),
         4 => take(FrameEvent::InitialWindow(value)),
-        // SETTINGS_MAX_FRAME_SIZE: the server never sends frames above the default.
+        // SETTINGS_MAX_FRAME_SIZE. The value is not stored, because the server never sends frames
+        // larger than the default.
         5 if !(MAX_PAYLOAD_BYTES..1 << 24).contains(&value) => {
             Ok(violation(Code::ProtocolError, "SETTINGS_MAX_FRAME_SIZE is out of its range")?)
         }
-        // Others forbid what the server never does: pushes, dynamic table, large headers.
+        // Other settings forbid things that the server never does: pushes, use of the dynamic
+        // table, and large headers.
         _ => Ok(()),
     }
 }
 
-/// A flow-control window for the client's data (RFC 9113, 6.9), enlarged once half is used.
+/// A flow-control window for data from the client (RFC 9113, 6.9). The server enlarges the window
+/// as soon as half of it is used.
 #[derive(Debug, Default)]
 pub(super) struct ReceiveWindow {
     used: u32,
 }
 
 impl ReceiveWindow {
-    /// Counts bytes that have arrived within the window. Returns an increment if one is due.
+    /// Counts bytes that have arrived. Returns the increment for a `WINDOW_UPDATE`, if it is time
+    /// to send one.
+    ///
+    /// # Errors
+    ///
+    /// [`Violation`], if the bytes exceed the window.
     pub(super) fn receive(&mut self, bytes: u32) -> Result<Option<u32>, Violation> {
         self.used += bytes;
         if self.used > DEFAULT_WINDOW {
@@ -484,8 +501,11 @@ pub(super) enum Malformed {
 pub(super) struct Messages(Vec<u8>);
 
 impl Messages {
-    /// Adds bytes, and passes each message that they complete to `take`. No call may follow an
-    /// error.
+    /// Adds bytes, and passes each message that they complete to `take`.
+    ///
+    /// # Errors
+    ///
+    /// The error of `take`, or [`Malformed`]. `feed` must not be called again after an error.
     pub(super) fn feed<E: From<Malformed>>(
         &mut self,
         bytes: &[u8],
@@ -513,7 +533,11 @@ impl Messages {
         Ok(())
     }
 
-    /// Checks that the stream may end here, and not in the middle of a message.
+    /// Checks that the stream may end here.
+    ///
+    /// # Errors
+    ///
+    /// [`Malformed::Incomplete`] in the middle of a message.
     pub(super) fn end(&self) -> Result<(), Malformed> {
         if self.0.is_empty() { Ok(()) } else { Err(Malformed::Incomplete) }
     }

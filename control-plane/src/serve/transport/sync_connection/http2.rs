@@ -34,6 +34,7 @@ const MAX_OTHER_STREAMS: u32 = 100;
 /// The free space, in bytes, that the output buffer needs before a `DATA` frame is begun.
 const MIN_ROOM_BYTES: usize = 256;
 
+/// The state of one connection.
 pub(super) struct Http2 {
     input: Input,
     streams: Arc<Streams>,
@@ -49,7 +50,8 @@ pub(super) struct Http2 {
     unsent: Bytes,
     /// The bytes that the server may send before the client enlarges the connection's window.
     connection_room: i64,
-    /// The bytes of room in the stream's window; negative after a change of settings.
+    /// The bytes that the server may send before the client enlarges the stream's window. A change
+    /// of the client's settings can make this number negative.
     stream_room: i64,
     initial_window: u32,
     connection_window: ReceiveWindow,
@@ -68,6 +70,7 @@ pub(super) struct Http2 {
     now: Instant,
 }
 
+/// The phase of the stream.
 enum StreamPhase {
     /// The server waits for `Hello`.
     Opening { until: Instant },
@@ -133,10 +136,12 @@ impl Http2 {
         self.phase = StreamPhase::Over;
     }
 
+    /// Handles bytes that the client has sent.
     pub(super) fn receive(&mut self, bytes: &[u8], now: Instant) {
         self.now = now;
         if self.is_closing() || self.is_over() {
-            // Unread bytes would reset the connection, and the client might miss the status.
+            // The bytes are read but ignored. With unread bytes the kernel would reset the
+            // connection on close, and the client might not see the status.
             return;
         }
         let mut input = std::mem::take(&mut self.input);
@@ -207,7 +212,8 @@ impl Http2 {
         Ok(())
     }
 
-    /// Refuses a further request: GOAWAY, so that the client uses another connection.
+    /// Handles a further request: the server tells the client with GOAWAY to use another
+    /// connection.
     fn other_stream(&mut self) -> Result<(), Violation> {
         self.other_streams += 1;
         if self.other_streams > MAX_OTHER_STREAMS {
@@ -265,7 +271,8 @@ impl Http2 {
         self.finish(&end);
     }
 
-    /// Ends the stream, after the rest of the current message, with the status.
+    /// Ends the stream, if it has not ended yet. The rest of the current message is still written,
+    /// and then the status.
     fn finish(&mut self, end: &End) {
         if !matches!(self.phase, StreamPhase::Opening { .. } | StreamPhase::Open(_)) {
             return;
@@ -319,7 +326,8 @@ impl Http2 {
                 }
             }
             StreamPhase::Open(session) => {
-                // Also checked here: `fill` calls the session only with room for a message.
+                // This function also checks whether the session has ended, because `fill` calls the
+                // session only if there is room for a message.
                 if let Some(end) = session.end(now) {
                     self.finish(&end);
                 }
@@ -367,7 +375,8 @@ impl Http2 {
         }
     }
 
-    /// Appends about `max_bytes` to `out` at most. True if the stream is open and has no more now.
+    /// Appends bytes to write to `out`, up to about `max_bytes`. Appends nothing if there is
+    /// nothing to write. Returns true if the stream is open and has nothing more to write now.
     pub(super) fn fill(&mut self, out: &mut Vec<u8>, max_bytes: usize, now: Instant) -> bool {
         if matches!(self.phase, StreamPhase::Over) {
             return false;
@@ -389,7 +398,8 @@ impl Http2 {
             if self.id != 0 {
                 put_trailers(out, self.id, status);
                 if !self.client_has_ended {
-                    // The client need not send the rest of its request (RFC 9113, 8.1).
+                    // Tells the client that it need not send the rest of its request (RFC 9113,
+                    // 8.1).
                     put_reset(out, self.id, Code::NoError);
                 }
             }
@@ -399,7 +409,8 @@ impl Http2 {
         false
     }
 
-    /// Writes the rest of a message. True if it is complete and another has room.
+    /// Writes the rest of a message. Returns true if the message is complete and there is room for
+    /// another.
     fn fill_data(&mut self, out: &mut Vec<u8>, max_bytes: usize) -> bool {
         let room = max_bytes.saturating_sub(out.len() + HEADER_BYTES);
         let window = usize::try_from(self.connection_room.min(self.stream_room)).unwrap_or(0);

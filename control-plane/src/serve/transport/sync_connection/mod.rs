@@ -63,7 +63,8 @@ const WRITE_BYTES: usize = MAX_PAYLOAD_BYTES as usize;
 /// would be out of date when the peer reads them.
 const MAX_UNSENT_BYTES: u32 = 64 << 10;
 
-/// The bytes that a connection may read, and may write, before others are served.
+/// The number of bytes that a connection may read, and may write, before other connections are
+/// served.
 const TURN_BYTES: usize = 128 << 10;
 
 thread_local! {
@@ -117,7 +118,8 @@ pub(crate) fn serve_accepted(
     serve(streams, peer, stream, tls, held)
 }
 
-/// Returns a future that serves a connection right after its TLS handshake.
+/// Returns a future that serves a connection on which nothing has been read or written yet, except
+/// the handshake of TLS.
 pub(crate) fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     streams: &Arc<Streams>,
     peer: Peer,
@@ -144,7 +146,8 @@ pub(crate) fn serve<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
     ServedConnection { connection, _visited: visited }
 }
 
-/// The task of a connection, which reads, and writes after the kernel refused bytes.
+/// The task of a connection. The task reads, and writes when the kernel accepts bytes again. Other
+/// writes happen in visits.
 struct ServedConnection<S> {
     connection: Arc<SyncConnection<S>>,
     _visited: Visited,
@@ -170,7 +173,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Future for ServedConnection<S> {
         }
         let state = slot.take();
         drop(slot);
-        // Dropping the session calls the fleet, so not under the lock.
+        // The state is dropped after the lock is released, because dropping the session calls the
+        // fleet.
         drop(state);
         Poll::Ready(())
     }
@@ -247,6 +251,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ConnectionState<S> {
 /// Why writing stopped.
 #[derive(PartialEq, Eq)]
 enum Written {
+    /// Everything is written.
     All,
     /// The kernel accepts no more bytes.
     Blocked,
@@ -260,7 +265,8 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> Visit for SyncConnection<S> {
         let Some(state) = slot.as_mut() else { return };
         state.http2.keep_time(now);
         state.http2.keep_flowing(state.is_blocked, now);
-        // The task of a blocked connection waits until the kernel accepts more.
+        // If the connection is blocked, its task waits until the kernel accepts more bytes. If it
+        // becomes blocked, the task is woken to wait.
         let cx = &mut Context::from_waker(Waker::noop());
         let written = match state.is_blocked {
             true => Ok(Written::All),
@@ -290,7 +296,8 @@ impl<S: AsyncRead + AsyncWrite + Send + Unpin> Visit for SyncConnection<S> {
     }
 }
 
-// Reads and writes a connection, with a buffer only for bytes that the kernel refused.
+// Reads and writes a connection, with or without TLS. [`SyncIo`] keeps a buffer only for bytes
+// that the kernel has not accepted.
 
 /// A connection whose handshake is done, over a transport such as a TCP socket.
 struct SyncIo<S> {
@@ -306,7 +313,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> SyncIo<S> {
     fn new(stream: S, tls: Option<ServerConnection>, budget: Budget) -> Self {
         let mut tls = tls.map(Box::new);
         if let Some(tls) = &mut tls {
-            // One record is written at a time, after the one before it.
+            // No limit is needed: at most one record is written at a time, and only after the
+            // kernel has accepted the record before it.
             tls.set_buffer_limit(None);
         }
         Self { stream, tls, unwritten: Vec::new(), written_bytes: 0, budget }
@@ -317,13 +325,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> SyncIo<S> {
         self.budget.pause(now).is_some()
     }
 
-    /// How many bytes the kernel has accepted, which shows whether the peer reads.
+    /// Returns how many bytes the kernel has accepted. After the kernel has refused bytes, this
+    /// number grows only when the peer reads.
     fn written_bytes(&self) -> u64 {
         self.written_bytes
     }
 
-    /// Reads into `buffer`, unless [`SyncIo::is_paused`]. Returns 0 at the end of the connection,
-    /// and fails if it is broken or violates TLS.
+    /// Reads into `buffer`. Returns the number of bytes; 0 means the end of the connection. Must
+    /// not be called while [`SyncIo::is_paused`] returns true.
+    ///
+    /// # Errors
+    ///
+    /// The connection is broken, or the bytes violate TLS.
     fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8], now: Instant) -> Poll<io::Result<usize>> {
         let Self { stream, budget, .. } = self;
         let Some(tls) = &mut self.tls else { return poll_stream(stream, budget, cx, buffer, now) };
@@ -347,7 +360,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> SyncIo<S> {
         }
     }
 
-    /// Writes `bytes`, and keeps those that the kernel refuses, until [`SyncIo::flush`] is true.
+    /// Writes `bytes`, and keeps the bytes that the kernel does not accept. [`SyncIo::flush`] must
+    /// return true before the next write.
+    ///
+    /// # Errors
+    ///
+    /// The connection is broken.
     fn write(&mut self, cx: &mut Context<'_>, bytes: &[u8]) -> io::Result<()> {
         if let Some(tls) = &mut self.tls {
             return tls.writer().write_all(bytes);
@@ -358,7 +376,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> SyncIo<S> {
         Ok(())
     }
 
-    /// Writes kept bytes. Returns true if none is left, else wakes the context when more may go.
+    /// Writes bytes that the kernel has not accepted yet. Returns true if no such bytes are left.
+    /// Otherwise, the context is woken once the kernel accepts more bytes.
+    ///
+    /// # Errors
+    ///
+    /// The connection is broken.
     fn flush(&mut self, cx: &mut Context<'_>) -> io::Result<bool> {
         let Self { stream, tls, unwritten, written_bytes, .. } = self;
         loop {
@@ -381,7 +404,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> SyncIo<S> {
         }
     }
 
-    /// Tells the peer that nothing more will be written, after everything is flushed.
+    /// Tells the peer that nothing more will be written. Call this after everything is flushed.
+    ///
+    /// # Errors
+    ///
+    /// The connection is broken.
     fn close(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
         if let Some(tls) = &mut self.tls {
             tls.send_close_notify();
@@ -407,13 +434,15 @@ fn poll_stream(
     now: Instant,
 ) -> Poll<io::Result<usize>> {
     let mut buffer = ReadBuf::new(buffer);
-    // After a short read, `poll_read` knows that the socket is empty.
+    // After a read that does not fill the buffer, `poll_read` of a socket knows that the socket is
+    // empty, and makes no second call to the kernel.
     ready!(Pin::new(stream).poll_read(cx, &mut buffer))?;
     budget.spend(buffer.filled().len(), now);
     Poll::Ready(Ok(buffer.filled().len()))
 }
 
-/// rustls reads here. Without bytes: `WouldBlock`, and the context is woken later.
+/// The transport for reads by rustls. If no bytes have arrived, the read fails with `WouldBlock`,
+/// and the context is woken when bytes arrive.
 struct TlsReader<'a, 'b, S> {
     stream: &'a mut S,
     budget: &'a Budget,
@@ -428,7 +457,8 @@ impl<S: AsyncRead + Unpin> io::Read for TlsReader<'_, '_, S> {
     }
 }
 
-/// rustls writes here. If the kernel refuses: `WouldBlock`, and the context is woken later.
+/// The transport for writes by rustls. If the kernel accepts no bytes, the write fails with
+/// `WouldBlock`, and the context is woken once the kernel accepts bytes.
 struct TlsWriter<'a, 'b, S> {
     stream: &'a mut S,
     cx: &'a mut Context<'b>,

@@ -1,7 +1,7 @@
 //! iptables mode: rules translate, masquerade, reject and drop packets.
 //!
-//! [`ruleset()`] returns the rules of the configuration, and how the rules of a service are
-//! rendered. The [`RulesLedger`](super::rules::RulesLedger) programs them.
+//! [`ruleset()`] returns the rules that depend only on the configuration, and the function that
+//! renders the rules of a service. The [`RulesLedger`](super::rules::RulesLedger) programs them.
 
 mod ruleset;
 mod service_rules;

@@ -35,7 +35,8 @@ pub fn ruleset(config: RenderConfig) -> Ruleset {
     }
 }
 
-/// True if NodePorts are served in 127.0.0.0/8, which needs `route_localnet` and a guard.
+/// True if NodePorts are served on addresses in 127.0.0.0/8. NodePorts on these addresses need the
+/// sysctl `route_localnet` and the chain [`LOCALNET_GUARD`].
 #[must_use]
 pub fn has_localnet_guard(config: &RenderConfig) -> bool {
     config.node_port_addresses.include_localhost(config.family, config.localhost_node_ports)
@@ -55,7 +56,8 @@ fn gate_chains(config: &RenderConfig) -> impl Iterator<Item = FixedChain> {
     })
 }
 
-/// Creates the chain that accepts connections to the proxy, whose destination is the node itself.
+/// Creates the chain that accepts connections that the rules sent to the proxy. Mode iptables
+/// accepts them in KUBE-FORWARD, but here the node itself is their destination.
 fn gate_input(config: &RenderConfig) -> Option<FixedChain> {
     let listener = config.listeners.values().next()?;
     let mut rules = String::new();
@@ -67,7 +69,8 @@ fn gate_input(config: &RenderConfig) -> Option<FixedChain> {
     Some(FixedChain { table: RulesTable::Filter, name: GATE_INPUT, rules })
 }
 
-/// Renders the rule that excludes connections to the proxy, which needs its clients' addresses.
+/// Renders the rule of KUBE-POSTROUTING that excludes connections to the proxy from masquerading,
+/// because the proxy needs the addresses of its clients.
 fn keep_clients(config: &RenderConfig) -> String {
     let mut rule = String::new();
     if let Some(listener) = config.listeners.values().next() {
@@ -124,7 +127,8 @@ fn external_output_jump(comment: &str) -> Jump {
     Jump { table: RulesTable::Filter, from: "OUTPUT", rule: rule.trim().to_owned() }
 }
 
-/// Returns a script that adds the chain [`LOCALNET_GUARD`] and its jumps to a node.
+/// Returns a script that creates the chain [`LOCALNET_GUARD`] and its jumps, for a node without
+/// this chain.
 #[must_use]
 pub fn localnet_guard_script() -> Script {
     let (guard, mut script) = (localnet_guard(), Script::default());

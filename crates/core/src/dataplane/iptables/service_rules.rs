@@ -57,7 +57,8 @@ pub(super) fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
     }
 }
 
-/// Renders the rules that refuse connections to a port that the proxy cannot carry.
+/// Renders the rules that refuse all connections to a port that the proxy of mode userspace cannot
+/// carry.
 fn render_refusals(port: &PortRules<'_>, rules: &mut ServiceRules) {
     let cluster_ip = port.view.cluster_ip.map(Selector::ClusterIp);
     let cluster_ip = cluster_ip.into_iter().map(|selector| (DispatchChain::FilterServices, selector));
@@ -68,7 +69,8 @@ fn render_refusals(port: &PortRules<'_>, rules: &mut ServiceRules) {
     rules.dispatch.extend(refused);
 }
 
-/// Renders the rule that refuses connections, or those left by a proxy; `None` if none is.
+/// Renders the rule that refuses connections. Returns `None` if connections are forwarded. If only
+/// a proxy can carry the connections, the rule refuses those that are left.
 fn reject_or_drop(
     port: &PortRules<'_>,
     chain: DispatchChain,

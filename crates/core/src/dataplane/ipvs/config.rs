@@ -17,9 +17,11 @@ pub struct IpvsConfig {
     pub family: Family,
     /// The default scheduler of the cluster.
     pub scheduler: Scheduler,
-    /// Schedulers that the kernel has. Instead of others, services get the default scheduler.
+    /// Schedulers that the kernel has. A service that requests another scheduler gets the default
+    /// scheduler, and the ledger reports a [`SchedulerProblem`].
     pub available_schedulers: BTreeSet<Scheduler>,
-    /// Addresses of the node with NodePorts, without those of loopback and of Headgate's device.
+    /// Addresses of the node on which NodePorts are served, without loopback addresses and
+    /// addresses of Headgate's device.
     pub node_port_addresses: Vec<IpAddr>,
     /// Addresses of other devices of this node. Headgate does not add them to its device.
     pub other_addresses: BTreeSet<IpAddr>,
@@ -31,7 +33,8 @@ pub struct IpvsConfig {
     pub drain_limit_ms: Option<u64>,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,
-    /// See [`leaves_out_sctp`](crate::dataplane::rules::RenderConfig::leaves_out_sctp).
+    /// See
+    /// [`RenderConfig::leaves_out_sctp`](crate::dataplane::rules::RenderConfig::leaves_out_sctp).
     pub leaves_out_sctp: bool,
 }
 

@@ -15,7 +15,8 @@ use crate::{dataplane::rules::ExistingTables, model::Protocol};
 /// A virtual server in the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExistingServer {
-    /// `None` for settings that Headgate never programs, such as an unknown scheduler.
+    /// The settings. `None` for settings that Headgate never programs: an unknown scheduler,
+    /// one-packet scheduling or another netmask.
     pub settings: Option<Settings>,
     /// Destinations with their weights. The caller leaves out destinations with another forwarding
     /// method than NAT and logs a warning.
@@ -38,13 +39,15 @@ pub struct ExistingObjects {
 }
 
 impl ExistingObjects {
-    /// Returns the element that marks a virtual server as Headgate's; `None` for a foreign one.
+    /// Returns the element that marks a virtual server as Headgate's, or `None` if the server
+    /// belongs to another program.
     #[must_use]
     pub fn mark(&self, key: &ServerKey, config: &IpvsConfig) -> Option<(Set, IpSetElement)> {
         self.mark_preferring(key, config, |_| false)
     }
 
-    /// Like [`Self::mark`], but prefers an element that exists only to mark the server.
+    /// Like [`Self::mark`], but if several elements mark the server, prefers an element that no
+    /// service needs. Such an element exists only to mark the server.
     #[must_use]
     pub fn mark_preferring(
         &self,

@@ -44,7 +44,8 @@ pub struct Settings {
     pub scheduler: Scheduler,
     /// The scheduler also hashes the source port (flag `mh-port`). Only `mh` uses this flag.
     pub hashes_source_port: bool,
-    /// How long a client stays with its destination, in seconds; `None` without affinity.
+    /// How long a client stays with its destination, in seconds (flag `persistent`, with the
+    /// netmask of a single host). `None` for no session affinity.
     pub persistence_seconds: Option<u32>,
 }
 

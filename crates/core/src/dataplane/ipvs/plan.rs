@@ -38,7 +38,8 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns the object that the operation creates or changes, if any.
+    /// Returns the object that the operation creates or changes. Returns `None` for removals and
+    /// for operations on whole sets.
     #[must_use]
     pub fn object(&self) -> Option<Object> {
         match *self {

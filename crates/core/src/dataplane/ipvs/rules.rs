@@ -90,7 +90,8 @@ fn jumps() -> Vec<Jump> {
     ]
 }
 
-/// Renders the rules of nat KUBE-SERVICES after those of services, without the chain's name.
+/// Renders the rules of nat KUBE-SERVICES that follow the rules of single services. The returned
+/// rules do not contain the name of the chain.
 fn service_rules(config: &RenderConfig) -> Vec<String> {
     let family = config.family;
     let rule = |build: &dyn Fn(Line<'_>)| {
@@ -196,7 +197,8 @@ fn source_ranges(family: Family) -> String {
     rules
 }
 
-/// Renders the rules that reject packets to ports without endpoints, or drop them (Local policy).
+/// Renders the rules that reject packets to ports without endpoints, and that drop packets to ports
+/// with Local policy whose endpoints are all on other nodes.
 fn reject_and_drop(chain: &str, family: Family) -> String {
     let mut rules = String::new();
     Line::append(&mut rules, chain).comment("no endpoints").in_set(Set::NoEndpoints, family, "dst,dst").reject(family);

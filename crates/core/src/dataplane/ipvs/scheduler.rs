@@ -58,10 +58,12 @@ impl Scheduler {
         Self::WeightedOverflow,
     ];
 
-    /// Active connections above which [`Scheduler::WeightedOverflow`] counts a destination as full.
+    /// Number of active connections above which [`Scheduler::WeightedOverflow`] treats the last
+    /// destination as full.
     pub const OVERFLOW_CONNECTIONS: u32 = 100;
 
-    /// The name in the kernel. The module has the prefix `ip_vs_`.
+    /// The name in the kernel. The kernel module of the scheduler has this name after the prefix
+    /// `ip_vs_`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -100,7 +102,8 @@ impl Scheduler {
         }
     }
 
-    /// Returns the weighted form of this scheduler, or the scheduler itself.
+    /// Returns the weighted form of this scheduler, or the scheduler itself if it has no weighted
+    /// form.
     #[must_use]
     pub fn weighted(self) -> Self {
         match self {

@@ -18,7 +18,8 @@ use crate::model::Protocol;
 pub struct Wanted {
     /// Settings.
     pub settings: Settings,
-    /// Destinations with weights, in order of address, shared by the servers of a port and policy.
+    /// Destinations with their weights, in order of address. All virtual servers of a port and
+    /// policy share these destinations.
     pub destinations: Arc<[(SocketAddr, u32)]>,
     /// The element that marks the server as Headgate's.
     pub mark: (Set, IpSetElement),
@@ -29,9 +30,11 @@ pub struct Wanted {
 /// The state of a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DestinationState {
-    /// The destination is wanted and has this weight, 0 if it fails health checks.
+    /// The destination is wanted and has this weight. The weight is 0 if the destination fails
+    /// health checks.
     Active(u32),
-    /// The destination drains since this time in milliseconds, and gets no new connections.
+    /// The destination is no longer wanted and gets no new connections. Draining started at this
+    /// time in milliseconds.
     Draining(u64),
 }
 

@@ -1,6 +1,9 @@
 //! iptables rules for traffic from pods of this node, and from the node itself, to services with
-//! external Local policy. These clients may use all endpoints, but the virtual server has only the
-//! local ones, so iptables translates their packets before IPVS.
+//! external Local policy.
+//!
+//! The virtual server of an address with Local policy has only endpoints on this node. Local pods
+//! and the node itself may use all endpoints, so iptables translates packets of these clients
+//! before IPVS receives the packets.
 
 use crate::dataplane::rules::service::{PortRules, ServiceRules};
 

@@ -63,14 +63,17 @@ pub struct RenderConfig {
     pub node_port_addresses: NodePortAddresses,
     /// NodePorts are also served on 127.0.0.0/8. NodePorts are never served on ::1.
     pub localhost_node_ports: bool,
-    /// `nf_conntrack_tcp_be_liberal` is on, so rules do not drop packets in the state INVALID.
+    /// The sysctl `nf_conntrack_tcp_be_liberal` is on, so the rules do not drop packets in the
+    /// conntrack state INVALID.
     pub conntrack_tcp_be_liberal: bool,
-    /// Rules count packets in the nfacct counters of [`super::names`], which must exist.
+    /// Rules count packets in [`super::names::INVALID_COUNTER`] and
+    /// [`super::names::LOCALHOST_COUNTER`]. Both nfacct counters must exist.
     pub counts_packets: bool,
     /// Leaves out the rules of SCTP ports, because iptables cannot match SCTP on this machine. A
     /// single rule for SCTP would make the kernel reject the rules of other protocols too.
     pub leaves_out_sctp: bool,
-    /// The proxy's listener for each chain in mode userspace, all with one IP address.
+    /// The listener of the proxy of mode userspace for each chain. All listeners have one IP
+    /// address. Empty in other modes.
     pub listeners: BTreeMap<GateChain, SocketAddr>,
     /// Layout.
     pub layout: Layout,
@@ -83,7 +86,8 @@ impl RenderConfig {
     /// The number of endpoints above which [`Layout::Auto`] is compact.
     pub const CLASSIC_MAX_ENDPOINTS: usize = 1000;
 
-    /// Returns kube-proxy's defaults: no local detector, and localhost NodePorts for IPv4.
+    /// Returns the defaults for a family: no local detector, and localhost NodePorts for IPv4, as
+    /// in kube-proxy.
     #[must_use]
     pub fn new(family: Family) -> Self {
         Self {
@@ -99,7 +103,8 @@ impl RenderConfig {
         }
     }
 
-    /// True in mode userspace: rules send nothing to endpoints that need the PROXY protocol.
+    /// True in mode userspace: a proxy carries TCP connections. Rules then send no connection
+    /// straight to endpoints that expect the PROXY protocol, and refuse SCTP.
     #[must_use]
     pub fn has_proxy(&self) -> bool {
         !self.listeners.is_empty()

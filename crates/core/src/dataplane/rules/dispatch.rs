@@ -1,4 +1,5 @@
-//! Dispatch chains, which contain rules of many services: their dispatch lines.
+//! Dispatch chains: chains that contain rules of many services. The rules of a service in a
+//! dispatch chain are its dispatch lines.
 //!
 //! In the classic layout a dispatch chain is one list. In the compact layout its lines are divided
 //! into groups. Each group is a separate chain, and one rule of the dispatch chain jumps to the
@@ -124,7 +125,8 @@ impl Dispatch {
         selectors.iter().filter_map(line).collect()
     }
 
-    /// Writes the changed chains, groups first, and deletes groups that became empty.
+    /// Writes the chains that changed since the last call. Groups come before the dispatch chains
+    /// that jump to them, and groups that became empty are deleted.
     pub fn write_changed(&mut self, script: &mut Script) {
         let dirty = std::mem::take(&mut self.dirty);
         let (tops, groups): (Vec<_>, Vec<_>) = dirty.into_iter().partition(|(_, group)| *group == DispatchGroup::Top);
@@ -235,7 +237,8 @@ impl Dispatch {
     }
 }
 
-/// Renders sorted lines like [`with_chain`], without duplicates of services with equal endpoints.
+/// Renders lines like [`with_chain`], sorted and without duplicates. Two services with the same
+/// endpoint have equal lines.
 fn distinct_with_chain(name: ChainName, lines: &Lines) -> String {
     let rules: BTreeSet<&str> = lines.values().flat_map(|rules| rules.lines()).collect();
     rules.iter().map(|rule| format!("-A {name}{rule}\n")).collect()

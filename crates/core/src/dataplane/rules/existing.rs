@@ -37,7 +37,8 @@ impl RulesHash {
 /// The chains of Headgate in one table, and the rules of the built-in chains.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExistingRules {
-    /// Chains with names of Headgate, with the hash of their rules if it is known.
+    /// Chains with names of Headgate, with the hash of their rules, or `None` if the hash is
+    /// unknown.
     pub chains: HashMap<String, Option<RulesHash>>,
     /// Rules of the built-in chains in order, each without the leading `-A `.
     pub base_rules: Vec<String>,
@@ -49,7 +50,8 @@ pub struct ExistingRules {
     pub prefix_length: Option<u8>,
 }
 
-/// Reads the output of `iptables-save` line by line, so that no large text is in memory.
+/// Reads the output of `iptables-save` line by line, so that the text of a large table is never in
+/// memory as a whole.
 #[derive(Debug)]
 pub struct ExistingReader {
     table: RulesTable,
@@ -92,7 +94,8 @@ impl ExistingReader {
     }
 
     fn rule(&mut self, line: &str, rule: &str) {
-        // iptables 1.8.9 prints a second space after `--nfacct-name`, others may not.
+        // iptables 1.8.9 prints a second space after `--nfacct-name`. Other versions may print only
+        // one space.
         if line.contains("--nfacct-name  ") {
             let line = line.replace("--nfacct-name  ", "--nfacct-name ");
             return self.rule(&line, line.strip_prefix("-A ").unwrap_or(&line));
@@ -121,7 +124,8 @@ impl ExistingReader {
     }
 }
 
-/// Returns the target of a rule's `-j` or `-g`. Ignores quoted text, which is a comment.
+/// Returns the chain that is the target of a rule's `-j` or `-g`. Ignores text in quotes, which is
+/// a comment.
 pub(super) fn target(rule: &str) -> Option<&str> {
     let unquoted = rule.split('"').step_by(2);
     let mut words = unquoted.flat_map(str::split_ascii_whitespace);
@@ -163,7 +167,8 @@ impl ExistingRules {
         self.referenced.contains_key(name) && self.has_chain_with(name, RulesHash::default())
     }
 
-    /// True if a foreign rule jumps to a chain of Headgate, so that packets may reach it.
+    /// True if a rule outside of Headgate's chains jumps to a chain of Headgate, so that packets
+    /// may reach that chain.
     #[must_use]
     pub fn leads_to_ours(&self, table: RulesTable) -> bool {
         !self.referenced.is_empty() || self.jumps_to_ours(table).next().is_some()
@@ -179,7 +184,8 @@ impl ExistingRules {
     }
 }
 
-/// The rules in the kernel, for the tables of Headgate in the order of [`RulesTable::ALL`].
+/// The rules in the kernel, for all tables that Headgate writes, in the order of
+/// [`RulesTable::ALL`].
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExistingTables([ExistingRules; RulesTable::ALL.len()]);
 

@@ -1,4 +1,5 @@
-//! Renders one rule as `iptables-save` prints it: addresses, interfaces, protocol, matches, target.
+//! Renders one rule in the form in which `iptables-save` prints it: addresses, interfaces,
+//! protocol, matches in the order given, target.
 
 use std::{
     fmt::{Display, Write as _},
@@ -12,7 +13,8 @@ use crate::{
     model::{Family, Protocol},
 };
 
-/// A rule that is being appended to a text. `write!` to a `String` cannot fail.
+/// A rule that is being appended to a text. Writing to a `String` cannot fail, so results of
+/// `write!` are ignored.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Line<'a> {
     text: &'a mut String,
@@ -25,7 +27,8 @@ impl<'a> Line<'a> {
         Self { text }
     }
 
-    /// Begins a rule without the name of its chain, which may be a group that is not known yet.
+    /// Begins a rule without the name of its chain. Dispatch lines need this function: the chain
+    /// may be a group that is not known yet.
     pub(in crate::dataplane) fn bare(text: &'a mut String) -> Self {
         Self { text }
     }
@@ -47,7 +50,8 @@ impl<'a> Line<'a> {
         self.add(format_args!("-d {}", host(address)))
     }
 
-    /// Matches packets that the detector takes for traffic from local pods, or all others.
+    /// Matches packets that the detector recognizes as traffic from local pods. If `is_local` is
+    /// false, matches all other packets instead.
     pub(in crate::dataplane) fn local(self, detector: &LocalDetector, is_local: bool) -> Self {
         let not = if is_local { "" } else { "! " };
         match detector {
@@ -108,7 +112,8 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m recent {what} --name {list} --mask {mask} --rsource"))
     }
 
-    /// Matches a set. `flags` selects the addresses and ports to compare, such as `dst,dst`.
+    /// Matches packets whose addresses and ports are in a set. `flags` selects the addresses and
+    /// ports to compare, for example `dst,dst`.
     pub(in crate::dataplane) fn in_set(self, set: Set, family: Family, flags: &str) -> Self {
         self.add(format_args!("-m set --match-set {} {flags}", set.name(family)))
     }
@@ -131,7 +136,8 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m statistic --mode random --probability {:.11}", units / UNITS))
     }
 
-    /// Counts packets that match so far in an nfacct counter, which must exist.
+    /// Counts packets that match the previous conditions in an nfacct counter, which must exist.
+    /// This condition always matches.
     pub(in crate::dataplane) fn counted_by(self, counter: &str) -> Self {
         self.add(format_args!("-m nfacct --nfacct-name {counter}"))
     }

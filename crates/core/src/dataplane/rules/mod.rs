@@ -1,4 +1,5 @@
-//! iptables rules: their text, scripts for `iptables-restore`, and a record of what is programmed.
+//! iptables rules: their text, scripts for `iptables-restore`, and a record of the programmed
+//! rules.
 //!
 //! A dataplane passes its rules as a [`Ruleset`]: fixed chains, jumps, and a function that renders
 //! the rules of a service with the help of [`service`]. The [`RulesLedger`] records which rules are

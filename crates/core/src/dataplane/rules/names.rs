@@ -34,7 +34,8 @@ pub const FORWARD: &str = "KUBE-FORWARD";
 /// kube-proxy adds this rule to the kubelet's chain KUBE-FIREWALL. Headgate uses a separate chain,
 /// so that a cleanup can remove it without removing rules of the kubelet.
 pub const LOCALNET_GUARD: &str = "KUBE-LOCALNET-GUARD";
-/// `KUBE-PROXY-CANARY`, in all tables, empty: another program that flushes tables removes it.
+/// `KUBE-PROXY-CANARY`, in all tables: an empty chain. If the chain is missing, another program has
+/// flushed the tables.
 pub const CANARY: &str = "KUBE-PROXY-CANARY";
 
 /// The nfacct counter of packets that KUBE-FORWARD drops as INVALID. kube-proxy uses this name too.
@@ -73,10 +74,12 @@ impl GateChain {
     }
 }
 
-/// `KUBE-GATE-INPUT`, in filter: accepts connections to the proxy before the host's firewall.
+/// `KUBE-GATE-INPUT`, in filter: accepts connections to the proxy of mode userspace, even if the
+/// host's firewall would drop them.
 pub const GATE_INPUT: &str = "KUBE-GATE-INPUT";
 
-/// The set that is the gate of mode userspace. It has all addresses while the gate is closed.
+/// The set that is the gate of mode userspace. While the gate is closed, the set contains all
+/// addresses.
 #[must_use]
 pub fn gate_set(family: Family) -> &'static str {
     match family {
@@ -92,12 +95,15 @@ pub const LOAD_BALANCER: &str = "KUBE-LOAD-BALANCER";
 pub const NODE_PORT: &str = "KUBE-NODE-PORT";
 /// `KUBE-SOURCE-RANGES-FIREWALL`, in filter and mangle: drops packets that no source range admits.
 pub const SOURCE_RANGES: &str = "KUBE-SOURCE-RANGES-FIREWALL";
-/// `KUBE-IPVS-FILTER`, in filter: rejects packets to a service's ports without a virtual server.
+/// `KUBE-IPVS-FILTER`, in filter: rejects packets to a service's address on ports for which no
+/// virtual server exists.
 pub const IN_FILTER: &str = "KUBE-IPVS-FILTER";
-/// `KUBE-IPVS-OUT-FILTER`: refuses traffic of the node (filter), checks source ranges (mangle).
+/// `KUBE-IPVS-OUT-FILTER`: handles traffic from the node itself. In filter it rejects and drops
+/// packets. In mangle it checks source ranges.
 pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
 
-/// Returns the fixed names of Headgate's chains in a table, which a cleanup removes.
+/// Returns the fixed names of all chains that a dataplane of Headgate may have
+/// created in a table. A cleanup removes these chains.
 #[must_use]
 pub fn all(table: RulesTable) -> &'static [&'static str] {
     match table {
@@ -138,7 +144,8 @@ pub fn all(table: RulesTable) -> &'static [&'static str] {
     }
 }
 
-/// A chain that contains rules of many services, before the chains that jump to it.
+/// A chain that contains rules of many services. A chain comes before the chains that jump to it,
+/// and scripts write them in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DispatchChain {
     /// nat KUBE-HAIRPIN, compact layout only: masquerades connections of endpoints to themselves.
@@ -151,11 +158,13 @@ pub enum DispatchChain {
     FilterHairpin,
     /// filter KUBE-SERVICES: ClusterIPs whose packets are rejected or dropped.
     FilterServices,
-    /// filter KUBE-EXTERNAL-SERVICES: external addresses and NodePorts that are refused.
+    /// filter KUBE-EXTERNAL-SERVICES: external addresses and NodePorts whose packets are rejected
+    /// or dropped.
     FilterExternalServices,
     /// filter KUBE-PROXY-FIREWALL: drops packets that no source range admits.
     FilterProxyFirewall,
-    /// filter KUBE-NODEPORTS: accepts health checks before the host's firewall can drop them.
+    /// filter KUBE-NODEPORTS: accepts packets to health-check node ports before the host's firewall
+    /// can drop them.
     FilterNodePorts,
 }
 

@@ -1,4 +1,5 @@
-//! The rules of a dataplane as data: fixed rules, and a function that renders those of a service.
+//! The rules of a dataplane as data: the rules that do not depend on services, and a function that
+//! renders the rules of a service.
 
 use std::net::IpAddr;
 
@@ -25,7 +26,8 @@ pub struct Ruleset {
     pub forward: String,
     /// The dispatch chains without KUBE-HAIRPIN. They must include nat KUBE-SERVICES.
     pub dispatch: &'static [DispatchChain],
-    /// The last rules of nat KUBE-SERVICES, each after the name of the chain, with a line end.
+    /// The last rules of nat KUBE-SERVICES. Each rule has a leading space and a line end, and does
+    /// not contain the name of the chain.
     pub last_service_rules: Vec<String>,
     /// Jumps from the built-in chains, in their order at the head of these chains.
     pub jumps: Vec<Jump>,
@@ -42,7 +44,8 @@ impl Ruleset {
         DispatchChain::ALL.into_iter().filter(is_used)
     }
 
-    /// Returns KUBE-POSTROUTING and KUBE-FORWARD, which may jump to dispatch chains.
+    /// Returns KUBE-POSTROUTING and KUBE-FORWARD. In the compact layout they jump to KUBE-HAIRPIN,
+    /// so scripts write them after the dispatch chains.
     #[must_use]
     pub fn leading_to_dispatch(&self, is_compact: bool) -> [FixedChain; 2] {
         let hairpin = |chain| {
@@ -81,7 +84,8 @@ pub struct FixedChain {
     pub rules: String,
 }
 
-/// The canaries: one empty chain in each table, see [`names::CANARY`](super::names::CANARY).
+/// The canaries: one empty chain in each table. If a canary is missing, another program has flushed
+/// the tables.
 pub(in crate::dataplane) fn canaries() -> [FixedChain; 3] {
     RulesTable::ALL.map(|table| FixedChain { table, name: CANARY, rules: String::new() })
 }
@@ -103,7 +107,8 @@ pub(in crate::dataplane) fn jump(
     Jump { table, from, rule: rule.trim().to_owned() }
 }
 
-/// Renders the jumps from nat KUBE-SERVICES to KUBE-NODEPORTS, by the addresses of NodePorts.
+/// Renders the rules of nat KUBE-SERVICES that jump to KUBE-NODEPORTS, for the addresses on which
+/// NodePorts are served.
 pub(in crate::dataplane) fn node_ports_jumps(config: &RenderConfig) -> Vec<String> {
     let comment = "kubernetes service nodeports; NOTE: this must be the last rule in this chain";
     let jump = |begin: &dyn Fn(Line<'_>)| {

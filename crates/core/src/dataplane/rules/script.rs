@@ -12,7 +12,8 @@ use crate::model::ServiceKey;
 /// Number of rules in one step of the table nat, in a script that writes this table in steps.
 const RULES_PER_STEP: usize = 512;
 
-/// A script for `iptables-restore`. A table takes effect at once, unless written in steps.
+/// A script for `iptables-restore`. The part for one table takes effect atomically, unless the
+/// table is written in steps.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Script {
     /// The parts of the tables, in the order of [`RulesTable::ALL`].
@@ -20,7 +21,8 @@ pub struct Script {
     chains_written: u32,
     chains_deleted: u32,
     filter_first: bool,
-    /// The kernel's rules, while a full script is planned, which leaves out equal chains.
+    /// The rules in the kernel, while a full script is planned. The script leaves out chains that
+    /// the kernel already has.
     existing: Option<ExistingTables>,
     /// True if the chains in nat that do not belong to a service are written in `steps`, each with
     /// its own `COMMIT`. The jumps from the built-in chains come last.
@@ -82,7 +84,8 @@ impl Script {
         self.existing.as_ref().is_some_and(has)
     }
 
-    /// Creates or replaces a chain by complete lines, unless the kernel is known to have them.
+    /// Creates or replaces a chain. `rules` consists of complete lines. While a full script is
+    /// planned, leaves out a chain that the kernel already has.
     pub fn write_chain(&mut self, table: RulesTable, name: &impl Display, rules: &str) {
         if self.existing.is_some() && self.is_in_kernel(table, name, RulesHash::of(rules)) {
             return;
@@ -229,7 +232,8 @@ impl Script {
         &self.services
     }
 
-    /// Returns the text in pieces of complete lines, for a pipe without a copy.
+    /// Returns the text in pieces of complete lines, in order, so that a caller can write it to a
+    /// pipe without copying it.
     pub fn pieces(&self) -> impl Iterator<Item = &str> {
         let steps = self.steps.iter().map(|step| (RulesTable::Nat, step));
         let order = if self.filter_first {

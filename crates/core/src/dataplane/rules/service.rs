@@ -1,4 +1,5 @@
-//! Parts of the rules of one service port, of which the dataplanes compose a service's rules.
+//! Parts of the rules of one service port. The dataplanes compose the rules of a service from these
+//! parts.
 
 use std::{collections::BTreeSet, fmt::Display, net::IpAddr};
 
@@ -46,7 +47,8 @@ pub enum Selector {
 pub struct DispatchLine {
     /// The chain.
     pub chain: DispatchChain,
-    /// What the rule matches. In the compact layout it also determines the group.
+    /// The destination that the rule matches. In the compact layout, the selector also determines
+    /// the group of the rule.
     pub selector: Selector,
     /// The rule without `-A CHAIN`, with a leading space and a line end.
     pub rule: String,
@@ -64,7 +66,8 @@ pub struct ServiceRules {
 }
 
 impl ServiceRules {
-    /// Renders the ports of a service in order, without SCTP if the configuration leaves it out.
+    /// Renders the ports of a service in order. Leaves out SCTP ports if
+    /// [`RenderConfig::leaves_out_sctp`] is set.
     pub(super) fn of_ports(
         config: &RenderConfig,
         is_compact: bool,
@@ -81,7 +84,8 @@ impl ServiceRules {
     }
 }
 
-/// Renders the rule that accepts a load balancer's health checks before the host's firewall.
+/// Renders the rule that accepts health checks of a load balancer before the host's firewall can
+/// drop them.
 pub(super) fn health_check_line(service: &Service) -> DispatchLine {
     let (protocol, port) = (Protocol::Tcp, service.health_check_node_port);
     let mut rule = String::new();
@@ -132,7 +136,8 @@ impl<'a> PortRules<'a> {
         self.config.has_proxy() && self.view.proxy_protocol.is_some()
     }
 
-    /// Adds the chains of endpoints, or in the compact layout the hairpin lines.
+    /// Adds the chains of single endpoints, or in the compact layout the lines for hairpin
+    /// connections.
     pub(in crate::dataplane) fn endpoint_rules(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
         if self.is_proxy_only() {
             return;
@@ -278,7 +283,8 @@ impl<'a> PortRules<'a> {
         let (chain, name) = (self.external, &self.name);
         let mut rules = String::new();
         let reaches_cluster = !self.view.cluster_endpoints.is_empty();
-        // In KUBE-NODEPORTS this rule would slow down connections to other NodePorts.
+        // Only NodePorts have destinations in 127.0.0.0/8. The rule is in this chain, because in
+        // KUBE-NODEPORTS it would also slow down connections to the NodePorts of other services.
         if self.config.counts_packets && self.config.localhost_node_ports && self.view.node_port != 0 {
             Line::append(&mut rules, chain).add("-d 127.0.0.0/8").counted_by(LOCALHOST_COUNTER).end();
         }
@@ -306,7 +312,8 @@ impl<'a> PortRules<'a> {
         ServiceChain { name: chain, rules }
     }
 
-    /// Renders the chain of source ranges. KUBE-PROXY-FIREWALL drops what no range admits.
+    /// Renders the chain that checks source ranges. Packets that no range admits are not
+    /// translated, and filter KUBE-PROXY-FIREWALL drops them.
     pub(in crate::dataplane) fn firewall_chain(&self) -> ServiceChain {
         let (chain, name) = (self.firewall, &self.name);
         let comment = format!("{name} loadbalancer IP");
@@ -327,7 +334,8 @@ impl<'a> PortRules<'a> {
         ServiceChain { name: chain, rules }
     }
 
-    /// Returns externalIPs and load balancer IPs, with comment and target of the dispatch line.
+    /// Returns the externalIPs and load balancer IPs in order, each with the comment and the target
+    /// of its dispatch line.
     fn external_addresses(&self) -> impl Iterator<Item = (Selector, &'static str, ChainName)> {
         let load_balancer_target = if self.uses_firewall { self.firewall } else { self.external };
         let external = self.view.external_ips.iter().map(|address| (*address, "external IP", self.external));

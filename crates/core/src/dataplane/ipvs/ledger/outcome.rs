@@ -88,7 +88,8 @@ impl IpvsLedger {
         })
     }
 
-    /// True if the kernel rejected the operation that creates or changes an object.
+    /// True if an object is deferred because the kernel rejected the operation that creates or
+    /// changes it.
     #[must_use]
     pub fn is_deferred(&self, object: &Object) -> bool {
         self.deferred.contains(object)
