@@ -55,7 +55,6 @@ fn state(agent: &AgentInfo) -> &'static str {
 
 /// A change, and the time until the last node had it.
 pub(super) fn change(of: &ChangeTime) -> Value {
-    let took = of.everywhere_after_ms;
     json!([
         of.version,
         of.unix_ms,
@@ -63,7 +62,7 @@ pub(super) fn change(of: &ChangeTime) -> Value {
         of.endpoint,
         of.changed,
         of.trigger,
-        took,
+        of.everywhere_after_ms,
         of.nodes,
         of.missing,
         of.state,
