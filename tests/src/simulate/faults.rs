@@ -8,7 +8,7 @@ use tokio::time::sleep;
 
 use super::{
     net::{ORDINARY_DELAYS_MS, Route},
-    source::{BAIT, LOCAL, NAMESPACE, NODES, cluster_ip, service_name},
+    source::{BAIT, CROWD, LOCAL, NAMESPACE, NODES, cluster_ip, service_name},
     world::{PLACES, Shared, World, lock, node_host, replica_host},
 };
 use crate::apiserver::{Cut, Kind, Order, RequestFault, RequestFilter, Restart, Verb};
@@ -60,7 +60,8 @@ pub enum Fault {
     /// The kernel of a node fails to execute what the agent writes, and may lose rules. Later the
     /// node's connections break.
     FailKernel,
-    /// The kernel of a node rejects the rules of some Services.
+    /// The kernel of a node rejects the rules of some Services, sometimes of more than a replica
+    /// shows.
     Reject,
     /// A calendar goes back or forth by an hour.
     StepClock,
@@ -211,12 +212,13 @@ impl World {
                 });
             }
             Fault::Reject => {
-                let rejected: Vec<String> = (0..=LOCAL)
-                    .filter(|_| rng.bool())
-                    .map(|service| format!("{NAMESPACE}/{}", service_name(service)))
-                    .collect();
+                let crowd = if rng.u8(0..3) == 0 { CROWD } else { 0..0 };
+                let some = (0..=LOCAL).filter(|_| rng.bool()).chain(crowd.clone());
+                let rejected: Vec<String> =
+                    some.map(|service| format!("{NAMESPACE}/{}", service_name(service))).collect();
                 self.shared.tell(format!("the kernel of {} rejects {rejected:?}", NODES[node]));
                 self.shared.kernels[node].reject(&rejected.iter().map(String::as_str).collect::<Vec<_>>());
+                self.shared.change(|source, api| crowd.for_each(|service| source.put_service(api, service)));
             }
             Fault::FailKernel => {
                 self.fail_kernel(node, rng.usize(1..40));
@@ -280,6 +282,7 @@ impl World {
     pub fn heal(&mut self) -> Result<()> {
         self.shared.tell("heal");
         self.shared.api.clear_faults();
+        self.shared.change(|source, api| CROWD.for_each(|service| source.delete_service(api, service)));
         for node in 0..NODES.len() {
             self.shared.change(|source, api| source.put_node(api, node));
             self.shared.kernels[node].recover();

@@ -5,6 +5,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::Ipv4Addr,
+    ops::Range,
     time::{Duration, Instant},
 };
 
@@ -31,6 +32,8 @@ pub const CLUSTER: usize = 3;
 pub const LOCAL: usize = CLUSTER;
 /// A Service that never changes, and that questions break in kernels.
 pub const BAIT: usize = CLUSTER + 1;
+/// Services without endpoints, which some kernels reject.
+pub const CROWD: Range<usize> = SERVICES..SERVICES + 80;
 /// What the EndpointSlices say about a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
@@ -103,16 +106,29 @@ impl Source {
             source.put_node(api, index);
         }
         for index in 0..SERVICES {
-            let built = service(NAMESPACE, &service_name(index)).cluster_ip(&cluster_ip(index).to_string());
-            let built = built.port("", "TCP", 80, 8080);
-            let policy = if index == LOCAL { "Local" } else { "Cluster" };
-            api.apply(built.field("spec.internalTrafficPolicy", policy).build()).unwrap();
+            source.put_service(api, index);
             for node in (0..NODES.len()).filter(|node| *node == 0 || index == LOCAL && has_anchor(index, *node)) {
                 let anchor = source.add(api, node, &[index], Phase::Ready);
                 source.pods[anchor].is_taken = true;
             }
         }
         source
+    }
+
+    /// Creates a Service.
+    pub fn put_service(&self, api: &ApiServer, index: usize) {
+        let built = service(NAMESPACE, &service_name(index)).cluster_ip(&cluster_ip(index).to_string());
+        let built = built.port("", "TCP", 80, 8080);
+        let policy = if index == LOCAL { "Local" } else { "Cluster" };
+        api.apply(built.field("spec.internalTrafficPolicy", policy).build()).unwrap();
+    }
+
+    /// Deletes a Service, if it exists.
+    pub fn delete_service(&self, api: &ApiServer, index: usize) {
+        let name = service_name(index);
+        if api.get(Kind::Service, NAMESPACE, &name).is_some() {
+            api.delete(Kind::Service, NAMESPACE, &name).unwrap();
+        }
     }
 
     /// Creates a Node.
