@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 
-use headgate_core::dns_name::check_subdomain;
+use headgate_core::check_subdomain;
 use headgate_tls::{REPLICA_URI_PREFIX, Validity, date};
 use tokio::time::Instant;
 use x509_parser::{extensions::GeneralName, prelude::*};

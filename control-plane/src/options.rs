@@ -7,7 +7,7 @@ use std::{
 };
 
 use clap::Parser;
-use headgate_core::{ServiceKey, addresses, dns_name::check_subdomain};
+use headgate_core::{ServiceKey, addresses, check_subdomain};
 use headgate_tls::{FileError, Files, Side};
 
 use crate::{

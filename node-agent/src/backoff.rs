@@ -3,8 +3,6 @@
 
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep_until};
-
 /// How a pause is drawn from its bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Jitter {
@@ -80,14 +78,6 @@ impl Backoff {
 pub fn jitter(bound: Duration) -> Duration {
     let bound_ms = u64::try_from(bound.as_millis()).unwrap_or(u64::MAX);
     Duration::from_millis(fastrand::u64(0..=bound_ms))
-}
-
-/// Waits until this time. Waits for ever if there is none.
-pub(crate) async fn passed(at: Option<Instant>) {
-    match at {
-        Some(at) => sleep_until(at).await,
-        None => std::future::pending().await,
-    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 
-use headgate_core::Family;
 use prometheus_client::{
     encoding::text,
     metrics::histogram::{Histogram, exponential_buckets},
@@ -20,10 +19,8 @@ pub(crate) const KUBE_PROXY: &str = "kubeproxy";
 /// Labels of a metric: names and values.
 pub(crate) type Labels<const N: usize> = [(&'static str, &'static str); N];
 
-/// Label `ip_family` with the value "IPv4" or "IPv6".
-pub(crate) fn family_label(family: Family) -> Labels<1> {
-    [("ip_family", if family == Family::V4 { "IPv4" } else { "IPv6" })]
-}
+/// Label `ip_family` with the value "IPv4" or "IPv6", by the index of the family.
+pub(crate) const FAMILY_LABELS: [Labels<1>; 2] = [[("ip_family", "IPv4")], [("ip_family", "IPv6")]];
 
 /// A histogram with kube-proxy's 15 buckets for syncs: 1 ms, 2 ms, 4 ms and so on.
 pub(crate) fn sync_histogram() -> Histogram {

@@ -15,7 +15,7 @@ pub use encode::{
     ChangesBuilder, PREFIX_BYTES, References, address_to_wire, digests_to_wire, frame, node_to_wire, reserved_to_wire,
 };
 /// Rules that all programs share, for programs that do not use the core crate.
-pub use headgate_core::{addresses, dns_name::check_subdomain, errors, printable};
+pub use headgate_core::{addresses, check_subdomain, errors, printable};
 pub use verification::{NodeView, ServiceDigests};
 
 /// Generated from `proto/headgate/v1`.

@@ -14,7 +14,6 @@ mod node_selector;
 mod nodes;
 mod parse;
 mod services;
-mod slices;
 #[cfg(test)]
 mod tests;
 
@@ -31,9 +30,9 @@ use tokio::sync::watch;
 
 use self::{
     endpoints::Endpoints,
+    endpoints::Interner,
     nodes::SelectedNode,
     parse::{Findings, Fitted, MAX_SHOWN, ObjectSet, Outcome, Problems, Reading, Subject, and_more},
-    slices::Interner,
 };
 use crate::objects::{GateState, Object, ObjectKey, ObjectKind, Pod, PodId, SourceKind};
 
@@ -308,7 +307,7 @@ impl Model {
                 self.put_service(key, Reading { value: value.map(Fitted::from), findings })
             }
             Object::EndpointSlice(object) => {
-                let reading = slices::read(object, &mut self.interner);
+                let reading = endpoints::read(object, &mut self.interner);
                 self.endpoints.put(key, reading, trigger_is_new, &mut self.interner)
             }
             Object::Node(object) => {

@@ -5,9 +5,9 @@ use std::{net::IpAddr, sync::Arc};
 use headgate_core::{Node, addresses::AddressUse};
 
 use super::{
+    endpoints::Interner,
     node_selector::NodeSelector,
     parse::{self, Findings, Reading},
-    slices::Interner,
 };
 use crate::objects;
 

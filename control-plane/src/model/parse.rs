@@ -11,7 +11,7 @@ use std::{
 use headgate_core::{
     Endpoint, EndpointPort, Family, LoadBalancing, Protocol, ProxyProtocol, Service, ServiceKey, Weight,
     addresses::{AddressUse, unreachable},
-    dns_name::check_subdomain,
+    check_subdomain,
     ipvs::Scheduler,
 };
 use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};

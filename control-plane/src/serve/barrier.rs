@@ -3,7 +3,7 @@
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
-use headgate_core::{ServiceKey, address_from_bytes, dns_name::check_subdomain};
+use headgate_core::{ServiceKey, address_from_bytes, check_subdomain};
 use headgate_proto::v1::{self, barrier_answer::Result as Outcome, question::Wanted};
 use prost::Message as _;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};

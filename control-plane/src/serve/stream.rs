@@ -8,7 +8,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use headgate_core::{digest::BUCKETS, dns_name::check_subdomain, node_state::SourceState};
+use headgate_core::{check_subdomain, digest::BUCKETS, node_state::SourceState};
 use headgate_proto::{
     node_to_wire,
     v1::{self, agent_message::Body as Received, server_message::Body},

@@ -21,8 +21,8 @@ pub mod forwarding;
 mod model;
 mod state;
 
-pub use behaviours::{conntrack, endpoint_choice, view};
-pub use conventions::{addresses, dns_name, errors, exposition, node_state, printable, turns};
+pub use behaviours::{conntrack, view};
+pub use conventions::{addresses, errors, exposition, node_state, printable, turns};
 pub use dataplane::{
     iptables, ipvs, nftables,
     shared::{FixedState, StateSource},
@@ -31,9 +31,17 @@ pub use dataplane::{
 pub use model::{
     Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, LoadBalancing, Node, NodeFacts,
     Placement, Pool, PortState, Protocol, ProxyProtocol, Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy,
-    Weight, address_from_bytes,
+    Weight, address_from_bytes, check_subdomain,
 };
-pub use state::{Demand, Dirty, Endpoints, FamilyDemand, ServiceEntry, State, digest, frontends};
+pub use state::{Demand, Dirty, Endpoints, FamilyDemand, ServiceEntry, State, frontends};
+
+/// Content hashes, and digests of buckets.
+pub mod digest {
+    pub use crate::state::{
+        BUCKETS, BucketDigest, Digests, endpoint_hash, service_bucket, service_cidr_bucket, service_cidr_hash,
+        service_hash,
+    };
+}
 
 /// References of batches to what an agent holds.
 pub mod reference {

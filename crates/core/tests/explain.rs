@@ -6,8 +6,8 @@ use std::{collections::BTreeSet, net::SocketAddr, sync::Arc};
 use headgate_core::{
     Change, Conditions, Dirty, Endpoint, EndpointPort, Family, Hints, NodeFacts, Placement, Protocol, Service,
     ServiceKey, ServicePort, State, TrafficPolicy,
-    endpoint_choice::{Destination, Exclusion},
     explain::{Explanation, LeftOut, Mode, NodeSettings, PacketFate, Source, To, explain},
+    view::{Destination, Exclusion},
     view::{LocalDetector, MasqueradeConfig, service_views},
 };
 use proptest::prelude::*;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use headgate_core::dns_name::check_subdomain;
+use headgate_core::check_subdomain;
 use sha2::{Digest as _, Sha256};
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 

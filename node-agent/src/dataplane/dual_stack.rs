@@ -125,7 +125,8 @@ pub struct DualStack<D: Dataplane> {
     kernel: D::Kernel,
     families: Vec<OneFamily<D>>,
     own: Vec<Leftover>,
-    leftovers: Leftovers,
+    /// What earlier runs left; `None` once all of it is removed.
+    leftovers: Option<Leftovers>,
     proxy: Option<Arc<dyn ConnectionProxy>>,
     is_without_ipv6: bool,
     /// Why this dataplane runs in place of the configured dataplane.
@@ -205,7 +206,7 @@ impl<D: Dataplane> DualStack<D> {
             kernel,
             families: made,
             own,
-            leftovers: Leftovers::new(Vec::new(), Duration::ZERO),
+            leftovers: None,
             proxy: None,
             is_without_ipv6,
             in_place_of: None,
@@ -217,7 +218,7 @@ impl<D: Dataplane> DualStack<D> {
     /// itself leaves. What open connections need stays at most for `limit`.
     pub fn with_leftovers(self, mut all: Vec<Leftover>, limit: Duration) -> Self {
         all.retain(|leftover| self.own.iter().all(|own| own.name != leftover.name));
-        Self { leftovers: Leftovers::new(all, limit), ..self }
+        Self { leftovers: Some(Leftovers::new(all, limit)), ..self }
     }
 
     pub(crate) fn with_proxy(self, proxy: Arc<dyn ConnectionProxy>) -> Self {
@@ -274,8 +275,13 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
     }
 
     fn degraded(&self, demand: &Demand) -> Vec<String> {
-        let mut found: Vec<Degradation> =
-            self.in_place_of.clone().into_iter().chain(self.leftovers.draining()).map(Into::into).collect();
+        let mut found: Vec<Degradation> = self
+            .in_place_of
+            .clone()
+            .into_iter()
+            .chain(self.leftovers.as_ref().and_then(Leftovers::draining))
+            .map(Into::into)
+            .collect();
         if self.is_without_ipv6 && demand.of(Family::V6).services > 0 {
             found.push(MISSING_IPV6.to_owned().into());
         }
@@ -315,7 +321,8 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
         let mut report = Report::merged(reports);
         // Now that our rules are in place, remove the rules of other dataplanes, because these
         // rules would still redirect packets.
-        report.warnings.extend(self.leftovers.remove());
+        report.warnings.extend(self.leftovers.as_mut().map(Leftovers::remove).unwrap_or_default());
+        self.leftovers.take_if(|leftovers| leftovers.is_empty());
         Ok(report)
     }
 
@@ -375,11 +382,14 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
 
     fn maintain_at(&self) -> Option<Instant> {
         let families = self.families.iter().filter_map(|family| family.dataplane.due_at());
-        families.chain(self.leftovers.retry_at()).min()
+        families.chain(self.leftovers.as_ref().and_then(Leftovers::retry_at)).min()
     }
 
     fn maintain(&mut self, now: Instant) -> Result<(), DataplaneError> {
-        self.leftovers.retry(now);
+        if let Some(leftovers) = &mut self.leftovers {
+            leftovers.retry(now);
+            self.leftovers.take_if(|leftovers| leftovers.is_empty());
+        }
         self.each(|family, kernel| family.dataplane.maintain(kernel, now)).map(drop)
     }
 

@@ -122,6 +122,11 @@ impl Leftovers {
         sentences
     }
 
+    /// True if nothing remains to be removed.
+    pub(super) fn is_empty(&self) -> bool {
+        self.remaining.is_empty()
+    }
+
     /// A sentence about the leftovers that stay for their connections, if any.
     pub(super) fn draining(&self) -> Option<String> {
         let sentence = |draining: &Draining| {

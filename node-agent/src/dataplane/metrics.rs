@@ -8,7 +8,7 @@ use prometheus_client::metrics::{
     histogram::{Histogram, exponential_buckets},
 };
 
-use crate::metric_registry::{AGENT, MetricRegistry, family_label};
+use crate::metric_registry::{AGENT, FAMILY_LABELS, MetricRegistry};
 
 /// Labels of the map of an affinity timeout.
 type MapLabels = [(&'static str, String); 2];
@@ -64,7 +64,7 @@ impl DataplaneMetrics {
 
     /// Records how many clients a map of ClientIP affinity holds.
     pub(crate) fn set_affinity(&self, family: IpFamily, map: &str, clients: u32, size: u32) {
-        let [(name, value)] = family_label(family);
+        let [(name, value)] = FAMILY_LABELS[family as usize];
         let labels = [(name, value.to_owned()), ("map", map.to_owned())];
         self.affinity_clients.get_or_create(&labels).set(clients.into());
         self.affinity_map_sizes.get_or_create(&labels).set(size.into());

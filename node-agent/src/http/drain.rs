@@ -15,7 +15,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use headgate_core::dns_name::check_subdomain;
+use headgate_core::check_subdomain;
 use headgate_proto::{
     address_to_wire,
     v1::{self, barrier_answer::Result as Outcome},

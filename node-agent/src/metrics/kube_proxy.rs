@@ -8,7 +8,7 @@ use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge}
 use tracing::debug;
 
 use crate::{
-    metric_registry::{KUBE_PROXY, Labels, MetricRegistry, family_label},
+    metric_registry::{FAMILY_LABELS, KUBE_PROXY, Labels, MetricRegistry},
     packet_counters,
     state::progress::ChangeCounts,
 };
@@ -78,7 +78,7 @@ impl KubeProxyMetrics {
             let stamps = [(&self.last_timestamp, synced_at), (&self.last_queued_timestamp, counts.queued_at)];
             for (gauge, at) in stamps {
                 if let Some(since_epoch) = at.and_then(|at| at.duration_since(UNIX_EPOCH).ok()) {
-                    gauge.get_or_create(&family_label(family)).set(since_epoch.as_secs_f64());
+                    gauge.get_or_create(&FAMILY_LABELS[family as usize]).set(since_epoch.as_secs_f64());
                 }
             }
         }

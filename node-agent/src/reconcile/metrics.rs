@@ -12,7 +12,7 @@ use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge,
 
 use crate::{
     dataplane::{FamilyStatistics, Report, metrics::DataplaneMetrics},
-    metric_registry::{AGENT, KUBE_PROXY, Labels, MetricRegistry, family_label, sync_histogram},
+    metric_registry::{AGENT, FAMILY_LABELS, KUBE_PROXY, Labels, MetricRegistry, sync_histogram},
     state::progress::Trigger,
 };
 
@@ -206,7 +206,7 @@ impl SyncMetrics {
         add.counter("sync_failures", family, help, self.restore_failures.clone());
         let help = "Always 0: the agent deletes old rules in the transaction of a sync, not afterwards as kube-proxy";
         let never = Family::<Labels<1>, Counter>::default();
-        IpFamily::BOTH.iter().for_each(|family| drop(never.get_or_create(&family_label(*family))));
+        IpFamily::BOTH.iter().for_each(|family| drop(never.get_or_create(&FAMILY_LABELS[*family as usize])));
         add.counter("cleanup_failures", family, help, never);
         let mut add = registry.adder("kubeproxy_sync_proxy_rules_iptables");
         let labels = "ip_family, table (nat, filter)";
@@ -249,7 +249,7 @@ impl SyncMetrics {
             // Ignore triggers from before the process's start: their changes did not wait for it.
             if at >= self.started {
                 let waited = now.duration_since(at).unwrap_or_default();
-                let label = family_label(trigger.family);
+                let label = FAMILY_LABELS[trigger.family as usize];
                 self.programming_duration.get_or_create(&label).observe(waited.as_secs_f64());
             }
         }
@@ -262,12 +262,12 @@ impl SyncMetrics {
             SyncKind::Full => &self.sync_full_duration,
         };
         for histogram in [&self.sync_duration, by_kind] {
-            histogram.get_or_create(&family_label(family)).observe(took.as_secs_f64());
+            histogram.get_or_create(&FAMILY_LABELS[family as usize]).observe(took.as_secs_f64());
         }
     }
 
     fn observe_family(&self, FamilyStatistics { family, statistics, .. }: &FamilyStatistics) {
-        let [ip_family] = family_label(*family);
+        let [ip_family] = FAMILY_LABELS[*family as usize];
         for rules in &statistics.rules {
             let label = [ip_family, ("table", rules.table)];
             self.iptables_total.get_or_create(&label).set(rules.total.into());
@@ -283,7 +283,7 @@ impl SyncMetrics {
     pub(crate) fn failed(&self, kind: SyncKind, families: &[IpFamily]) {
         self.applies_failed.get_or_create(&kind.label()).inc();
         for family in IpFamily::BOTH.into_iter().filter(|family| families.is_empty() || families.contains(family)) {
-            let label = family_label(family);
+            let label = FAMILY_LABELS[family as usize];
             self.restore_failures.get_or_create(&label).inc();
             if kind == SyncKind::Partial {
                 self.partial_restore_failures.get_or_create(&label).inc();

@@ -415,8 +415,9 @@ impl Reconciler {
         for warning in &report.warnings {
             warn!("{warning}");
         }
-        if self.failures.attempts() > 0 {
+        if self.progress.borrow().failure.is_some() {
             info!(version = now.target.version, attempts = self.failures.attempts(), "programmed after failures");
+            self.failures.reset();
         }
         let Unfinished { dirty, steps, needs_full, is_lost, .. } = &mut self.unfinished;
         let (is_complete, ended) = steps.succeeded(dirty, report);
@@ -426,7 +427,6 @@ impl Reconciler {
         if is_complete {
             self.observers.iter_mut().for_each(|observer| observer.applied());
         }
-        self.failures.reset();
         self.record_deferred();
         let statistics = self.dataplane.statistics();
         let reached = if is_settled { Some(now) } else { ended };

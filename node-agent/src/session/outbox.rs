@@ -10,7 +10,7 @@ use std::{
     time::{self, Duration},
 };
 
-use futures::future::BoxFuture;
+use futures::future::{BoxFuture, OptionFuture};
 use headgate_oracle::Difference;
 use headgate_proto::v1::{self, agent_message::Body, node_answer, node_query};
 use prost::Message as _;
@@ -20,10 +20,7 @@ use tokio::{
 };
 
 use super::machine::{MAX_TEXT_BYTES, Machine, Rejections, shorten};
-use crate::{
-    backoff::passed,
-    state::progress::{Programmed, Progress, Verification},
-};
+use crate::state::progress::{Programmed, Progress, Verification};
 
 /// Maximum number of sentences in a status.
 const MAX_SENTENCES: usize = 64;
@@ -104,7 +101,7 @@ impl Outbox {
     pub(super) async fn ready(&mut self, rejections: &Rejections) {
         let report_at = self.report_at(Instant::now(), rejections);
         tokio::select! {
-            () = passed(report_at) => {}
+            Some(()) = OptionFuture::from(report_at.map(sleep_until)) => {}
             () = std::future::ready(()), if self.request.is_some() => {}
             Some(request) = self.requests.recv(), if self.request.is_none() => self.request = Some(request),
             () = self.answers.ready() => {}

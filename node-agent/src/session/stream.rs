@@ -12,7 +12,10 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use futures::{FutureExt as _, StreamExt as _, future::BoxFuture};
+use futures::{
+    FutureExt as _, StreamExt as _,
+    future::{BoxFuture, OptionFuture},
+};
 use headgate_core::{node_state::SourceState, reference::Referable};
 use headgate_listener::Carrier;
 use headgate_proto::v1::{
@@ -22,7 +25,7 @@ use headgate_proto::v1::{
 use tokio::{
     sync::{mpsc, watch},
     task::JoinSet,
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep, sleep_until, timeout},
 };
 use tonic::Status;
 use tracing::{debug, info, warn};
@@ -37,7 +40,7 @@ use super::{
     tls::AgentTls,
 };
 use crate::{
-    backoff::{Backoff, Jitter, jitter, passed},
+    backoff::{Backoff, Jitter, jitter},
     control_planes::ControlPlane,
     state::{AgentState, progress::Progress},
 };
@@ -84,7 +87,7 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
                 // The order matters: reports before messages, so that a replica that sends without
                 // a pause does not delay them, and messages before the timer for silence.
                 biased;
-                () = passed(drain_at) => {
+                Some(()) = OptionFuture::from(drain_at.map(sleep_until)) => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
                 }
                 (trouble, answered) = answered(&mut asking), if asking.is_some() => {
@@ -116,11 +119,11 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
                     }
                     silence.as_mut().reset(Instant::now() + self.silent_after);
                 }
-                () = passed(ask_at) => {
+                Some(()) = OptionFuture::from(ask_at.map(sleep_until)) => {
                     let trouble = self.failover.due(Instant::now());
                     asking = trouble.map(|trouble| (trouble, self.ask_others(session, replicas)));
                 }
-                () = passed(renew_at) => {
+                Some(()) = OptionFuture::from(renew_at.map(sleep_until)) => {
                     if let Some(renewal) = &mut self.renewal && renewal.is_renewed().await {
                         return Ok(StreamEnd::Renewed);
                     }

@@ -39,7 +39,7 @@ const CHANGES: u32 = 300;
 /// The first changes are not measured: they add chains for new numbers of endpoints.
 const WARM_UP: u32 = 10;
 /// The most changes of [`path`].
-const PATH_STEPS: u32 = 40;
+const PATH_STEPS: u32 = 100;
 const LONGEST_START: Duration = Duration::from_secs(600);
 const LONGEST_CHANGE: Duration = Duration::from_secs(10);
 

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{ServiceKey, dns_name::check_subdomain, errors::chain};
+use headgate_core::{ServiceKey, check_subdomain, errors::chain};
 use k8s_openapi::api::{
     authentication::v1::{TokenReview, TokenReviewSpec, TokenReviewStatus},
     core::v1::Pod,

@@ -27,7 +27,7 @@ use std::{
 };
 
 use crate::{
-    behaviours::endpoint_choice::candidates,
+    behaviours::view::candidates,
     model::{Endpoint, Family, Protocol, ServiceKey, ServicePort},
     state::State,
     state::frontends::{Frontend, frontends_of_port},

@@ -4,5 +4,4 @@
 //! about a node, it computes the behaviour of this node for one service port in one IP family.
 
 pub mod conntrack;
-pub mod endpoint_choice;
 pub mod view;

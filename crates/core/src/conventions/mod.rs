@@ -1,7 +1,6 @@
 //! Rules and formats that the control plane, the agent and `headgatectl` share.
 
 pub mod addresses;
-pub mod dns_name;
 pub mod errors;
 pub mod exposition;
 pub mod node_state;

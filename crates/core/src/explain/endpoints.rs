@@ -3,7 +3,7 @@
 use std::{fmt, net::IpAddr, sync::Arc};
 
 use crate::{
-    behaviours::endpoint_choice::{self, Destination, Exclusion, TopologyMode, Turn},
+    behaviours::view::{self, Destination, Exclusion, TopologyMode, Turn},
     model::{Conditions, Endpoint, Family, NodeFacts, Placement, PortState, ServicePort, TrafficPolicy},
 };
 
@@ -61,8 +61,8 @@ pub(super) fn explain<'a>(
     policy: TrafficPolicy,
     chosen: &[Destination],
 ) -> Vec<ExplainedEndpoint> {
-    let candidates = endpoint_choice::candidates(endpoints.clone(), port, family);
-    let mode = endpoint_choice::topology_mode(candidates.clone(), facts);
+    let candidates = view::candidates(endpoints.clone(), port, family);
+    let mode = view::topology_mode(candidates.clone(), facts);
     let is_chosen = |candidate: &PortState<'_>| {
         let at = (candidate.address, candidate.port.port);
         chosen.iter().any(|endpoint| (endpoint.address, endpoint.port) == at)
@@ -89,7 +89,7 @@ pub(super) fn explain<'a>(
         .collect();
     let without_port = endpoints.filter(|endpoint| {
         Family::of(endpoint.address) == family
-            && !endpoint.ports.iter().any(|candidate| endpoint_choice::belongs_to(candidate, port))
+            && !endpoint.ports.iter().any(|candidate| view::belongs_to(candidate, port))
     });
     all.extend(without_port.map(|endpoint| ExplainedEndpoint {
         address: endpoint.address,
@@ -108,6 +108,6 @@ fn member(
     facts: &NodeFacts,
     policy: TrafficPolicy,
 ) -> Result<Turn, Exclusion> {
-    let verdict = endpoint_choice::verdict(candidate, mode, facts);
+    let verdict = view::verdict(candidate, mode, facts);
     if policy.is_local() { verdict.local } else { verdict.cluster }
 }

@@ -1,7 +1,7 @@
 //! What a node does with a packet to a Service, step by step, and why it leaves out endpoints.
 //!
 //! An explanation takes every decision from the functions that the dataplanes use: the view of the
-//! Service, [`endpoint_choice::verdict`], source ranges and masquerading. It describes what the
+//! Service, [`view::verdict`], source ranges and masquerading. It describes what the
 //! node wants to do. It does not read the kernel.
 
 mod endpoints;

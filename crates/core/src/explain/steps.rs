@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use super::{ExplainedEndpoint, Explainer, Mode, PacketFate, Source, endpoints};
 use crate::{
     behaviours::{
-        endpoint_choice::{self, Destination, TopologyMode},
+        view::{self, Destination, TopologyMode},
         view::{LocalDetector, MasqueradeSources, Outcome, ServicePortView},
     },
     dataplane::iptables::NodePortAddresses,
@@ -238,11 +238,11 @@ impl Path<'_> {
         if policy.is_local() {
             return;
         }
-        let candidates = endpoint_choice::candidates(self.explainer.endpoints.values(), self.port, self.view.family);
+        let candidates = view::candidates(self.explainer.endpoints.values(), self.port, self.view.family);
         let has_hints =
             candidates.clone().any(|candidate| candidate.conditions.ready && candidate.placement.hints.is_some());
         let zone = facts.zone.as_deref().filter(|zone| !zone.is_empty());
-        let text = match endpoint_choice::topology_mode(candidates, facts) {
+        let text = match view::topology_mode(candidates, facts) {
             TopologyMode::SameNode => {
                 "Every ready endpoint has a hint for nodes, and some name this node: the others are left out."
                     .to_owned()

@@ -11,13 +11,14 @@ use ipnet::IpNet;
 
 use crate::{
     behaviours::{
-        endpoint_choice::Destination,
+        view::Destination,
         view::{Outcome, ServicePortView},
     },
     model::{Family, ServiceKey, TrafficPolicy},
     state::{
-        digest::{Form, service_bucket},
+        Form,
         frontends::{Frontend, FrontendOwners},
+        service_bucket,
     },
 };
 

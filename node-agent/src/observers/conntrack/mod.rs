@@ -30,7 +30,7 @@ use super::{Observer, Scope};
 use crate::{
     backoff::Backoff,
     interfaces::Interfaces,
-    metric_registry::{AGENT, KUBE_PROXY, Labels, MetricRegistry, family_label, sync_histogram},
+    metric_registry::{AGENT, FAMILY_LABELS, KUBE_PROXY, Labels, MetricRegistry, sync_histogram},
     node_inputs::NodeInputs,
 };
 use wire::UdpEntry;
@@ -215,7 +215,7 @@ impl Passes {
     }
 
     fn record(&self, family: Family, swept: Swept, took: Duration, has_failed: bool) {
-        let label = family_label(family);
+        let label = FAMILY_LABELS[family as usize];
         if has_failed {
             self.metrics.failed.get_or_create(&label).inc();
         }

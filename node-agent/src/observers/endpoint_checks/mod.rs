@@ -8,6 +8,7 @@ mod tests;
 
 use std::{collections::BTreeSet, io, net::SocketAddr, sync::Arc, time::Duration};
 
+use futures::future::OptionFuture;
 use headgate_core::{
     Family, NodeFacts, Protocol, ServiceKey, State,
     endpoint_health::{Check, CheckTiming, FailingEndpoints, FairCheck, FairChecks, ServiceTargets},
@@ -15,13 +16,16 @@ use headgate_core::{
     view::views_of_all_endpoints,
 };
 use prometheus_client::metrics::{counter::Counter, family, gauge::Gauge};
-use tokio::{net::TcpStream, task::JoinSet, time::Instant};
+use tokio::{
+    net::TcpStream,
+    task::JoinSet,
+    time::{Instant, sleep_until},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use super::{Changes, Follower, Mailbox};
 use crate::{
-    backoff::passed,
     metric_registry::{AGENT, Labels, MetricRegistry},
     state::AgentState,
 };
@@ -84,7 +88,7 @@ impl Checker {
                     // The tasks do not panic, and nothing aborts them.
                     Err(_) => Vec::new(),
                 },
-                () = passed(due_at) => Vec::new(),
+                Some(()) = OptionFuture::from(due_at.map(sleep_until)) => Vec::new(),
             };
             self.report(changed).await;
         }

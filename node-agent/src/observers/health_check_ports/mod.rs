@@ -76,7 +76,7 @@ pub fn new(
     patience: Duration,
     connections: Arc<HttpConnections>,
 ) -> (HealthCheckPorts, PortServer) {
-    let (ports, mailbox) = Follower::new(|state, key, node| health_check_port(state, key, node));
+    let (ports, mailbox) = Follower::new(health_check_port);
     let (wanted, open, failed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     (ports, PortServer { mailbox, metrics, inputs, backlog, patience, connections, wanted, open, failed })
 }

@@ -13,7 +13,7 @@ use super::{
     server::Wanted,
 };
 use crate::{
-    behaviours::{endpoint_choice::Destination, view::ServicePortView},
+    behaviours::view::{Destination, ServicePortView},
     model::{FailingEndpoints, Protocol, Service, TrafficPolicy, Weight},
 };
 

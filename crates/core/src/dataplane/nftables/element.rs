@@ -11,7 +11,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::{
     behaviours::{
-        endpoint_choice::Destination,
+        view::Destination,
         view::{MasqueradeConfig, MasqueradeSources, Outcome, ServicePortView},
     },
     model::{Family, Protocol, TrafficPolicy, Weight, greatest_common_divisor},

@@ -11,7 +11,10 @@ use data_encoding::BASE32_NOPAD;
 use sha2::{Digest as _, Sha256};
 
 use super::RulesTable;
-use crate::{behaviours::endpoint_choice::Destination, behaviours::view::ServicePortView, model::Family};
+use crate::{
+    behaviours::view::{Destination, ServicePortView},
+    model::Family,
+};
 
 /// `KUBE-SERVICES`, in nat and filter.
 pub const SERVICES: &str = "KUBE-SERVICES";

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     behaviours::{
-        endpoint_choice::Destination,
+        view::Destination,
         view::{NoLocalEndpoints, ServicePortView},
     },
     model::{Protocol, Service},
