@@ -25,12 +25,10 @@ pub enum Failure {
     #[error("{0}")]
     NotFound(String),
     /// The replica returned a gRPC error, or the connection broke.
-    #[error("{server} answered {code:?}: {message}")]
+    #[error("{server}: {message}")]
     Server {
         /// The URL of the replica.
         server: String,
-        /// The gRPC status code.
-        code: Code,
         /// The message of the replica.
         message: String,
     },
@@ -103,28 +101,50 @@ impl<'a> Session<'a> {
         if let Some(error) = client::failure(server, status) {
             return Failure::Connect(error);
         }
-        let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
-        let message = render::plain(&message).into_owned();
-        match status.code() {
+        let code = status.code();
+        let message = if status.message().is_empty() { code.description() } else { status.message() };
+        let message = render::plain(message).into_owned();
+        match code {
             // These errors name the object and the remedy.
-            Code::NotFound => Failure::NotFound(message),
-            code => Failure::Server { server: server.clone(), code, message },
+            Code::NotFound | Code::FailedPrecondition => Failure::NotFound(message),
+            _ => Failure::Server { server: server.clone(), message },
         }
     }
 
+    /// Writes text, which is broken into lines that fit into the terminal.
     pub(crate) fn write(&mut self, text: &str) -> Result<(), Failure> {
-        Ok(self.out.write_all(text.as_bytes())?)
+        Ok(self.out.write_all(render::fit(text, self.style).as_bytes())?)
     }
 
-    pub(crate) fn write_json(&mut self, answer: &impl Serialize) -> Result<(), Failure> {
-        write_json(self.out, answer)
+    /// Writes an answer as JSON or YAML.
+    pub(crate) fn write_data(&mut self, answer: &impl Serialize) -> Result<(), Failure> {
+        write_data(self.out, self.output, answer)
+    }
+
+    /// Writes one of many answers: JSON on one line, or a document of YAML.
+    pub(crate) fn write_item(&mut self, item: &impl Serialize) -> Result<(), Failure> {
+        let text = match self.output {
+            Output::Yaml => format!("---\n{}", yaml(item)?),
+            _ => format!("{}\n", serde_json::to_string(item).map_err(io::Error::from)?),
+        };
+        self.out.write_all(render::plain_json(&text).as_bytes())?;
+        Ok(self.out.flush()?)
     }
 }
 
-/// Writes an answer as indented JSON, always with every field of `headgate.v1.Inspect`.
-pub(crate) fn write_json(out: &mut dyn Write, answer: &impl Serialize) -> Result<(), Failure> {
+/// Writes an answer as indented JSON or as YAML, always with every field of `headgate.v1.Inspect`.
+pub(crate) fn write_data(out: &mut dyn Write, output: Output, answer: &impl Serialize) -> Result<(), Failure> {
+    let text = match output {
+        Output::Yaml => yaml(answer)?,
+        _ => format!("{:#}\n", serde_json::to_value(answer).map_err(io::Error::from)?),
+    };
+    Ok(out.write_all(render::plain_json(&text).as_bytes())?)
+}
+
+/// Formats an answer as YAML. Strings that need it are quoted as in JSON.
+fn yaml(answer: &impl Serialize) -> Result<String, Failure> {
     let value = serde_json::to_value(answer).map_err(io::Error::from)?;
-    Ok(writeln!(out, "{}", render::plain_json(&format!("{value:#}")))?)
+    Ok(serde_saphyr::to_string(&value).map_err(io::Error::other)?)
 }
 
 pub(crate) fn now_unix_ms() -> u64 {

@@ -3,11 +3,19 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
-use clap::builder::NonEmptyStringValueParser;
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
 use crate::certs::{CertsArgs, rotation::CaArgs};
-use crate::units;
+use crate::{complete, units};
+
+/// The heading of the options that say which replica answers.
+const CONNECTION: &str = "Connection";
+/// The commands that contact no server.
+const LOCAL: [&str; 5] = ["ca", "certs", "completion", "man", "migrate"];
+/// Why lists have no option for labels.
+const LABELS: &str = "There is no option for labels, because the control plane keeps none. kubectl selects by labels: kubectl \
+    get services -l app=web -o name\n\nExit codes: 0 if the command succeeds, 1 for an error, 2 for a wrong command line";
 
 /// The exit codes of most commands.
 const EXIT_CODES: &str = "Exit codes: 0 if the command succeeds, 1 for an error, 2 for a wrong command line";
@@ -29,6 +37,7 @@ pub struct Args {
         global = true,
         env = "HEADGATE_SERVER",
         value_name = "URL",
+        help_heading = CONNECTION,
         value_delimiter = ',',
         default_value = "unix:/run/headgate/inspect.sock,http://127.0.0.1:7444"
     )]
@@ -36,9 +45,10 @@ pub struct Args {
     /// The TLS options.
     #[command(flatten)]
     pub tls: TlsArgs,
-    /// Output format: tables, wide tables with more columns, or JSON for programs. `status`,
-    /// `node`, `connections`, `explain` and `wait` print one JSON object, `watch` prints one object
-    /// per line, other commands print an array
+    /// Output format. A table that is wider than the terminal lacks its least important columns; a
+    /// pipe gets all. In JSON and YAML, lists are arrays, and `watch` and --watch print one object
+    /// for each change, in JSON on one line. `name` prints what other commands accept, for
+    /// `services`, `endpoints` and `agents`
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
     pub output: Output,
     /// The command to run.
@@ -46,8 +56,27 @@ pub struct Args {
     pub command: Command,
 }
 
+/// The command line with all commands. Commands that contact no server hide the options of the
+/// connection.
+pub fn command() -> clap::Command {
+    let mut command = Args::command();
+    let of_connection = |arg: &&clap::Arg| arg.get_help_heading() == Some(CONNECTION);
+    let hidden: Vec<clap::Arg> =
+        command.get_arguments().filter(of_connection).map(|arg| arg.clone().hide(true)).collect();
+    for name in LOCAL {
+        command = command.mut_subcommand(name, |local| local.args(&hidden));
+    }
+    command
+}
+
+/// Reads a command line. The first word is the name of the program.
+pub fn parse<W: Into<std::ffi::OsString> + Clone>(line: impl IntoIterator<Item = W>) -> Result<Args, clap::Error> {
+    Args::from_arg_matches(&command().try_get_matches_from(line)?)
+}
+
 /// TLS files for an https server.
 #[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = CONNECTION)]
 pub struct TlsArgs {
     /// Certificate authority that signed the replica's certificate (PEM)
     #[arg(long, global = true, env = "HEADGATE_TLS_CA", value_name = "FILE")]
@@ -73,19 +102,30 @@ pub enum Output {
     Wide,
     /// JSON with the field names of `headgate.v1.Inspect`.
     Json,
+    /// The same as YAML.
+    Yaml,
+    /// Only names, one in a line.
+    Name,
+}
+
+impl Output {
+    /// Returns whether the output is for programs, with all fields.
+    pub fn is_data(self) -> bool {
+        matches!(self, Self::Json | Self::Yaml)
+    }
 }
 
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// List Services with addresses, ports and the number of ready endpoints
-    #[command(after_help = EXIT_CODES)]
-    Services(Selection),
+    #[command(after_help = LABELS)]
+    Services(ListArgs),
     /// List endpoints of one Service or of all Services, with address, ports, state and node
-    #[command(after_help = EXIT_CODES)]
-    Endpoints(Selection),
+    #[command(after_help = LABELS)]
+    Endpoints(ListArgs),
     /// List all nodes, also those without an agent: state, programmed version, lag, and the reason
-    #[command(after_help = EXIT_CODES)]
+    #[command(after_help = LABELS)]
     Agents(AgentsArgs),
     /// Show the state of one node, as its agent knows it: versions, the last sync, problems, memory
     #[command(after_help = EXIT_CODES)]
@@ -164,14 +204,42 @@ pub enum Command {
     /// Show the state of the replica: source, version, counts, rejected objects, and the other
     /// replicas
     #[command(after_help = EXIT_CODES)]
-    Status,
+    Status {
+        /// Show the state again when it changes, at most once a second, until Ctrl-C
+        #[arg(short, long)]
+        watch: bool,
+    },
+    /// Show the versions of this program, of each replica, and of the agents, and whether they differ
+    #[command(after_help = EXIT_CODES)]
+    Version,
+    /// Print a script for a shell, which completes commands, options, and names of nodes and
+    /// Services
+    ///
+    /// For bash: source <(headgatectl completion bash). For zsh: source <(headgatectl completion
+    /// zsh). For fish: headgatectl completion fish | source. The names come from the control plane
+    /// of --server or of HEADGATE_SERVER.
+    #[command(after_help = EXIT_CODES)]
+    Completion {
+        /// The shell
+        #[arg(value_parser = PossibleValuesParser::new(["bash", "zsh", "fish"]))]
+        shell: String,
+    },
+    /// Write a manual page for each command into a folder
+    #[command(after_help = EXIT_CODES)]
+    Man {
+        /// The folder, which must exist
+        #[arg(value_name = "FOLDER")]
+        folder: PathBuf,
+    },
 }
 
 impl Command {
     /// The selected Service, empty if none is. An error describes the correct usage.
     pub fn selected(&self) -> Result<Selected, String> {
         let (service, namespace) = match self {
-            Self::Services(of) | Self::Endpoints(of) | Self::Watch(of) => (of.service.as_deref(), &of.namespace),
+            Self::Services(ListArgs { of, .. }) | Self::Endpoints(ListArgs { of, .. }) | Self::Watch(of) => {
+                (of.service.as_deref(), &of.namespace)
+            }
             Self::Counters(of) | Self::Connections(ConnectionsArgs { of, .. }) => {
                 (of.service.as_deref(), &of.namespace)
             }
@@ -229,10 +297,8 @@ pub struct CheckArgs {
 #[derive(Debug, clap::Args)]
 pub struct AgentsArgs {
     /// Only this node
+    #[arg(value_parser = NonEmptyStringValueParser::new(), add = complete::nodes())]
     pub node: Option<String>,
-    /// Only this node
-    #[arg(long = "node", value_name = "NODE", conflicts_with = "node")]
-    pub node_flag: Option<String>,
     /// Only nodes that are not up to date: agents that lag by more than a second or have not
     /// acknowledged anything yet, agents of replicas whose source is unlisted or cut off, and Nodes
     /// without an agent
@@ -245,16 +311,41 @@ pub struct AgentsArgs {
     /// or whose last verification found differences
     #[arg(long)]
     pub failing: bool,
-    /// Maximum number of rows in the table, the worst nodes first; 0 for all
-    #[arg(long, value_name = "N", default_value_t = 50)]
-    pub limit: usize,
+    /// End with 1 if there is a row, for example with --failing
+    #[arg(long, conflicts_with = "watch")]
+    pub exit_code: bool,
+    /// Maximum number of rows in the table, the worst nodes first; 0 for all. Default: 50, and all
+    /// with --no-headers
+    #[arg(long, value_name = "N")]
+    pub limit: Option<usize>,
+    /// How the list is shown.
+    #[command(flatten)]
+    pub rows: RowArgs,
 }
 
-impl AgentsArgs {
-    /// The selected node. None for all nodes.
-    pub fn node(&self) -> Option<&str> {
-        self.node.as_deref().or(self.node_flag.as_deref())
-    }
+/// How a list is shown.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct RowArgs {
+    /// After the list, print each row that changes, until Ctrl-C
+    #[arg(short, long)]
+    pub watch: bool,
+    /// Print only rows: no header, and no lines below the table
+    #[arg(long)]
+    pub no_headers: bool,
+}
+
+/// The Services of a list, and how the list is shown.
+#[derive(Debug, clap::Args)]
+pub struct ListArgs {
+    /// The Services.
+    #[command(flatten)]
+    pub of: Selection,
+    /// All namespaces, as without any argument
+    #[arg(short = 'A', long, conflicts_with_all = ["service", "namespace"])]
+    pub all_namespaces: bool,
+    /// How the list is shown.
+    #[command(flatten)]
+    pub rows: RowArgs,
 }
 
 /// Where the page is served.
@@ -285,7 +376,7 @@ pub struct DrainArgs {
 #[derive(Debug, clap::Args)]
 pub struct VerifyArgs {
     /// Only this node. Default: all nodes
-    #[arg(value_parser = NonEmptyStringValueParser::new())]
+    #[arg(value_parser = NonEmptyStringValueParser::new(), add = complete::nodes())]
     pub node: Option<String>,
     /// Maximum number of rows in the table, the worst nodes first; 0 for all
     #[arg(long, value_name = "N", default_value_t = 50)]
@@ -299,6 +390,7 @@ pub struct VerifyArgs {
 #[derive(Debug, clap::Args)]
 pub struct NodeArgs {
     /// The name of the node
+    #[arg(add = complete::nodes())]
     pub node: String,
     /// Show the agent's metrics instead, in Prometheus' text format: only metrics whose names begin
     /// with PREFIX, or all metrics
@@ -310,8 +402,10 @@ pub struct NodeArgs {
 #[derive(Debug, clap::Args)]
 pub struct CountersArgs {
     /// The name of the node
+    #[arg(add = complete::nodes())]
     pub node: String,
     /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
+    #[arg(add = complete::services())]
     pub service: Option<String>,
     /// Namespace of the service
     #[arg(short, long, requires = "service")]
@@ -333,6 +427,7 @@ pub struct ConnectionsArgs {
 #[derive(Debug, clap::Args)]
 pub struct ExplainArgs {
     /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
+    #[arg(add = complete::services())]
     pub service: String,
     /// Namespace of the service
     #[arg(short, long)]
@@ -340,7 +435,7 @@ pub struct ExplainArgs {
     /// Where the connection comes from: a node, a pod as NAMESPACE/POD, or the address of a pod.
     /// Only pods with an endpoint are known: for another pod, give its node here and its address as
     /// --source. Default: the first node by name that has an agent
-    #[arg(long, value_name = "NODE|POD|ADDRESS")]
+    #[arg(long, value_name = "NODE|POD|ADDRESS", add = complete::nodes())]
     pub from: Option<String>,
     /// The address of a client whose packets reach the node, such as a client outside of the
     /// cluster. Default: the node itself
@@ -383,6 +478,7 @@ fn destination(text: &str) -> Result<Destination, &'static str> {
 #[derive(Debug, clap::Args)]
 pub struct WaitArgs {
     /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
+    #[arg(add = complete::services())]
     pub service: String,
     /// Namespace of the service
     #[arg(short, long)]
@@ -393,8 +489,8 @@ pub struct WaitArgs {
     /// Wait until the endpoint or the Service is removed from every node
     #[arg(long)]
     pub gone: bool,
-    /// Timeout, such as 90s, 5m or 1h
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = units::parse_duration)]
+    /// The longest wait, such as 90s, 5m or 1h
+    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = units::parse_duration)]
     pub timeout: std::time::Duration,
     /// Succeed although Nodes have no agent. The command names them, and does not wait for them
     #[arg(long)]
@@ -405,6 +501,7 @@ pub struct WaitArgs {
 #[derive(Debug, clap::Args)]
 pub struct Selection {
     /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
+    #[arg(add = complete::services())]
     pub service: Option<String>,
     /// Only this namespace
     #[arg(short, long)]
@@ -477,8 +574,25 @@ mod tests {
     }
 
     #[test]
+    fn help_has_the_own_options_first_and_the_connection_apart() {
+        for command in command().get_subcommands().map(|command| command.get_name().to_owned()) {
+            let help = parse(["headgatectl", &command, "--help"]).unwrap_err().to_string();
+            let (own, connection) = match help.split_once("\nConnection:\n") {
+                Some((own, connection)) => (own, connection),
+                None => (help.as_str(), ""),
+            };
+            assert!(!own.contains("--server ") && !own.contains("--tls-"), "{help}");
+            assert_eq!(connection.contains("--server "), !LOCAL.contains(&command.as_str()), "{help}");
+            if own.contains("\nOptions:\n") && !LOCAL.contains(&command.as_str()) {
+                assert!(own.contains("--output"), "{help}");
+            }
+        }
+        // Scripts may have one line with the options of the connection for all commands.
+        parse(["headgatectl", "--server", "http://127.0.0.1:1", "ca", "init", "--out", "x"]).unwrap();
+    }
+
+    #[test]
     fn the_options_are_well_formed() {
-        use clap::CommandFactory as _;
-        Args::command().debug_assert();
+        command().debug_assert();
     }
 }

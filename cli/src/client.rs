@@ -104,7 +104,14 @@ async fn connect_to(server: String, tls: &TlsArgs) -> Result<Replica, ConnectErr
     let channel = connected.map_err(|error| refused(&server, &error))?;
     let mut client = InspectClient::new(channel);
     let answer = client.get_status(GetStatusRequest { only_this_replica: true, last_changes: 0 }).await;
+    let broke = answer.as_ref().is_err_and(|status| broken(&server, status).is_some());
     match answer.err().and_then(|status| failure(&server, &status)) {
+        // The handshake of TLS 1.3 ends before the replica looks at the certificate.
+        Some(_) if broke && server.starts_with("https://") && tls.tls_cert.is_none() => Err(unreachable(
+            &server,
+            "the replica ended the connection, and no client certificate was given",
+            "Give --tls-cert and --tls-key: the certificate of a reader, as `headgatectl certs --reader NAME` makes it.",
+        )),
         Some(error) => Err(error),
         // An error of the replica itself is also an answer. The command's own request reports it.
         None => Ok(Replica { client, server }),

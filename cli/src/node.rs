@@ -7,7 +7,7 @@ use headgate_proto::v1::{
 };
 
 use crate::answer::{Failure, Session, now_unix_ms};
-use crate::args::{ConnectionsArgs, CountersArgs, NodeArgs, Output, Selected};
+use crate::args::{ConnectionsArgs, CountersArgs, NodeArgs, Selected};
 use crate::render;
 
 pub(crate) async fn run(session: &mut Session<'_>, wanted: &NodeArgs) -> Result<(), Failure> {
@@ -24,7 +24,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &NodeArgs) -> Result<
             }
             // This command asks for nothing else.
             Part::Counters(_) | Part::Connections(_) | Part::Explanation(_) | Part::Verification(_) => {}
-            Part::Status(status) if session.output == Output::Json => session.write_json(&status)?,
+            Part::Status(status) if session.output.is_data() => session.write_data(&status)?,
             Part::Status(status) => session.write(&render::node(&status, now_unix_ms(), session.style))?,
         }
     }
@@ -50,8 +50,8 @@ pub(crate) async fn counters(
             rows.extend(counters.services);
         }
     }
-    if session.output == Output::Json {
-        return session.write_json(&rows);
+    if session.output.is_data() {
+        return session.write_data(&rows);
     }
     if !is_one {
         rows.retain(|row| row.packets > 0);
@@ -79,8 +79,8 @@ pub(crate) async fn connections(
             all.left_out += part.left_out;
         }
     }
-    if session.output == Output::Json {
-        return session.write_json(&all);
+    if session.output.is_data() {
+        return session.write_data(&all);
     }
     if all.connections.is_empty() {
         return session.write(&format!("Node {node} carries no such connection.\n"));

@@ -1,24 +1,36 @@
 //! Runs a command and writes its answer.
 
-use std::io::{self, Write};
+use std::io::Write;
+use std::time::Duration;
 
-use headgate_proto::v1::{GetStatusRequest, ListEndpointsRequest, ListServicesRequest, WatchRequest};
-use serde::Serialize;
-use tonic::Code;
+use headgate_proto::v1::{GetStatusRequest, GetStatusResponse, WatchAgentsRequest};
+use tokio::time::interval;
 
-use crate::answer::{Failure, Session};
-use crate::args::{Args, Command, MigrateArgs, Output, Selected};
+use crate::answer::{Failure, Session, write_data};
+use crate::args::{self, Args, Command, MigrateArgs, Output, Selected};
 use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
-use crate::{agents, dashboard, drain, explain, migrate, node, verify, wait};
+use crate::{agents, complete, dashboard, drain, explain, list, migrate, node, verify, version, wait};
+
+/// How often `status --watch` may print, and after how many times it prints although nothing has
+/// changed but the time.
+const REDRAW: (Duration, u32) = (Duration::from_secs(1), 15);
 
 /// Runs one command and writes its answer to `out`, until the reader closes the pipe.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
+    let has_names = matches!(args.command, Command::Services(_) | Command::Endpoints(_) | Command::Agents(_));
+    if args.output == Output::Name && !has_names {
+        return Err(Failure::Usage("--output name works with services, endpoints and agents".to_owned()));
+    }
     let done = match &args.command {
-        Command::Certs(certs) => local(certs::make(certs), args.output, out),
-        Command::Ca(ca) => local(rotation::run(ca), args.output, out),
+        Command::Certs(certs) => local(certs::make(certs), args.output, style, out),
+        Command::Ca(ca) => local(rotation::run(ca), args.output, style, out),
         Command::Migrate(MigrateArgs::Check(check)) => migrate::check(check, args.output, style, out),
         Command::Dashboard(wanted) => dashboard::run(args, wanted, out).await,
+        Command::Version => version::run(args, style, out).await,
+        Command::Completion { shell } => complete::script(shell, out),
+        Command::Man { folder } => clap_mangen::generate_to(args::command(), folder)
+            .map_err(|error| Failure::Faulty(format!("{}: {error}", folder.display()))),
         _ => ask(args, style, out).await,
     };
     match done {
@@ -28,11 +40,16 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
 }
 
 /// Writes what a command has done that contacts no server.
-fn local(written: Result<Written, CertsError>, output: Output, out: &mut dyn Write) -> Result<(), Failure> {
+fn local(
+    written: Result<Written, CertsError>,
+    output: Output,
+    style: Style,
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
     let Written { text, json } = written?;
-    match output {
-        Output::Json => Ok(writeln!(out, "{json:#}")?),
-        Output::Table | Output::Wide => Ok(out.write_all(text.as_bytes())?),
+    match output.is_data() {
+        true => write_data(out, output, &json),
+        false => Ok(out.write_all(render::fit(&text, style).as_bytes())?),
     }
 }
 
@@ -43,10 +60,11 @@ async fn ask(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failu
     let mut session = Session::open(args, style, out).await?;
     let session = &mut session;
     match &args.command {
-        Command::Services(_) => session.services(selected).await,
-        Command::Endpoints(_) => session.endpoints(selected).await,
+        Command::Services(wanted) => list::services(session, wanted, selected).await,
+        Command::Endpoints(wanted) => list::endpoints(session, wanted, selected).await,
         Command::Watch(_) => session.watch(selected).await,
-        Command::Status => session.status().await,
+        Command::Status { watch: false } => session.print_status(false).await,
+        Command::Status { watch: true } => session.watch_status().await,
         Command::Agents(wanted) => agents::run(session, wanted).await,
         Command::Node(wanted) => node::run(session, wanted).await,
         Command::Counters(wanted) => node::counters(session, wanted, selected).await,
@@ -56,84 +74,68 @@ async fn ask(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failu
         Command::Wait(wanted) => wait::run(session, wanted, selected).await,
         Command::Drain(wanted) => drain::run(session, wanted).await,
         // These commands contact no server, or connect themselves.
-        Command::Certs(_) | Command::Ca(_) | Command::Migrate(_) | Command::Dashboard(_) => Ok(()),
+        _ => Ok(()),
     }
 }
 
 impl Session<'_> {
-    async fn services(&mut self, selected: Selected) -> Result<(), Failure> {
-        let request = ListServicesRequest { namespace: selected.namespace.clone(), name: selected.name.clone() };
-        let answer = self.replica.client.list_services(request).await;
-        let services = self.collect(answer).await?;
-        if services.is_empty() && !selected.name.is_empty() {
-            return Err(Failure::NotFound(no_such_service(&selected)));
-        }
-        let empty = if selected.namespace.is_empty() {
-            "No services.".to_owned()
-        } else {
-            format!("No services in namespace {}.", selected.namespace)
-        };
-        self.list(&services, render::services, &empty)
-    }
-
-    async fn endpoints(&mut self, selected: Selected) -> Result<(), Failure> {
-        let request = ListEndpointsRequest { namespace: selected.namespace.clone(), name: selected.name.clone() };
-        let answer = self.replica.client.list_endpoints(request).await;
-        let endpoints = match self.collect(answer).await {
-            Err(Failure::NotFound(_)) => return Err(Failure::NotFound(no_such_service(&selected))),
-            result => result?,
-        };
-        let empty = if selected.name.is_empty() {
-            "No endpoints.".to_owned()
-        } else {
-            format!("Service {}/{} has no endpoints.", selected.namespace, selected.name)
-        };
-        self.list(&endpoints, render::endpoints, &empty)
-    }
-
-    async fn status(&mut self) -> Result<(), Failure> {
+    pub(crate) async fn status(&mut self) -> Result<GetStatusResponse, Failure> {
         let answer = self.replica.client.get_status(GetStatusRequest::default()).await;
         let mut status = answer.map_err(|status| self.refused(&status))?.into_inner();
         status.fleet.get_or_insert_default();
-        match self.output {
-            Output::Json => self.write_json(&status),
-            Output::Table | Output::Wide => self.write(&render::status(&status, self.style)),
+        Ok(status)
+    }
+
+    async fn print_status(&mut self, is_watch: bool) -> Result<(), Failure> {
+        let status = self.status().await?;
+        match self.output.is_data() {
+            true if is_watch => self.write_item(&status),
+            true => self.write_data(&status),
+            false => self.write(&render::status(&status, self.style)),
+        }
+    }
+
+    /// Prints the status when the Services or the nodes change. A terminal shows only the last one.
+    async fn watch_status(&mut self) -> Result<(), Failure> {
+        let everything = Selected { namespace: String::new(), name: String::new() };
+        let mut events = self.events(&everything).await?;
+        let answer = self.replica.client.watch_agents(WatchAgentsRequest::default()).await;
+        let mut agents = self.stream(answer)?;
+        let is_terminal = self.style.width.is_some() && !self.output.is_data();
+        let (mut ticks, mut idle) = (interval(REDRAW.0), REDRAW.1);
+        loop {
+            tokio::select! {
+                event = self.next(&mut events) => {
+                    event?;
+                    idle = REDRAW.1;
+                }
+                change = self.next(&mut agents) => {
+                    change?;
+                    idle = REDRAW.1;
+                }
+                _ = ticks.tick() => {
+                    idle += 1;
+                    if idle > REDRAW.1 {
+                        idle = 0;
+                        let clear = if is_terminal { "\u{1b}[H\u{1b}[J" } else { "" };
+                        self.out.write_all(clear.as_bytes())?;
+                        self.print_status(true).await?;
+                        self.out.flush()?;
+                    }
+                }
+            }
         }
     }
 
     async fn watch(&mut self, selected: Selected) -> Result<(), Failure> {
-        let request = WatchRequest { namespace: selected.namespace, name: selected.name };
-        let answer = self.replica.client.watch(request).await;
-        let mut events = answer.map_err(|status| self.refused(&status))?.into_inner();
-        while let Some(event) = events.message().await.map_err(|status| self.refused(&status))? {
-            match self.output {
-                Output::Json => {
-                    let value = serde_json::to_value(event).map_err(io::Error::from)?;
-                    write!(self.out, "{}", render::plain_json(&value.to_string()))?;
-                }
-                Output::Table | Output::Wide => self.out.write_all(render::event(&event, self.style).as_bytes())?,
+        let mut events = self.events(&selected).await?;
+        loop {
+            let event = self.next(&mut events).await?;
+            match self.output.is_data() {
+                true => self.write_item(&event)?,
+                false => self.write(&(render::event(&event, self.style) + "\n"))?,
             }
-            self.out.write_all(b"\n")?;
             self.out.flush()?;
         }
-        let message = "the replica ended the watch; run the command again to continue".to_owned();
-        Err(Failure::Server { server: self.replica.server.clone(), code: Code::Unavailable, message })
     }
-
-    fn list<T: Serialize>(
-        &mut self,
-        items: &[T],
-        to_table: impl Fn(&[T], Style) -> String,
-        empty: &str,
-    ) -> Result<(), Failure> {
-        match self.output {
-            Output::Json => self.write_json(&items),
-            Output::Table | Output::Wide if items.is_empty() => self.write(&format!("{empty}\n")),
-            Output::Table | Output::Wide => self.write(&to_table(items, self.style)),
-        }
-    }
-}
-
-fn no_such_service(selected: &Selected) -> String {
-    format!("no service {}/{}: `headgatectl services` lists the existing services", selected.namespace, selected.name)
 }

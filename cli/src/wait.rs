@@ -7,10 +7,10 @@ use headgate_proto::v1::{Laggard, WaitAnswer, WaitRequest};
 use tokio::time::{Instant, timeout};
 
 use crate::answer::{Failure, Session};
-use crate::args::{Output, Selected, WaitArgs};
+use crate::args::{Selected, WaitArgs};
 use crate::client;
-use crate::render::{self, plain, thousands};
-use crate::units;
+use crate::render::{self, counted, plain, thousands};
+use crate::{list, units};
 
 /// The time after the timeout within which the answer must arrive.
 const GRACE: Duration = Duration::from_secs(5);
@@ -21,8 +21,8 @@ pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: Sel
     let started = Instant::now();
     let what = what(wait, &service);
     let request = WaitRequest {
-        namespace: service.namespace,
-        name: service.name,
+        namespace: service.namespace.clone(),
+        name: service.name.clone(),
         endpoint: wait.endpoint.map(|address| address.to_string()).unwrap_or_default(),
         gone: wait.gone,
         timeout_ms: units::milliseconds(wait.timeout),
@@ -36,16 +36,30 @@ pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: Sel
     let answers = timeout(limit, asked).await;
     let answers = answers.map_err(|_| Failure::Connect(client::silent(&session.replica.server, limit)))??;
     let mut answer = answers.into_iter().next_back().unwrap_or_default();
+    if answer.waiting_for == "service" && !wait.gone {
+        answer.problems.extend(why_unknown(session, &service).await?);
+    }
     let took_ms = units::milliseconds(started.elapsed());
     let result = judge(&answer, wait, &what, took_ms);
-    if session.output == Output::Json {
+    if session.output.is_data() {
         answer.done = result.is_ok();
         let mut value = serde_json::to_value(answer).map_err(std::io::Error::from)?;
         value["took_ms"] = took_ms.into();
-        session.write_json(&value)?;
+        session.write_data(&value)?;
         return result.map(drop);
     }
     session.write(&result?)
+}
+
+/// Why the replica does not serve the Service, if it knows.
+async fn why_unknown(session: &mut Session<'_>, service: &Selected) -> Result<Vec<String>, Failure> {
+    let object = format!("Service {}/{}", service.namespace, service.name);
+    let problems = session.status().await?.problems;
+    let why: Vec<String> = problems.iter().filter(|problem| problem.object == object).map(render::sentence).collect();
+    match why.is_empty() {
+        true => Ok(vec![list::no_such_service(session, service).await?]),
+        false => Ok(why),
+    }
 }
 
 fn what(wait: &WaitArgs, Selected { namespace, name }: &Selected) -> String {
@@ -60,8 +74,7 @@ fn what(wait: &WaitArgs, Selected { namespace, name }: &Selected) -> String {
 fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Result<String, Failure> {
     let took = units::duration(took_ms);
     if answer.done && (answer.nodes > 0 || wait.allow_absent) {
-        let (nodes, verb) = if answer.programmed == 1 { ("node", "has") } else { ("nodes", "have") };
-        let mut text = format!("{what}: {} {nodes} {verb} programmed it, {took}", thousands(answer.programmed));
+        let mut text = format!("{what}: {} programmed it, {took}", having(answer.programmed));
         add_absent(&mut text, answer);
         return Ok(text + "\n");
     }
@@ -70,7 +83,7 @@ fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Resu
         ("source", _) => {
             "the source of the replica is unlisted, cut off, or behind the source of another replica: `headgatectl status` shows its state"
         }
-        ("service", false) => "the replica does not know the service",
+        ("service", false) => "the replica does not serve the service:",
         ("endpoint", false) => "the replica does not know the endpoint",
         ("service", true) => "the replica still has the service",
         ("endpoint", true) => "the replica still has the endpoint",
@@ -81,12 +94,7 @@ fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Resu
     } else if answer.nodes == 0 {
         text.push_str("\n  no Node and no agent is known: with --allow-absent the command succeeds");
     } else {
-        let _ = write!(
-            text,
-            "\n  {} of {} nodes have programmed it",
-            thousands(answer.programmed),
-            thousands(answer.nodes)
-        );
+        let _ = write!(text, "\n  {} of {} programmed it", thousands(answer.programmed), having(answer.nodes));
     }
     for problem in &answer.problems {
         let _ = write!(text, "\n  {}", plain(problem));
@@ -98,6 +106,11 @@ fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Resu
     add_absent(&mut text, answer);
     let only_absent = missing.is_empty() && answer.laggard_count == 0 && (answer.absent_count > 0 || answer.nodes == 0);
     Err(if only_absent { Failure::Absent(text) } else { Failure::TimedOut(text) })
+}
+
+/// Formats a number of nodes, and the verb that follows.
+fn having(nodes: u64) -> String {
+    format!("{} {}", counted(nodes, "node"), if nodes == 1 { "has" } else { "have" })
 }
 
 fn lagging(laggard: &Laggard) -> String {

@@ -2,12 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use clap::Parser as _;
 use headgate_proto::v1::{ListAgentsRequest, ListEndpointsRequest, ListServicesRequest, WaitRequest};
 use serde_json::{Value, json};
 
 use crate::answer::{Failure, Session};
-use crate::args::{Args, Command, Output};
+use crate::args::{self, Command, Output};
 use crate::client::Replica;
 use crate::render::Style;
 use crate::{drain, explain, node, verify, wait};
@@ -43,7 +42,7 @@ fn command_line(command: &str, fields: &BTreeMap<String, Value>) -> Option<Vec<S
 pub(super) async fn run(replica: Replica, command: &str, fields: &BTreeMap<String, Value>) -> Option<Value> {
     let line = command_line(command, fields)?;
     let mut out = Vec::new();
-    let result = match Args::try_parse_from(line) {
+    let result = match args::parse(line) {
         // The first paragraph names the fault.
         Err(error) => Err(Failure::Usage(error.to_string().split("\n\n").next().unwrap_or_default().to_owned())),
         Ok(args) => {
@@ -137,7 +136,7 @@ mod tests {
                 options.iter().map(|option| ((*option).to_owned(), value(option).into())).collect();
             fields.extend(flags.iter().map(|flag| ((*flag).to_owned(), true.into())));
             fields.insert(argument.to_owned(), "a/b".into());
-            Args::try_parse_from(command_line(name, &fields).unwrap()).unwrap();
+            args::parse(command_line(name, &fields).unwrap()).unwrap();
         }
     }
 }

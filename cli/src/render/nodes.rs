@@ -2,10 +2,11 @@
 
 use std::fmt::Write as _;
 
-use comfy_table::Cell;
 use headgate_proto::v1::{AgentInfo, FleetInfo};
 
-use super::{Column, Style, Tone, cell, difference, note, sentence, table, thousands, toned};
+use super::{
+    ALWAYS, Cell, Column, Style, Tone, cell, counted, difference, note, only, sentence, table, thousands, toned,
+};
 use crate::units;
 
 /// The lag in milliseconds at which an agent counts as behind, if its state does not show whether
@@ -13,7 +14,8 @@ use crate::units;
 const SETTLED_MS: u64 = 1000;
 
 /// Formats nodes, one per row, in the given order. The table has a column SEEN if some nodes have
-/// no agent. Lines below explain why a node lags, is degraded or has no agent.
+/// no agent. Lines below explain why a node lags, is degraded or has no agent. Rows of `WatchAgents`
+/// have no versions.
 pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Style) -> String {
     // A node without an agent has only a programmed version, and only if it had an agent.
     let number = |of: &AgentInfo, value: u64| match is_absent(of) && value == 0 {
@@ -30,23 +32,25 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
     };
     // Agents before 0.2 report no verification.
     let some_verified = agents.iter().any(|of| of.verified_unix_ms != 0);
+    let has_versions = agents.iter().any(|of| of.head_version != 0 || of.programmed_version != 0);
+    let wide = only(is_wide && has_versions, 6);
     let columns: &[Column<'_, AgentInfo>] = &[
-        ("NODE", true, &|of| cell(&of.node)),
-        ("STATE", true, &state),
-        (">PROGRAMMED", true, &|of| number(of, of.programmed_version)),
-        (">SENT", true, &|of| number(of, of.sent_version)),
-        (">LAG", true, &|of| cell(if is_absent(of) { String::new() } else { lag(of) })),
-        ("BACKEND", true, &|of| cell(&of.backend)),
-        (">SEEN", agents.iter().any(is_absent), &|of| cell(seen(of))),
-        (">VERIFIED", some_verified, &|of| verified(of, now_unix_ms)),
-        (">APPLY", is_wide, &|of| cell(units::microseconds(of.apply_microseconds))),
-        (">PLANNED", is_wide, &|of| number(of, of.services_planned.into())),
-        (">WRITTEN", is_wide, &|of| number(of, of.objects_written.into())),
-        ("RESUMED", is_wide, &|of| cell(resume(of))),
-        (">CONNECTED", is_wide, &connected),
-        ("ADDRESS", is_wide, &|of| cell(&of.address)),
-        ("AGENT", is_wide, &|of| cell(&of.agent_version)),
-        ("REPLICA", is_wide, &|of| cell(&of.replica)),
+        ("NODE", ALWAYS, &|of| cell(&of.node)),
+        ("STATE", ALWAYS, &state),
+        (">PROGRAMMED", only(has_versions, 3), &|of| number(of, of.programmed_version)),
+        (">SENT", only(has_versions, 4), &|of| number(of, of.sent_version)),
+        (">LAG", 1, &|of| cell(if is_absent(of) { String::new() } else { lag(of) })),
+        ("BACKEND", 2, &|of| cell(&of.backend)),
+        (">SEEN", only(agents.iter().any(is_absent), ALWAYS), &|of| cell(seen(of))),
+        (">VERIFIED", only(some_verified, 5), &|of| verified(of, now_unix_ms)),
+        (">APPLY", wide, &|of| cell(units::microseconds(of.apply_microseconds))),
+        (">PLANNED", wide, &|of| number(of, of.services_planned.into())),
+        (">WRITTEN", wide, &|of| number(of, of.objects_written.into())),
+        ("RESUMED", wide, &|of| cell(resume(of))),
+        (">CONNECTED", wide, &connected),
+        ("ADDRESS", wide, &|of| cell(&of.address)),
+        ("AGENT", only(is_wide, 5), &|of| cell(&of.agent_version)),
+        ("REPLICA", only(is_wide, 5), &|of| cell(&of.replica)),
     ];
     let mut output = table(columns, agents, style);
     for agent in agents {
@@ -76,7 +80,7 @@ fn seen(agent: &AgentInfo) -> String {
     match agent.departed_ms {
         _ if !is_absent(agent) => "now".to_owned(),
         0 => "never".to_owned(),
-        departed_ms => format!("{} ago", units::duration(departed_ms)),
+        departed_ms => units::ago(departed_ms),
     }
 }
 
@@ -97,7 +101,7 @@ pub fn no_agent(node: &str, reason: &str) -> String {
 fn verified(agent: &AgentInfo, now_unix_ms: u64) -> Cell {
     let text = match agent.verified_unix_ms {
         0 => return cell(""),
-        at => format!("{} ago", units::duration(now_unix_ms.saturating_sub(at))),
+        at => units::ago(now_unix_ms.saturating_sub(at)),
     };
     match agent.drift_count {
         0 => cell(text),
@@ -105,9 +109,11 @@ fn verified(agent: &AgentInfo, now_unix_ms: u64) -> Cell {
     }
 }
 
-/// Formats the lag as versions and time: `3 (4.2s)`.
+/// Formats the lag as versions and time: `3 (4.2s)`. Rows of `WatchAgents` have only a time that has
+/// passed.
 fn lag(agent: &AgentInfo) -> String {
     match agent.head_version.saturating_sub(agent.programmed_version) {
+        0 if agent.head_version == 0 && agent.lag_ms > 0 => format!(">{}", units::duration(agent.lag_ms)),
         0 => "0".to_owned(),
         versions => format!("{versions} ({})", units::duration(agent.lag_ms)),
     }
@@ -119,11 +125,16 @@ fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
         "waiting" => ("waiting", Tone::Attention),
         "cut_off" => ("cut off", Tone::Attention),
         _ if !agent.last_error.is_empty() => ("failing", Tone::Bad),
-        _ if !agent.rejections.is_empty() => ("rejecting", Tone::Bad),
+        _ if is_rejecting(agent) => ("rejecting", Tone::Bad),
         _ if is_behind(agent) => ("behind", Tone::Attention),
         _ if !agent.degraded.is_empty() => ("degraded", Tone::Attention),
         _ => ("up to date", Tone::Good),
     }
+}
+
+/// Returns whether the agent rejects resources.
+pub fn is_rejecting(agent: &AgentInfo) -> bool {
+    !agent.rejections.is_empty() || agent.rejected_count > 0
 }
 
 /// Returns whether the agent lacks a change that its replica has known for more than a second.
@@ -146,7 +157,7 @@ pub fn fleet(fleet: &FleetInfo) -> String {
         (fleet.no_agent, "without an agent"),
     ];
     let all = fleet.up_to_date + others.iter().map(|(count, _)| count).sum::<u64>();
-    let mut text = format!("fleet: {} of {} nodes up to date", thousands(fleet.up_to_date), thousands(all));
+    let mut text = format!("fleet: {} of {} up to date", thousands(fleet.up_to_date), counted(all, "node"));
     for (count, state) in others {
         if count > 0 {
             let _ = write!(text, ", {} {state}", thousands(count));
