@@ -6,16 +6,8 @@ use std::path::PathBuf;
 use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser};
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
-use crate::certs::{CertsArgs, rotation::CaArgs};
+use crate::certs::{CertsArgs, rotation::CaAction};
 use crate::{complete, units};
-
-/// The heading of the options that say which replica answers.
-const CONNECTION: &str = "Connection";
-/// The commands that contact no server.
-const LOCAL: [&str; 5] = ["ca", "certs", "completion", "man", "migrate"];
-/// Why lists have no option for labels.
-const LABELS: &str = "There is no option for labels, because the control plane keeps none. kubectl selects by labels: kubectl \
-    get services -l app=web -o name\n\nExit codes: 0 if the command succeeds, 1 for an error, 2 for a wrong command line";
 
 /// The exit codes of most commands.
 const EXIT_CODES: &str = "Exit codes: 0 if the command succeeds, 1 for an error, 2 for a wrong command line";
@@ -23,6 +15,13 @@ const EXIT_CODES: &str = "Exit codes: 0 if the command succeeds, 1 for an error,
 const ALL_EXIT_CODES: &str = "Exit codes: 0 if the command succeeds; 1 for an error, for example if no replica answers, \
     or `verify` finds differences; 2 for a wrong command line; 3 if nodes have not done in time what `wait` or `drain` \
     waits for; 4 if only Nodes without an agent are missing in `wait` or `verify`";
+/// Why lists have no option for labels.
+const LABELS: &str = "There is no option for labels, because the control plane keeps none. By labels, kubectl selects: \
+    kubectl get services -l app=web";
+/// The heading of the options that say which replica answers.
+const CONNECTION: &str = "Connection";
+/// The commands that contact no server.
+const LOCAL: [&str; 5] = ["ca", "certs", "completion", "man", "migrate"];
 
 /// Shows what a Headgate control plane serves, and what every node has programmed
 #[derive(Debug, Parser)]
@@ -46,9 +45,9 @@ pub struct Args {
     #[command(flatten)]
     pub tls: TlsArgs,
     /// Output format. A table that is wider than the terminal lacks its least important columns; a
-    /// pipe gets all. In JSON and YAML, lists are arrays, and `watch` and --watch print one object
-    /// for each change, in JSON on one line. `name` prints what other commands accept, for
-    /// `services`, `endpoints` and `agents`
+    /// pipe gets all. In JSON and YAML, lists are arrays; `watch` and --watch print one line of JSON,
+    /// or one document of YAML, for each change. `name` prints the words that other commands accept,
+    /// for `services`, `endpoints` and `agents`
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
     pub output: Output,
     /// The command to run.
@@ -59,14 +58,23 @@ pub struct Args {
 /// The command line with all commands. Commands that contact no server hide the options of the
 /// connection.
 pub fn command() -> clap::Command {
-    let mut command = Args::command();
+    let command = Args::command();
     let of_connection = |arg: &&clap::Arg| arg.get_help_heading() == Some(CONNECTION);
     let hidden: Vec<clap::Arg> =
         command.get_arguments().filter(of_connection).map(|arg| arg.clone().hide(true)).collect();
-    for name in LOCAL {
-        command = command.mut_subcommand(name, |local| local.args(&hidden));
-    }
-    command
+    command.mut_subcommands(|command| match command.get_name() {
+        // Their descriptions name the exit codes.
+        "drain" | "verify" => command,
+        "migrate" => command.args(&hidden),
+        "wait" => command.mut_arg("service", |service| service.required(true)),
+        "explain" => command.mut_arg("service", |service| service.required(true)).after_help(EXIT_CODES),
+        "counters" | "connections" => {
+            command.mut_arg("namespace", |one| one.requires("service")).after_help(EXIT_CODES)
+        }
+        "agents" | "endpoints" | "services" => command.after_help(format!("{LABELS}\n\n{EXIT_CODES}")),
+        name if LOCAL.contains(&name) => command.args(&hidden).after_help(EXIT_CODES),
+        _ => command.after_help(EXIT_CODES),
+    })
 }
 
 /// Reads a command line. The first word is the name of the program.
@@ -119,23 +127,18 @@ impl Output {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// List Services with addresses, ports and the number of ready endpoints
-    #[command(after_help = LABELS)]
     Services(ListArgs),
     /// List endpoints of one Service or of all Services, with address, ports, state and node
-    #[command(after_help = LABELS)]
     Endpoints(ListArgs),
     /// List all nodes, also those without an agent: state, programmed version, lag, and the reason
-    #[command(after_help = LABELS)]
     Agents(AgentsArgs),
     /// Show the state of one node, as its agent knows it: versions, the last sync, problems, memory
-    #[command(after_help = EXIT_CODES)]
     Node(NodeArgs),
     /// Show connections, packets and bytes of Services on one node, the most bytes first
     ///
     /// The node's agent must run in mode nftables with --nftables-service-counters. With a Service,
     /// the command shows each of its addresses and NodePorts. Without a Service, the table leaves
     /// out Services without traffic.
-    #[command(after_help = EXIT_CODES)]
     Counters(CountersArgs),
     /// Show the open connections and UDP sessions that the agent of one node carries, the most
     /// bytes first
@@ -144,14 +147,12 @@ pub enum Command {
     /// Service that the client used. SENT and RECEIVED are the bytes from the client to the
     /// endpoint, and from the endpoint to the client. AGE is the time since the client connected,
     /// and IDLE the time since the last byte. DATAGRAMS counts the datagrams in both directions.
-    #[command(after_help = EXIT_CODES)]
     Connections(ConnectionsArgs),
     /// Explain what a node does with a new connection to a Service, and which endpoints it can
     /// choose
     ///
     /// The node's agent answers from its own state: it names each step, and the reason for each
     /// endpoint that it leaves out. The command opens no connection, and does not read the kernel.
-    #[command(after_help = EXIT_CODES)]
     Explain(ExplainArgs),
     /// Verify that the kernels of one node or of all nodes forward as the control plane requires
     ///
@@ -182,35 +183,35 @@ pub enum Command {
     /// confirmed in time. Standard output names these nodes.
     Drain(DrainArgs),
     /// Print changes from now on, until Ctrl-C
-    #[command(after_help = EXIT_CODES)]
     Watch(Selection),
     /// Create a certificate authority and certificates for a trial, and print how to use them.
     /// Contacts no server
-    #[command(after_help = EXIT_CODES)]
     Certs(CertsArgs),
     /// Show the fleet on a page in a browser on this machine
     ///
     /// The page listens only on 127.0.0.1, uses your connection options, and answers only with the
     /// token in the printed address. Through SSH, forward the port: ssh -L PORT:127.0.0.1:PORT. It
     /// asks the control plane only while it is open. Ctrl-C ends it.
-    #[command(after_help = EXIT_CODES)]
-    Dashboard(DashboardArgs),
+    Dashboard {
+        /// The port on 127.0.0.1; 0 takes a free one
+        #[arg(long, value_name = "PORT", default_value_t = 0)]
+        port: u16,
+    },
     /// Create a certificate authority, or replace it while the programs run. Contacts no server
-    #[command(after_help = EXIT_CODES)]
-    Ca(CaArgs),
+    #[command(subcommand)]
+    Ca(CaAction),
     /// Prepare the move from kube-proxy. Contacts no server
     #[command(subcommand)]
     Migrate(MigrateArgs),
     /// Show the state of the replica: source, version, counts, rejected objects, and the other
     /// replicas
-    #[command(after_help = EXIT_CODES)]
     Status {
-        /// Show the state again when it changes, at most once a second, until Ctrl-C
+        /// Print the state again when it changes, at most once a second, until Ctrl-C. A terminal
+        /// shows only the last one
         #[arg(short, long)]
         watch: bool,
     },
     /// Show the versions of this program, of each replica, and of the agents, and whether they differ
-    #[command(after_help = EXIT_CODES)]
     Version,
     /// Print a script for a shell, which completes commands, options, and names of nodes and
     /// Services
@@ -218,43 +219,44 @@ pub enum Command {
     /// For bash: source <(headgatectl completion bash). For zsh: source <(headgatectl completion
     /// zsh). For fish: headgatectl completion fish | source. The names come from the control plane
     /// of --server or of HEADGATE_SERVER.
-    #[command(after_help = EXIT_CODES)]
     Completion {
         /// The shell
         #[arg(value_parser = PossibleValuesParser::new(["bash", "zsh", "fish"]))]
         shell: String,
     },
     /// Write a manual page for each command into a folder
-    #[command(after_help = EXIT_CODES)]
     Man {
         /// The folder, which must exist
-        #[arg(value_name = "FOLDER")]
         folder: PathBuf,
     },
 }
 
 impl Command {
+    /// Returns whether the command runs until Ctrl-C, and prints what changes.
+    pub fn is_watch(&self) -> bool {
+        match self {
+            Self::Services(ListArgs { rows, .. }) | Self::Endpoints(ListArgs { rows, .. }) => rows.watch,
+            Self::Agents(wanted) => wanted.rows.watch,
+            Self::Status { watch } => *watch,
+            _ => matches!(self, Self::Watch(_)),
+        }
+    }
+
     /// The selected Service, empty if none is. An error describes the correct usage.
     pub fn selected(&self) -> Result<Selected, String> {
-        let (service, namespace) = match self {
-            Self::Services(ListArgs { of, .. }) | Self::Endpoints(ListArgs { of, .. }) | Self::Watch(of) => {
-                (of.service.as_deref(), &of.namespace)
-            }
-            Self::Counters(of) | Self::Connections(ConnectionsArgs { of, .. }) => {
-                (of.service.as_deref(), &of.namespace)
-            }
-            Self::Wait(of) => (Some(of.service.as_str()), &of.namespace),
-            Self::Explain(of) => {
-                if let (Some(from), Some(_)) = (of.pod(), of.source) {
-                    return Err(format!(
-                        "--source needs a node, and --from {from} is a pod: give the node of the pod as --from"
-                    ));
-                }
-                (Some(of.service.as_str()), &of.namespace)
-            }
-            _ => (None, &None),
-        };
-        Selected::resolve(service, namespace.as_deref())
+        match self {
+            Self::Services(ListArgs { of, .. }) | Self::Endpoints(ListArgs { of, .. }) => of.resolve(),
+            Self::Watch(of) | Self::Wait(WaitArgs { of, .. }) => of.resolve(),
+            Self::Counters(CountersArgs { of, .. }) => of.resolve(),
+            Self::Connections(ConnectionsArgs { of: CountersArgs { of, .. }, .. }) => of.resolve(),
+            Self::Explain(wanted) => match (wanted.pod(), wanted.source) {
+                (Some(from), Some(_)) => Err(format!(
+                    "--source needs a node, and --from {from} is a pod: give the node of the pod as --from"
+                )),
+                _ => wanted.of.resolve(),
+            },
+            _ => Ok(Selected::default()),
+        }
     }
 }
 
@@ -326,7 +328,8 @@ pub struct AgentsArgs {
 /// How a list is shown.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct RowArgs {
-    /// After the list, print each row that changes, until Ctrl-C
+    /// Print the list again when it changes, at most once a second, until Ctrl-C. A terminal shows
+    /// only the last one
     #[arg(short, long)]
     pub watch: bool,
     /// Print only rows: no header, and no lines below the table
@@ -346,14 +349,6 @@ pub struct ListArgs {
     /// How the list is shown.
     #[command(flatten)]
     pub rows: RowArgs,
-}
-
-/// Where the page is served.
-#[derive(Debug, clap::Args)]
-pub struct DashboardArgs {
-    /// The port on 127.0.0.1; 0 takes a free one
-    #[arg(long, value_name = "PORT", default_value_t = 0)]
-    pub port: u16,
 }
 
 /// The pod that stops.
@@ -404,12 +399,9 @@ pub struct CountersArgs {
     /// The name of the node
     #[arg(add = complete::nodes())]
     pub node: String,
-    /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
-    #[arg(add = complete::services())]
-    pub service: Option<String>,
-    /// Namespace of the service
-    #[arg(short, long, requires = "service")]
-    pub namespace: Option<String>,
+    /// The Service.
+    #[command(flatten)]
+    pub of: Selection,
 }
 
 /// The node and the Service whose connections to show.
@@ -426,12 +418,9 @@ pub struct ConnectionsArgs {
 /// The connection to explain.
 #[derive(Debug, clap::Args)]
 pub struct ExplainArgs {
-    /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
-    #[arg(add = complete::services())]
-    pub service: String,
-    /// Namespace of the service
-    #[arg(short, long)]
-    pub namespace: Option<String>,
+    /// The Service.
+    #[command(flatten)]
+    pub of: Selection,
     /// Where the connection comes from: a node, a pod as NAMESPACE/POD, or the address of a pod.
     /// Only pods with an endpoint are known: for another pod, give its node here and its address as
     /// --source. Default: the first node by name that has an agent
@@ -477,12 +466,9 @@ fn destination(text: &str) -> Result<Destination, &'static str> {
 /// The condition to wait for.
 #[derive(Debug, clap::Args)]
 pub struct WaitArgs {
-    /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
-    #[arg(add = complete::services())]
-    pub service: String,
-    /// Namespace of the service
-    #[arg(short, long)]
-    pub namespace: Option<String>,
+    /// The Service.
+    #[command(flatten)]
+    pub of: Selection,
     /// Wait until the control plane knows this endpoint and every node has programmed it
     #[arg(long, value_name = "IP", value_parser = ip_address)]
     pub endpoint: Option<IpAddr>,
@@ -498,7 +484,7 @@ pub struct WaitArgs {
 }
 
 /// The Services to select.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Default, clap::Args)]
 pub struct Selection {
     /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
     #[arg(add = complete::services())]
@@ -509,7 +495,7 @@ pub struct Selection {
 }
 
 /// Namespace and name in the form that the `Inspect` service expects. An empty field selects all.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selected {
     /// Namespace, or empty.
     pub namespace: String,
@@ -517,9 +503,10 @@ pub struct Selected {
     pub name: String,
 }
 
-impl Selected {
+impl Selection {
     /// Resolves NAMESPACE/NAME, or NAME with a namespace. An error describes the correct usage.
-    fn resolve(service: Option<&str>, flag: Option<&str>) -> Result<Self, String> {
+    fn resolve(&self) -> Result<Selected, String> {
+        let (service, flag) = (self.service.as_deref(), self.namespace.as_deref());
         let (namespace, name) = match service.map(|service| service.split_once('/').ok_or(service)) {
             None => (flag.unwrap_or_default(), ""),
             Some(Err(name)) => (flag.unwrap_or("default"), name),
@@ -535,7 +522,7 @@ impl Selected {
             let given = service.unwrap_or("an empty namespace");
             return Err(format!("{given} is not a service: write NAMESPACE/NAME, or NAME with --namespace"));
         }
-        Ok(Self { namespace: namespace.to_owned(), name: name.to_owned() })
+        Ok(Selected { namespace: namespace.to_owned(), name: name.to_owned() })
     }
 }
 
@@ -544,7 +531,8 @@ mod tests {
     use super::*;
 
     fn resolve(service: Option<&str>, namespace: Option<&str>) -> Result<(String, String), String> {
-        Selected::resolve(service, namespace).map(|selected| (selected.namespace, selected.name))
+        let of = Selection { service: service.map(str::to_owned), namespace: namespace.map(str::to_owned) };
+        of.resolve().map(|selected| (selected.namespace, selected.name))
     }
 
     #[test]

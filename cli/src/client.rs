@@ -37,15 +37,8 @@ pub enum ConnectError {
     #[error("{0}")]
     Usage(String),
     /// A file of the TLS options cannot be used. A retry does not help.
-    #[error("--{option} {path}: {reason}")]
-    File {
-        /// The name of the option, without dashes.
-        option: &'static str,
-        /// The given path.
-        path: String,
-        /// The fault.
-        reason: String,
-    },
+    #[error("{0}")]
+    File(String),
     /// The server does not answer, or the answer is unexpected. A retry may help.
     #[error("cannot reach {server}: {reason}\n{advice}")]
     Unreachable {
@@ -238,7 +231,7 @@ fn files(tls: &TlsArgs) -> String {
 }
 
 fn read(option: &'static str, path: &Path) -> Result<Vec<u8>, ConnectError> {
-    let failed = |reason: String| ConnectError::File { option, path: path.display().to_string(), reason };
+    let failed = |reason: String| ConnectError::File(format!("--{option} {}: {reason}", path.display()));
     let content = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
     if !content.windows(11).any(|window| window == b"-----BEGIN ") {
         return Err(failed(

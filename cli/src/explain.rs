@@ -24,7 +24,7 @@ struct From {
     title: String,
 }
 
-pub(crate) async fn run(session: &mut Session<'_>, wanted: &ExplainArgs, selected: Selected) -> Result<(), Failure> {
+pub(crate) async fn run(session: &mut Session<'_>, wanted: &ExplainArgs, selected: &Selected) -> Result<(), Failure> {
     let from = find(session, wanted).await?;
     let Selected { namespace, name } = selected;
     let (destination, port, protocol) = match &wanted.to {

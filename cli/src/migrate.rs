@@ -10,7 +10,7 @@ use headgate_settings::{
     migration::{self, Checked, Outcome},
 };
 
-use crate::answer::{Failure, write_data};
+use crate::answer::{Failure, data};
 use crate::args::{CheckArgs, Output};
 use crate::render::{self, Style};
 
@@ -25,13 +25,11 @@ pub(crate) fn check(args: &CheckArgs, output: Output, style: Style, out: &mut dy
             migration::check_file(&shown, &text)?
         }
     };
-    match output {
-        Output::Json | Output::Yaml => write_data(out, output, &checked.lines)?,
-        _ => {
-            let text = text(&checked, output == Output::Wide, style);
-            out.write_all(render::fit(&text, style).as_bytes())?;
-        }
-    }
+    let text = match output.is_data() {
+        true => data(output, &checked.lines, false)?,
+        false => render::fit(&text(&checked, output == Output::Wide, style), style).into_owned(),
+    };
+    out.write_all(text.as_bytes())?;
     match checked.count(Outcome::Invalid) {
         0 => Ok(()),
         invalid => {

@@ -17,7 +17,7 @@ pub use headgate_proto::printable::printable as plain;
 use headgate_settings::migration::{Line, Outcome};
 
 pub use self::explain::explanation;
-pub use self::nodes::{agents, fleet, is_absent, is_behind, is_rejecting, no_agent};
+pub use self::nodes::{agents, fleet, is_absent, is_behind, no_agent};
 pub use self::table::fit;
 use self::table::{ALWAYS, Cell, Column, cell, only, shortened, table, toned};
 pub use self::verify::verifications;
@@ -100,14 +100,7 @@ fn paint(text: &str, tone: Tone, style: Style) -> String {
 /// annotation have a column if at least one Service uses them, or if `is_wide`.
 pub fn services(services: &[ServiceInfo], is_wide: bool, style: Style) -> String {
     let some = |has: fn(&ServiceInfo) -> bool| only(is_wide || services.iter().any(has), 7);
-    let health_port = |of: &ServiceInfo| match of.health_check_node_port {
-        0 => cell(""),
-        port => cell(port.to_string()),
-    };
-    let limit = |of: &ServiceInfo| match of.max_connections {
-        0 => cell(""),
-        limit => cell(limit.to_string()),
-    };
+    let unless_zero = |number: u32| cell(if number == 0 { String::new() } else { number.to_string() });
     let columns: &[Column<'_, ServiceInfo>] = &[
         ("NAMESPACE", ALWAYS, &|of| cell(&of.namespace)),
         ("NAME", ALWAYS, &|of| cell(&of.name)),
@@ -122,9 +115,9 @@ pub fn services(services: &[ServiceInfo], is_wide: bool, style: Style) -> String
         ("SCHEDULER", some(|of| !of.scheduler.is_empty()), &|of| cell(&of.scheduler)),
         ("HEALTH-CHECK", some(|of| !of.health_check.is_empty()), &|of| cell(health_check(of))),
         ("PROXY-PROTOCOL", some(|of| !of.proxy_protocol.is_empty()), &|of| cell(&of.proxy_protocol)),
-        (">MAX-CONNECTIONS", some(|of| of.max_connections != 0), &limit),
+        (">MAX-CONNECTIONS", some(|of| of.max_connections != 0), &|of| unless_zero(of.max_connections)),
         ("SOURCE-RANGES", only(is_wide, 8), &|of| cell(of.load_balancer_source_ranges.join(","))),
-        (">HEALTH-PORT", only(is_wide, 8), &health_port),
+        (">HEALTH-PORT", only(is_wide, 8), &|of| unless_zero(of.health_check_node_port)),
     ];
     let mut output = table(columns, services, style);
     for service in services {
@@ -328,15 +321,10 @@ fn replicas(replicas: &[ReplicaInfo], style: Style) -> String {
 }
 
 /// Formats the versions of programs.
-pub fn versions(rows: &[(String, String)], style: Style) -> String {
-    let columns: &[Column<'_, (String, String)>] =
-        &[("PROGRAM", ALWAYS, &|row| cell(&row.0)), ("VERSION", ALWAYS, &|row| cell(&row.1))];
+pub fn versions(rows: &[(String, &str)], style: Style) -> String {
+    let columns: &[Column<'_, (String, &str)>] =
+        &[("PROGRAM", ALWAYS, &|row| cell(&row.0)), ("VERSION", ALWAYS, &|row| cell(row.1))];
     table(columns, rows, style)
-}
-
-/// The line of a list that is followed for an object that is gone.
-pub(crate) fn removed(what: &str, style: Style) -> String {
-    paint(&format!("{}: removed", plain(what)), Tone::Bad, style) + "\n"
 }
 
 /// Formats counters, one Service or frontend per row.
@@ -442,33 +430,24 @@ fn last_heard(status: &GetStatusResponse) -> String {
 /// Formats one change as a line without a line end.
 pub fn event(event: &WatchEvent, style: Style) -> String {
     let head = paint(&format!("{}  v{:<6}", units::time_of_day(event.unix_ms), event.version), Tone::Faint, style);
-    let tone = if event.action == "removed" { Tone::Bad } else { Tone::Good };
-    let action = paint(&format!("{:<8}", plain(&event.action)), tone, style);
-    let removed = event.action == "removed";
-    let what = match (&event.service, &event.endpoint) {
-        (Some(service), _) => {
-            let mut text = format!("service   {}/{}", service.namespace, service.name);
-            if !removed {
-                let (addresses, ports) = (service.cluster_ips.join(","), ports(&service.ports));
-                let _ = write!(text, "  {addresses}  {ports}  {}/{} ready", service.ready_endpoints, service.endpoints);
-            }
-            plain(&text).into_owned()
-        }
-        (None, Some(endpoint)) => {
-            let name = format!("endpoint  {}/{}  {}", endpoint.namespace, endpoint.name, endpoint.address);
-            let name = plain(&name);
-            if removed {
-                name.into_owned()
-            } else {
-                let (state, tone) = state(endpoint.ready, endpoint.serving, endpoint.terminating);
-                let node = if endpoint.node.is_empty() { String::new() } else { format!("  on {}", endpoint.node) };
-                let ports = endpoint.ports.join(", ");
-                format!("{name}  {}  {}{}", plain(&ports), paint(state, tone, style), plain(&node))
-            }
-        }
-        (None, None) => "(unknown change: this headgatectl is older than the replica)".to_owned(),
+    let is_removed = event.action == "removed";
+    let action = paint(&format!("{:<8}", plain(&event.action)), if is_removed { Tone::Bad } else { Tone::Good }, style);
+    let (mut what, mut more) = (String::new(), String::new());
+    if let Some(of) = &event.service {
+        what = format!("service   {}/{}", of.namespace, of.name);
+        let (addresses, ports) = (of.cluster_ips.join(","), ports(&of.ports));
+        more = plain(&format!("  {addresses}  {ports}  {}/{} ready", of.ready_endpoints, of.endpoints)).into_owned();
+    } else if let Some(of) = &event.endpoint {
+        what = format!("endpoint  {}/{}  {}", of.namespace, of.name, of.address);
+        let (state, tone) = state(of.ready, of.serving, of.terminating);
+        let node = if of.node.is_empty() { String::new() } else { format!("  on {}", of.node) };
+        more = format!("  {}  {}{}", plain(&of.ports.join(", ")), paint(state, tone, style), plain(&node));
+    }
+    let (what, more) = match what.as_str() {
+        "" => ("(unknown change: this headgatectl is older than the replica)".into(), ""),
+        what => (plain(what), if is_removed { "" } else { &more }),
     };
-    format!("{head} {action}  {what}")
+    format!("{head} {action}  {what}{more}")
 }
 
 #[cfg(test)]

@@ -3,18 +3,20 @@
 use std::io::Write;
 use std::time::Duration;
 
-use headgate_proto::v1::{GetStatusRequest, GetStatusResponse, WatchAgentsRequest};
+use headgate_proto::v1::{GetStatusRequest, GetStatusResponse, WatchAgentsRequest, WatchEvent, WatchRequest};
 use tokio::time::interval;
+use tonic::Streaming;
 
-use crate::answer::{Failure, Session, write_data};
+use crate::answer::{Failure, Session, data};
 use crate::args::{self, Args, Command, MigrateArgs, Output, Selected};
 use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
 use crate::{agents, complete, dashboard, drain, explain, list, migrate, node, verify, version, wait};
 
-/// How often `status --watch` may print, and after how many times it prints although nothing has
-/// changed but the time.
-const REDRAW: (Duration, u32) = (Duration::from_secs(1), 15);
+/// How often --watch may print.
+const REDRAW: Duration = Duration::from_secs(1);
+/// After how many such times a terminal is drawn anew although only the time has changed.
+const IDLE: u32 = 15;
 
 /// Runs one command and writes its answer to `out`, until the reader closes the pipe.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
@@ -26,7 +28,7 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
         Command::Certs(certs) => local(certs::make(certs), args.output, style, out),
         Command::Ca(ca) => local(rotation::run(ca), args.output, style, out),
         Command::Migrate(MigrateArgs::Check(check)) => migrate::check(check, args.output, style, out),
-        Command::Dashboard(wanted) => dashboard::run(args, wanted, out).await,
+        Command::Dashboard { port } => dashboard::run(args, *port, out).await,
         Command::Version => version::run(args, style, out).await,
         Command::Completion { shell } => complete::script(shell, out),
         Command::Man { folder } => clap_mangen::generate_to(args::command(), folder)
@@ -47,10 +49,8 @@ fn local(
     out: &mut dyn Write,
 ) -> Result<(), Failure> {
     let Written { text, json } = written?;
-    match output.is_data() {
-        true => write_data(out, output, &json),
-        false => Ok(out.write_all(render::fit(&text, style).as_bytes())?),
-    }
+    let text = if output.is_data() { data(output, &json, false)? } else { render::fit(&text, style).into_owned() };
+    Ok(out.write_all(text.as_bytes())?)
 }
 
 /// Runs a command that asks a replica.
@@ -60,25 +60,35 @@ async fn ask(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failu
     let mut session = Session::open(args, style, out).await?;
     let session = &mut session;
     match &args.command {
-        Command::Services(wanted) => list::services(session, wanted, selected).await,
-        Command::Endpoints(wanted) => list::endpoints(session, wanted, selected).await,
-        Command::Watch(_) => session.watch(selected).await,
-        Command::Status { watch: false } => session.print_status(false).await,
-        Command::Status { watch: true } => session.watch_status().await,
-        Command::Agents(wanted) => agents::run(session, wanted).await,
-        Command::Node(wanted) => node::run(session, wanted).await,
-        Command::Counters(wanted) => node::counters(session, wanted, selected).await,
-        Command::Connections(wanted) => node::connections(session, wanted, selected).await,
-        Command::Explain(wanted) => explain::run(session, wanted, selected).await,
-        Command::Verify(wanted) => verify::run(session, wanted).await,
-        Command::Wait(wanted) => wait::run(session, wanted, selected).await,
-        Command::Drain(wanted) => drain::run(session, wanted).await,
-        // These commands contact no server, or connect themselves.
-        _ => Ok(()),
+        Command::Watch(_) => session.watch(&selected).await,
+        command if command.is_watch() => session.follow(command, &selected).await,
+        command => session.answer(command, &selected).await,
     }
 }
 
 impl Session<'_> {
+    /// Answers once.
+    pub(crate) async fn answer(&mut self, command: &Command, selected: &Selected) -> Result<(), Failure> {
+        match command {
+            Command::Services(wanted) => list::services(self, wanted, selected).await,
+            Command::Endpoints(wanted) => list::endpoints(self, wanted, selected).await,
+            Command::Status { .. } => {
+                let status = self.status().await?;
+                self.show(&status, |style| render::status(&status, style))
+            }
+            Command::Agents(wanted) => agents::run(self, wanted).await,
+            Command::Node(wanted) => node::run(self, wanted).await,
+            Command::Counters(wanted) => node::counters(self, wanted, selected).await,
+            Command::Connections(wanted) => node::connections(self, wanted, selected).await,
+            Command::Explain(wanted) => explain::run(self, wanted, selected).await,
+            Command::Verify(wanted) => verify::run(self, wanted).await,
+            Command::Wait(wanted) => wait::run(self, wanted, selected).await,
+            Command::Drain(wanted) => drain::run(self, wanted).await,
+            // These commands contact no server, or connect themselves.
+            _ => Ok(()),
+        }
+    }
+
     pub(crate) async fn status(&mut self) -> Result<GetStatusResponse, Failure> {
         let answer = self.replica.client.get_status(GetStatusRequest::default()).await;
         let mut status = answer.map_err(|status| self.refused(&status))?.into_inner();
@@ -86,56 +96,55 @@ impl Session<'_> {
         Ok(status)
     }
 
-    async fn print_status(&mut self, is_watch: bool) -> Result<(), Failure> {
-        let status = self.status().await?;
-        match self.output.is_data() {
-            true if is_watch => self.write_item(&status),
-            true => self.write_data(&status),
-            false => self.write(&render::status(&status, self.style)),
+    /// Answers when the selected Services, their endpoints or the nodes change. A terminal shows
+    /// only the last answer.
+    async fn follow(&mut self, command: &Command, selected: &Selected) -> Result<(), Failure> {
+        let (mut events, mut nodes) = (None, None);
+        if !matches!(command, Command::Agents(_)) {
+            events = Some(self.events(selected).await?);
         }
-    }
-
-    /// Prints the status when the Services or the nodes change. A terminal shows only the last one.
-    async fn watch_status(&mut self) -> Result<(), Failure> {
-        let everything = Selected { namespace: String::new(), name: String::new() };
-        let mut events = self.events(&everything).await?;
-        let answer = self.replica.client.watch_agents(WatchAgentsRequest::default()).await;
-        let mut agents = self.stream(answer)?;
+        if matches!(command, Command::Agents(_) | Command::Status { .. }) {
+            let answer = self.replica.client.watch_agents(WatchAgentsRequest::default()).await;
+            nodes = Some(self.stream(answer)?);
+        }
         let is_terminal = self.style.width.is_some() && !self.output.is_data();
-        let (mut ticks, mut idle) = (interval(REDRAW.0), REDRAW.1);
+        let (mut ticks, mut has_changed, mut idle) = (interval(REDRAW), true, 0);
         loop {
             tokio::select! {
-                event = self.next(&mut events) => {
-                    event?;
-                    idle = REDRAW.1;
-                }
-                change = self.next(&mut agents) => {
-                    change?;
-                    idle = REDRAW.1;
-                }
+                changed = self.changed(&mut events) => has_changed = changed?,
+                changed = self.changed(&mut nodes) => has_changed = changed?,
                 _ = ticks.tick() => {
                     idle += 1;
-                    if idle > REDRAW.1 {
-                        idle = 0;
-                        let clear = if is_terminal { "\u{1b}[H\u{1b}[J" } else { "" };
-                        self.out.write_all(clear.as_bytes())?;
-                        self.print_status(true).await?;
-                        self.out.flush()?;
+                    if has_changed || (is_terminal && idle >= IDLE) {
+                        write!(self.out, "{}", if is_terminal { "\u{1b}[H\u{1b}[J" } else { "" })?;
+                        self.answer(command, selected).await?;
+                        (has_changed, idle) = (false, 0);
                     }
                 }
             }
         }
     }
 
-    async fn watch(&mut self, selected: Selected) -> Result<(), Failure> {
-        let mut events = self.events(&selected).await?;
+    /// Waits for a message of a stream, or without end.
+    async fn changed<T>(&self, stream: &mut Option<Streaming<T>>) -> Result<bool, Failure> {
+        match stream {
+            Some(stream) => self.next(stream).await.map(|_| true),
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Follows changes from now on.
+    async fn events(&mut self, of: &Selected) -> Result<Streaming<WatchEvent>, Failure> {
+        let request = WatchRequest { namespace: of.namespace.clone(), name: of.name.clone() };
+        let answer = self.replica.client.watch(request).await;
+        self.stream(answer)
+    }
+
+    async fn watch(&mut self, of: &Selected) -> Result<(), Failure> {
+        let mut events = self.events(of).await?;
         loop {
             let event = self.next(&mut events).await?;
-            match self.output.is_data() {
-                true => self.write_item(&event)?,
-                false => self.write(&(render::event(&event, self.style) + "\n"))?,
-            }
-            self.out.flush()?;
+            self.show(&event, |style| render::event(&event, style) + "\n")?;
         }
     }
 }

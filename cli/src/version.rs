@@ -1,133 +1,94 @@
 //! `headgatectl version`: the versions of this program, of the replicas and of the agents.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 
 use headgate_proto::v1::GetStatusResponse;
-use serde::Serialize;
+use serde_json::{Value, json};
 
-use crate::answer::{Failure, Session, write_data};
+use crate::answer::{Failure, Session, data};
 use crate::args::Args;
-use crate::render::{self, Style, counted, thousands};
+use crate::render::{self, Style, counted};
 
 const CLIENT: &str = env!("CARGO_PKG_VERSION");
 
-/// The answer, as JSON and YAML have it.
-#[derive(Debug, Default, Serialize)]
-pub(crate) struct Versions {
-    client: &'static str,
-    replicas: Vec<ReplicaVersion>,
-    agents: Vec<AgentVersion>,
-}
-
-#[derive(Debug, Serialize)]
-struct ReplicaVersion {
-    replica: String,
-    /// Empty if the replica does not answer.
-    version: String,
-}
-
-#[derive(Debug, Serialize)]
-struct AgentVersion {
-    version: String,
-    agents: u64,
-}
-
 /// Prints the version of this program, even if no replica answers.
 pub(crate) async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
-    let known = match Session::open(args, style, out).await {
+    let status = match Session::open(args, style, out).await {
         Ok(mut session) => session.status().await,
         Err(failure) => Err(failure),
     };
-    let (versions, failure) = match known {
-        Ok(status) => (Versions::of(status), None),
-        Err(failure) => (Versions { client: CLIENT, ..Versions::default() }, Some(failure)),
+    let (status, failure) = match status {
+        Ok(status) => (Some(status), None),
+        Err(failure) => (None, Some(failure)),
     };
-    if args.output.is_data() {
-        write_data(out, args.output, &versions)?;
-    } else {
-        let mut text = versions.table(style);
-        if failure.is_none() {
-            text += &(versions.skew() + "\n");
-        }
-        out.write_all(render::fit(&text, style).as_bytes())?;
-    }
+    let text = match args.output.is_data() {
+        true => data(args.output, &json(status), false)?,
+        false => render::fit(&text(status, style), style).into_owned(),
+    };
+    out.write_all(text.as_bytes())?;
     failure.map_or(Ok(()), Err)
 }
 
-impl Versions {
-    fn of(status: GetStatusResponse) -> Self {
-        let asked = (status.replica, status.build);
-        let others = status.replicas.into_iter().map(|other| (other.replica, other.build));
-        let agents = status.fleet.unwrap_or_default().agent_versions.into_iter();
-        Self {
-            client: CLIENT,
-            replicas: [asked]
-                .into_iter()
-                .chain(others)
-                .map(|(replica, version)| ReplicaVersion { replica, version })
-                .collect(),
-            agents: agents.map(|of| AgentVersion { version: of.version, agents: of.agents }).collect(),
-        }
-    }
+/// The names and versions of the replicas. A replica that does not answer has no version.
+fn replicas(status: &GetStatusResponse) -> Vec<(&str, &str)> {
+    let others = status.replicas.iter().map(|other| (other.replica.as_str(), other.build.as_str()));
+    [(status.replica.as_str(), status.build.as_str())].into_iter().chain(others).collect()
+}
 
-    fn table(&self, style: Style) -> String {
-        let mut rows = vec![("headgatectl".to_owned(), CLIENT.to_owned())];
-        rows.extend(self.replicas.iter().map(|of| (format!("replica {}", of.replica), of.version.clone())));
-        rows.extend(self.agents.iter().map(|of| (counted(of.agents, "agent"), of.version.clone())));
-        render::versions(&rows, style)
-    }
+fn json(status: Option<GetStatusResponse>) -> Value {
+    let status = status.unwrap_or_default();
+    let replica = |(name, version)| json!({ "replica": name, "version": version });
+    let replicas: Vec<Value> = replicas(&status).into_iter().map(replica).collect();
+    json!({ "client": CLIENT, "replicas": replicas, "agents": status.fleet.unwrap_or_default().agent_versions })
+}
 
-    /// Says whether the versions differ.
-    fn skew(&self) -> String {
-        let silent = self.replicas.iter().filter(|of| of.version.is_empty()).count() as u64;
-        let others = |of: &&ReplicaVersion| !of.version.is_empty() && of.version != CLIENT;
-        let replicas = self.replicas.iter().filter(others).count() as u64;
-        let all: u64 = self.agents.iter().map(|of| of.agents).sum();
-        let agents: u64 = self.agents.iter().filter(|of| of.version != CLIENT).map(|of| of.agents).sum();
-        let counts = [(replicas, self.replicas.len() as u64, "replica"), (agents, all, "agent")];
-        let differ: Vec<String> = counts
-            .into_iter()
-            .filter(|(count, ..)| *count > 0)
-            .map(|(count, all, what)| format!("{} of {}", thousands(count), counted(all, what)))
-            .collect();
-        let mut text = match &differ[..] {
-            [] if silent > 0 => format!("All that answer have version {CLIENT}"),
-            [] => format!("All have version {CLIENT}"),
-            differ => format!("Another version than headgatectl's {CLIENT}: {}", differ.join(", ")),
-        };
-        if silent > 0 {
-            text += &format!("; unknown: {}", counted(silent, "replica"));
-        }
-        text + "."
+fn text(status: Option<GetStatusResponse>, style: Style) -> String {
+    let mut rows = vec![("headgatectl".to_owned(), CLIENT)];
+    let Some(status) = status else { return render::versions(&rows, style) };
+    let agents = status.fleet.as_ref().map(|fleet| &fleet.agent_versions[..]).unwrap_or_default();
+    rows.extend(replicas(&status).into_iter().map(|(name, version)| (format!("replica {name}"), version)));
+    rows.extend(agents.iter().map(|of| (counted(of.agents, "agent"), of.version.as_str())));
+    let known: BTreeSet<&str> =
+        rows.iter().map(|(_, version)| *version).filter(|version| !version.is_empty()).collect();
+    let silent = rows.iter().filter(|(_, version)| version.is_empty()).count();
+    let mut skew = match known.len() {
+        1 if silent == 0 => format!("All have version {CLIENT}"),
+        1 => format!("All that answer have version {CLIENT}"),
+        _ => format!("Versions differ: {}", known.into_iter().collect::<Vec<_>>().join(", ")),
+    };
+    if silent > 0 {
+        skew += &format!("; unknown: {}", counted(silent as u64, "version"));
     }
+    format!("{}{skew}.\n", render::versions(&rows, style))
 }
 
 #[cfg(test)]
 mod tests {
-    use headgate_proto::v1::{self, FleetInfo, ReplicaInfo};
+    use headgate_proto::v1::{AgentVersion, FleetInfo, ReplicaInfo};
 
     use super::*;
 
     fn skew(replicas: &[&str], agents: &[(&str, u64)]) -> String {
         let build = |build: &&str| ReplicaInfo { build: (*build).into(), ..ReplicaInfo::default() };
         let agent_versions =
-            agents.iter().map(|&(version, agents)| v1::AgentVersion { version: version.into(), agents }).collect();
+            agents.iter().map(|&(version, agents)| AgentVersion { version: version.into(), agents }).collect();
         let status = GetStatusResponse {
             build: CLIENT.into(),
             replicas: replicas.iter().map(build).collect(),
             fleet: Some(FleetInfo { agent_versions, ..FleetInfo::default() }),
             ..GetStatusResponse::default()
         };
-        Versions::of(status).skew().replace(CLIENT, "V")
+        text(Some(status), Style::default()).lines().last().unwrap().replace(CLIENT, "V")
     }
 
     #[test]
     fn one_sentence_says_whether_versions_differ() {
         assert_eq!(skew(&[CLIENT], &[(CLIENT, 5000)]), "All have version V.");
-        assert_eq!(skew(&[""], &[]), "All that answer have version V; unknown: 1 replica.");
+        assert_eq!(skew(&[""], &[]), "All that answer have version V; unknown: 1 version.");
         assert_eq!(
-            skew(&["9.9.9", ""], &[("0.0.1", 1), (CLIENT, 4999)]),
-            "Another version than headgatectl's V: 1 of 3 replicas, 1 of 5,000 agents; unknown: 1 replica."
+            skew(&["9.9.9", ""], &[("0.0.1", 1), (CLIENT, 2)]),
+            "Versions differ: 0.0.1, V, 9.9.9; unknown: 1 version."
         );
     }
 }

@@ -17,9 +17,9 @@ const GRACE: Duration = Duration::from_secs(5);
 /// The maximum number of nodes of each kind that the text output names.
 const MAX_NAMED: usize = 20;
 
-pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: Selected) -> Result<(), Failure> {
+pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: &Selected) -> Result<(), Failure> {
     let started = Instant::now();
-    let what = what(wait, &service);
+    let what = what(wait, service);
     let request = WaitRequest {
         namespace: service.namespace.clone(),
         name: service.name.clone(),
@@ -37,7 +37,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: Sel
     let answers = answers.map_err(|_| Failure::Connect(client::silent(&session.replica.server, limit)))??;
     let mut answer = answers.into_iter().next_back().unwrap_or_default();
     if answer.waiting_for == "service" && !wait.gone {
-        answer.problems.extend(why_unknown(session, &service).await?);
+        answer.problems.extend(why_unknown(session, service).await?);
     }
     let took_ms = units::milliseconds(started.elapsed());
     let result = judge(&answer, wait, &what, took_ms);
@@ -96,11 +96,9 @@ fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Resu
     } else {
         let _ = write!(text, "\n  {} of {} programmed it", thousands(answer.programmed), having(answer.nodes));
     }
-    for problem in &answer.problems {
-        let _ = write!(text, "\n  {}", plain(problem));
-    }
-    for laggard in answer.laggards.iter().take(MAX_NAMED) {
-        let _ = write!(text, "\n  {}", lagging(laggard));
+    let problems = answer.problems.iter().map(|problem| plain(problem).into_owned());
+    for line in problems.chain(answer.laggards.iter().take(MAX_NAMED).map(lagging)) {
+        let _ = write!(text, "\n  {line}");
     }
     add_more(&mut text, answer.laggards.len(), answer.laggard_count, "behind");
     add_absent(&mut text, answer);
@@ -121,11 +119,11 @@ fn lagging(laggard: &Laggard) -> String {
         "" => "the version was not sent yet: the agent waits for its replica, or does not read its stream",
         reason => reason,
     };
-    let lag = units::duration(*lag_ms);
+    let lag = if *lag_ms == 0 { String::new() } else { format!(", {} behind", units::duration(*lag_ms)) };
     // The replica of the agent may not know a version with the state.
     let at = match version {
         0 => String::new(),
-        version => format!("at version {programmed_version} of {version}, {lag} behind: "),
+        version => format!("at version {programmed_version} of {version}{lag}: "),
     };
     plain(&format!("{node}: {at}{reason}")).into_owned()
 }
@@ -147,6 +145,7 @@ fn add_more(text: &mut String, listed: usize, count: u64, filter: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::Selection;
 
     fn laggard(node: &str, reason: &str) -> Laggard {
         let (programmed_version, version, lag_ms) = (4, 5, 4_200);
@@ -155,14 +154,7 @@ mod tests {
 
     /// Returns the exit code and the text.
     fn judged(answer: &WaitAnswer, allow_absent: bool) -> (u8, String) {
-        let wait = WaitArgs {
-            service: String::new(),
-            namespace: None,
-            endpoint: None,
-            gone: false,
-            timeout: GRACE,
-            allow_absent,
-        };
+        let wait = WaitArgs { of: Selection::default(), endpoint: None, gone: false, timeout: GRACE, allow_absent };
         match judge(answer, &wait, "service prod/web", 120) {
             Ok(text) => (0, text),
             Err(failure) => (failure.exit_code(), failure.to_string()),

@@ -18,7 +18,6 @@ use super::rows;
 use crate::answer::{Failure, Session, now_unix_ms};
 use crate::args::{Args, Output};
 use crate::client::{self, Replica};
-use crate::render::Style;
 use crate::units::milliseconds;
 
 /// The interval of requests for the status. Everything else comes as it changes.
@@ -175,7 +174,7 @@ pub(super) async fn follow(fleet: &Shared, args: &Args) {
 /// Follows a replica until no page is open, or until the connection fails.
 async fn watch(fleet: &Shared, replica: Replica) -> Result<(), Failure> {
     let sink = &mut io::sink();
-    let mut session = Session { replica, output: Output::Json, style: Style::default(), out: sink };
+    let mut session = Session::new(replica, Output::Json, sink);
     ask_status(fleet, &mut session, MAX_CHANGES as u32).await?;
     let answer = session.replica.client.watch_agents(WatchAgentsRequest::default()).await;
     let mut agents = answer.map_err(|status| refused(&session, &status))?.into_inner();

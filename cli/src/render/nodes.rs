@@ -14,8 +14,7 @@ use crate::units;
 const SETTLED_MS: u64 = 1000;
 
 /// Formats nodes, one per row, in the given order. The table has a column SEEN if some nodes have
-/// no agent. Lines below explain why a node lags, is degraded or has no agent. Rows of `WatchAgents`
-/// have no versions.
+/// no agent. Lines below explain why a node lags, is degraded or has no agent.
 pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Style) -> String {
     // A node without an agent has only a programmed version, and only if it had an agent.
     let number = |of: &AgentInfo, value: u64| match is_absent(of) && value == 0 {
@@ -32,13 +31,12 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
     };
     // Agents before 0.2 report no verification.
     let some_verified = agents.iter().any(|of| of.verified_unix_ms != 0);
-    let has_versions = agents.iter().any(|of| of.head_version != 0 || of.programmed_version != 0);
-    let wide = only(is_wide && has_versions, 6);
+    let wide = only(is_wide, 6);
     let columns: &[Column<'_, AgentInfo>] = &[
         ("NODE", ALWAYS, &|of| cell(&of.node)),
         ("STATE", ALWAYS, &state),
-        (">PROGRAMMED", only(has_versions, 3), &|of| number(of, of.programmed_version)),
-        (">SENT", only(has_versions, 4), &|of| number(of, of.sent_version)),
+        (">PROGRAMMED", 3, &|of| number(of, of.programmed_version)),
+        (">SENT", 4, &|of| number(of, of.sent_version)),
         (">LAG", 1, &|of| cell(if is_absent(of) { String::new() } else { lag(of) })),
         ("BACKEND", 2, &|of| cell(&of.backend)),
         (">SEEN", only(agents.iter().any(is_absent), ALWAYS), &|of| cell(seen(of))),
@@ -49,8 +47,8 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
         ("RESUMED", wide, &|of| cell(resume(of))),
         (">CONNECTED", wide, &connected),
         ("ADDRESS", wide, &|of| cell(&of.address)),
-        ("AGENT", only(is_wide, 5), &|of| cell(&of.agent_version)),
-        ("REPLICA", only(is_wide, 5), &|of| cell(&of.replica)),
+        ("AGENT", wide, &|of| cell(&of.agent_version)),
+        ("REPLICA", wide, &|of| cell(&of.replica)),
     ];
     let mut output = table(columns, agents, style);
     for agent in agents {
@@ -109,11 +107,9 @@ fn verified(agent: &AgentInfo, now_unix_ms: u64) -> Cell {
     }
 }
 
-/// Formats the lag as versions and time: `3 (4.2s)`. Rows of `WatchAgents` have only a time that has
-/// passed.
+/// Formats the lag as versions and time: `3 (4.2s)`.
 fn lag(agent: &AgentInfo) -> String {
     match agent.head_version.saturating_sub(agent.programmed_version) {
-        0 if agent.head_version == 0 && agent.lag_ms > 0 => format!(">{}", units::duration(agent.lag_ms)),
         0 => "0".to_owned(),
         versions => format!("{versions} ({})", units::duration(agent.lag_ms)),
     }
@@ -125,16 +121,11 @@ fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
         "waiting" => ("waiting", Tone::Attention),
         "cut_off" => ("cut off", Tone::Attention),
         _ if !agent.last_error.is_empty() => ("failing", Tone::Bad),
-        _ if is_rejecting(agent) => ("rejecting", Tone::Bad),
+        _ if !agent.rejections.is_empty() => ("rejecting", Tone::Bad),
         _ if is_behind(agent) => ("behind", Tone::Attention),
         _ if !agent.degraded.is_empty() => ("degraded", Tone::Attention),
         _ => ("up to date", Tone::Good),
     }
-}
-
-/// Returns whether the agent rejects resources.
-pub fn is_rejecting(agent: &AgentInfo) -> bool {
-    !agent.rejections.is_empty() || agent.rejected_count > 0
 }
 
 /// Returns whether the agent lacks a change that its replica has known for more than a second.

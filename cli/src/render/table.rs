@@ -6,12 +6,10 @@
 
 use std::{borrow::Cow, iter};
 
-use unicode_width::{UnicodeWidthChar as _, UnicodeWidthStr as _};
-
 use super::{Style, Tone, paint, plain};
 
 /// The gap between two columns.
-const GAP: usize = 2;
+const GAP: &str = "  ";
 /// No cell becomes narrower than this.
 const MIN_WIDTH: usize = 8;
 /// The rank of a column that every table has.
@@ -59,7 +57,7 @@ pub(super) fn table<T>(columns: &[Column<'_, T>], items: &[T], style: Style) -> 
     let draw = |&(header, rank, of): &Column<'_, T>| {
         let head = Cell { text: header.trim_start_matches('>').to_owned(), tone: Some(Tone::Header) };
         let cells: Vec<Cell> = iter::once(head).chain(items.iter().map(of)).collect();
-        let width = cells.iter().map(|cell| cell.text.width()).max().unwrap_or_default();
+        let width = cells.iter().map(|cell| visible_width(&cell.text)).max().unwrap_or_default();
         Drawn { rank, is_number: header.starts_with('>'), width, cells }
     };
     let mut drawn: Vec<Drawn> = columns.iter().filter(|(_, rank, _)| *rank != NEVER).map(draw).collect();
@@ -70,55 +68,39 @@ pub(super) fn table<T>(columns: &[Column<'_, T>], items: &[T], style: Style) -> 
         for Drawn { is_number, width, cells, .. } in &drawn {
             let Cell { text, tone } = &cells[row];
             let text = shortened(text, *width);
-            let space = " ".repeat(width - text.width());
+            let space = " ".repeat(width - visible_width(&text));
             let text = tone.map_or_else(|| text.to_string(), |tone| paint(&text, tone, style));
-            line += &(if *is_number { space + &text } else { text + &space });
-            line += &" ".repeat(GAP);
+            line += &if *is_number { space + &text } else { text + &space };
+            line += GAP;
         }
-        output += line.trim_end();
-        output.push('\n');
+        output += &format!("{}\n", line.trim_end());
     }
     output
 }
 
 /// Leaves out columns, and makes others narrower, until all fit into `room`.
 fn fit_columns(columns: &mut Vec<Drawn>, room: usize) {
-    let excess = |columns: &[Drawn]| {
-        let all: usize = columns.iter().map(|column| column.width + GAP).sum();
-        all.saturating_sub(GAP).saturating_sub(room)
-    };
-    while excess(columns) > 0 {
-        let ranks = columns.iter().enumerate().filter(|(_, column)| column.rank != ALWAYS);
-        match ranks.max_by_key(|(at, column)| (column.rank, *at)) {
-            Some((at, _)) => drop(columns.remove(at)),
-            None => break,
-        }
-    }
-    for _ in 0..excess(columns) {
-        match columns.iter_mut().max_by_key(|column| column.width) {
-            Some(widest) if widest.width > MIN_WIDTH => widest.width -= 1,
-            _ => break,
+    let is_wide = |columns: &[Drawn]| columns.iter().map(|of| of.width + GAP.len()).sum::<usize>() > room + GAP.len();
+    while is_wide(columns) {
+        let ranks = columns.iter().enumerate().map(|(at, column)| (column.rank, at));
+        match ranks.max() {
+            Some((rank, at)) if rank != ALWAYS => drop(columns.remove(at)),
+            _ => match columns.iter_mut().max_by_key(|column| column.width) {
+                Some(widest) if widest.width > MIN_WIDTH => widest.width -= 1,
+                _ => return,
+            },
         }
     }
 }
 
-/// Replaces the middle of a text that is wider than `max` columns.
+/// Replaces the middle of a text that has more than `max` characters.
 pub(super) fn shortened(text: &str, max: usize) -> Cow<'_, str> {
-    if text.width() <= max {
+    let characters: Vec<char> = text.chars().collect();
+    if characters.len() <= max {
         return text.into();
     }
-    let part = |characters: &mut dyn Iterator<Item = char>, mut room: usize| -> Vec<char> {
-        let fits = |character: &char| match room.checked_sub(character.width().unwrap_or_default()) {
-            Some(rest) => {
-                room = rest;
-                true
-            }
-            None => false,
-        };
-        characters.take_while(fits).collect()
-    };
-    let (start, end) = (part(&mut text.chars(), max / 2), part(&mut text.chars().rev(), max.saturating_sub(1) / 2));
-    start.into_iter().chain(['…']).chain(end.into_iter().rev()).collect::<String>().into()
+    let (start, end) = (max / 2, characters.len() - max.saturating_sub(1) / 2);
+    characters[..start].iter().chain(&['…']).chain(&characters[end..]).collect::<String>().into()
 }
 
 /// Breaks lines that are wider than the terminal at spaces. Further lines are indented below the
@@ -159,16 +141,16 @@ fn indent(line: &str) -> usize {
         return start + number.len() + 2;
     }
     match text.split_once("  ") {
-        Some((label, value)) => start + label.width() + 2 + value.len() - value.trim_start().len(),
+        Some((label, value)) => start + visible_width(label) + 2 + value.len() - value.trim_start().len(),
         None => start + 2,
     }
 }
 
-/// The width of a text without escape sequences of colours.
+/// The number of characters without the escape sequences of colours.
 fn visible_width(text: &str) -> usize {
     let mut parts = text.split("\u{1b}[");
-    let first = parts.next().unwrap_or_default().width();
-    first + parts.map(|part| part.split_once('m').map_or(0, |(_, rest)| rest.width())).sum::<usize>()
+    let first = parts.next().unwrap_or_default().chars().count();
+    first + parts.map(|part| part.split_once('m').map_or(0, |(_, rest)| rest.chars().count())).sum::<usize>()
 }
 
 #[cfg(test)]
@@ -179,7 +161,7 @@ mod tests {
 
     fn drawn(width: usize) -> Vec<String> {
         let style = Style { width: Some(width), ..PLAIN };
-        let rows = [("shop", "a-service-with-a-long-name", "10.96.0.10", "7"), ("日本", "web", "-", "1,024")];
+        let rows = [("shop", "a-service-with-a-long-name", "10.96.0.10", "7"), ("ns", "web", "-", "1,024")];
         type Row = (&'static str, &'static str, &'static str, &'static str);
         let columns: &[Column<'_, Row>] = &[
             ("NAMESPACE", ALWAYS, &|row| cell(row.0)),
@@ -198,7 +180,7 @@ mod tests {
             [
                 "NAMESPACE  NAME                        ADDRESS     NUMBER",
                 "shop       a-service-with-a-long-name  10.96.0.10       7",
-                "日本       web                         -            1,024",
+                "ns         web                         -            1,024",
             ]
         );
         assert_eq!(drawn(56)[1], "shop       a-service-with-a-long-name       7");
@@ -206,7 +188,7 @@ mod tests {
         assert_eq!(drawn(30)[1], "shop       a-service…long-name");
         for width in 20..70 {
             let lines = drawn(width);
-            assert!(lines.len() == 3 && lines.iter().all(|line| line.width() <= width), "{width}: {lines:?}");
+            assert!(lines.len() == 3 && lines.iter().all(|line| line.chars().count() <= width), "{width}: {lines:?}");
         }
         // Even the narrowest table has a part of each name.
         assert_eq!(drawn(1)[1], "shop      a-se…ame");
