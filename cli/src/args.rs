@@ -27,6 +27,12 @@ const LOCAL: [&str; 5] = ["ca", "certs", "completion", "man", "migrate"];
 #[derive(Debug, Parser)]
 #[command(name = "headgatectl", version, max_term_width = 100, after_help = ALL_EXIT_CODES)]
 pub struct Args {
+    /// Output format. A table that is wider than the terminal lacks its least important columns; a
+    /// pipe gets all. In JSON and YAML, lists are arrays; `watch` and --watch print one line of JSON,
+    /// or one document of YAML, for each change. `name` prints the words that other commands accept,
+    /// for `services`, `endpoints` and `agents`
+    #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
+    pub output: Output,
     /// URL of a replica. Any replica answers for all replicas. Further URLs are used if the first
     /// does not answer: repeat the option, separate URLs by commas, or use a name that resolves to
     /// several addresses. http:// works only for loopback and test addresses; for other addresses
@@ -44,12 +50,6 @@ pub struct Args {
     /// The TLS options.
     #[command(flatten)]
     pub tls: TlsArgs,
-    /// Output format. A table that is wider than the terminal lacks its least important columns; a
-    /// pipe gets all. In JSON and YAML, lists are arrays; `watch` and --watch print one line of JSON,
-    /// or one document of YAML, for each change. `name` prints the words that other commands accept,
-    /// for `services`, `endpoints` and `agents`
-    #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
-    pub output: Output,
     /// The command to run.
     #[command(subcommand)]
     pub command: Command,
@@ -218,7 +218,8 @@ pub enum Command {
     ///
     /// For bash: source <(headgatectl completion bash). For zsh: source <(headgatectl completion
     /// zsh). For fish: headgatectl completion fish | source. The names come from the control plane
-    /// of --server or of HEADGATE_SERVER.
+    /// of HEADGATE_SERVER, with the files of HEADGATE_TLS_CA, HEADGATE_TLS_CERT and
+    /// HEADGATE_TLS_KEY; in zsh and fish also from that of --server.
     Completion {
         /// The shell
         #[arg(value_parser = PossibleValuesParser::new(["bash", "zsh", "fish"]))]
@@ -272,15 +273,17 @@ pub enum MigrateArgs {
     /// FILE is a KubeProxyConfiguration, a ConfigMap that holds one, or a Pod or DaemonSet that
     /// runs kube-proxy. A setting that is not given, or has its default, has a line only if
     /// Headgate's default differs. `--output wide` also explains the settings that carry over.
+    ///
     /// Examples:
     ///
-    ///   kubectl -n kube-system get configmap kube-proxy -o yaml | headgatectl migrate check -
-    ///   headgatectl migrate check /var/lib/kube-proxy/config.conf
-    ///   headgatectl migrate check -- --proxy-mode=ipvs --cluster-cidr=10.244.0.0/16
+    /// kubectl -n kube-system get configmap kube-proxy -o yaml | headgatectl migrate check -
+    ///
+    /// headgatectl migrate check /var/lib/kube-proxy/config.conf
+    ///
+    /// headgatectl migrate check -- --proxy-mode=ipvs --cluster-cidr=10.244.0.0/16
     ///
     /// Exit codes: 0 if the agent accepts the settings, 1 if it rejects a value, a flag or another
     /// argument, or if there is no configuration, 2 for a wrong command line.
-    #[command(verbatim_doc_comment)]
     Check(CheckArgs),
 }
 

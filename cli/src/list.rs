@@ -75,9 +75,7 @@ impl Session<'_> {
     ) -> Result<(), Failure> {
         match self.output {
             Output::Json | Output::Yaml => self.write_data(&items),
-            Output::Name => {
-                self.write(&items.iter().map(|item| format!("{}\n", plain(&name(item)))).collect::<String>())
-            }
+            Output::Name => Ok(items.iter().try_for_each(|item| writeln!(self.out, "{}", plain(&name(item))))?),
             _ if is_bare => self.write(&table.split_inclusive('\n').skip(1).take(items.len()).collect::<String>()),
             _ if items.is_empty() => self.write(&format!("{empty}\n")),
             _ => self.write(table),

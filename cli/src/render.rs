@@ -329,13 +329,16 @@ pub fn versions(rows: &[(String, &str)], style: Style) -> String {
 
 /// Formats counters, one Service or frontend per row.
 pub fn counters(rows: &[ServiceCounters], style: Style) -> String {
+    let has_frontends = rows.iter().any(|of| !of.frontend.is_empty());
+    // All frontends are of one Service.
+    let service = if has_frontends { 2 } else { ALWAYS };
     let columns: &[Column<'_, ServiceCounters>] = &[
-        ("NAMESPACE", ALWAYS, &|of| cell(&of.namespace)),
-        ("NAME", ALWAYS, &|of| cell(&of.name)),
+        ("NAMESPACE", service, &|of| cell(&of.namespace)),
+        ("NAME", service, &|of| cell(&of.name)),
         (">CONNECTIONS", ALWAYS, &|of| cell(of.connections.to_string())),
         (">PACKETS", 1, &|of| cell(of.packets.to_string())),
         (">BYTES", ALWAYS, &|of| cell(of.bytes.to_string())),
-        ("FRONTEND", only(rows.iter().any(|of| !of.frontend.is_empty()), ALWAYS), &|of| cell(&of.frontend)),
+        ("FRONTEND", only(has_frontends, ALWAYS), &|of| cell(&of.frontend)),
     ];
     table(columns, rows, style)
 }

@@ -83,7 +83,7 @@ fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Resu
         ("source", _) => {
             "the source of the replica is unlisted, cut off, or behind the source of another replica: `headgatectl status` shows its state"
         }
-        ("service", false) => "the replica does not serve the service:",
+        ("service", false) => "the replica does not serve it:",
         ("endpoint", false) => "the replica does not know the endpoint",
         ("service", true) => "the replica still has the service",
         ("endpoint", true) => "the replica still has the endpoint",

@@ -80,7 +80,9 @@ pub(super) fn table<T>(columns: &[Column<'_, T>], items: &[T], style: Style) -> 
 
 /// Leaves out columns, and makes others narrower, until all fit into `room`.
 fn fit_columns(columns: &mut Vec<Drawn>, room: usize) {
-    let is_wide = |columns: &[Drawn]| columns.iter().map(|of| of.width + GAP.len()).sum::<usize>() > room + GAP.len();
+    let is_wide = |columns: &[Drawn]| {
+        columns.iter().map(|of| of.width + GAP.len()).sum::<usize>() > room.saturating_add(GAP.len())
+    };
     while is_wide(columns) {
         let ranks = columns.iter().enumerate().map(|(at, column)| (column.rank, at));
         match ranks.max() {

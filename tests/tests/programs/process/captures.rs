@@ -74,10 +74,16 @@ fn rig() -> (Rig, Program) {
     }
     let thief = long_service(9).replace("198.51.100.9", "198.51.100.1");
     rig.put("thief", &thief);
-    let broken = long_service(8).replace("10.96.200.8", "10.96.200.888").replace(&name(8), "broken");
-    rig.put("broken", &broken);
     let source = rig.manifests();
     let control_plane = rig.control_plane(&[&[source.as_str()], &super::rig::REPLICA_OPTIONS[..]].concat(), &[]);
+    rig.until_said(&["status"], &["synced      yes"]);
+    // A replica that starts does not begin to serve while an object is invalid.
+    let ports = "ports: [{name: http, protocol: TCP, port: 80}]";
+    rig.put(
+        "broken",
+        &format!("apiVersion: v1\nkind: Service\nmetadata: {{namespace: {NAMESPACE}, name: broken}}\nspec: {{clusterIP: 10.96.200.888, {ports}}}\n"),
+    );
+    rig.until_said(&["status"], &["10.96.200.888"]);
     (rig, control_plane)
 }
 
@@ -268,8 +274,8 @@ fn shells_complete_names_of_nodes_and_services() {
     let rig = Rig::web(10);
     rig.until_said(&["services"], &["web"]);
     let headgatectl = program("headgatectl").unwrap();
-    let candidates = |words: &str| {
-        let count = words.split(' ').count() - 1;
+    let candidates = |server: &str, words: &str| {
+        let count = words.split(' ').count();
         let text = format!(
             "source <(headgatectl completion bash)\nCOMP_WORDS=(headgatectl {words}'')\nCOMP_CWORD={count}\n\
              COMP_TYPE=9\n_clap_complete_headgatectl headgatectl '' ''\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"\n"
@@ -278,19 +284,20 @@ fn shells_complete_names_of_nodes_and_services() {
             Command::new("bash")
                 .args(["-c", &text])
                 .env("PATH", format!("{}:{}", headgatectl.parent().unwrap().display(), std::env::var("PATH").unwrap()))
-                .env_remove("HEADGATE_SERVER")
+                .env("HEADGATE_SERVER", server)
                 .output()
                 .unwrap()
         });
         assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap().lines().map(|line| line.trim_end().to_owned()).collect::<Vec<_>>()
     };
-    let server = "--server http://127.0.0.1:7444";
-    assert_eq!(candidates(&format!("{server} wait ")), ["ns/web"]);
-    assert!(candidates(&format!("{server} node ")).contains(&"node-a".to_owned()));
-    assert!(candidates("com").is_empty() || candidates("").contains(&"completion".to_owned()));
-    // No replica answers, and the shell shows nothing.
-    assert!(!candidates("--server http://127.0.0.1:1 wait ").contains(&"ns/web".to_owned()));
+    let server = "http://127.0.0.1:7444";
+    assert_eq!(candidates(server, "wait ")[0], "ns/web");
+    assert_eq!(candidates(server, "explain ns/web --from "), ["node-a"]);
+    assert_eq!(candidates(server, "--server http://127.0.0.1:7444 node ")[0], "node-a");
+    assert!(candidates(server, "").contains(&"completion".to_owned()));
+    // No replica answers, and the shell shows no name and no error.
+    assert!(candidates("http://127.0.0.1:1", "wait ").iter().all(|candidate| candidate.starts_with('-')));
 }
 
 #[test]
