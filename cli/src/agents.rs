@@ -17,7 +17,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &AgentsArgs) -> Resul
     }
     agents.retain(|agent| {
         (!wanted.behind || render::is_absent(agent) || is_waiting_or_cut_off(agent) || render::is_behind(agent))
-            && (!wanted.failing || is_failing(agent))
+            && (!wanted.failing || !agent.last_error.is_empty() || is_faulty(agent))
             && (!wanted.absent || render::is_absent(agent))
     });
     agents.sort_by(|a, b| badness(b).cmp(&badness(a)).then_with(|| a.node.cmp(&b.node)));
@@ -29,7 +29,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &AgentsArgs) -> Resul
         all => format!("No node of {} matches.", render::thousands(all as u64)),
     };
     if all > 0 && wanted.node.is_none() && !session.output.is_data() {
-        let fleet = render::fleet(&session.status().await?.fleet.unwrap_or_default());
+        let fleet = render::fleet(&session.status(0).await?.fleet.unwrap_or_default());
         table += &format!("{fleet}\n");
         empty += &format!("\n{fleet}");
     }
@@ -59,16 +59,15 @@ fn is_waiting_or_cut_off(agent: &AgentInfo) -> bool {
     matches!(agent.state.as_str(), "waiting" | "cut_off")
 }
 
-/// Whether an agent failed, rejects resources, or differed at its last verification.
-fn is_failing(agent: &AgentInfo) -> bool {
-    !agent.last_error.is_empty() || !agent.rejections.is_empty() || agent.drift_count > 0
+/// Whether an agent rejects resources, or differed at its last verification.
+fn is_faulty(agent: &AgentInfo) -> bool {
+    !agent.rejections.is_empty() || agent.drift_count > 0
 }
 
 /// The sort key of a node. A larger key means a worse state. Errors count most, then rejections and
 /// differences, nodes without an agent, agents that wait or are cut off, lag, and degraded agents.
 fn badness(agent: &AgentInfo) -> (bool, bool, bool, bool, u64, bool) {
     let lag = if render::is_behind(agent) { agent.lag_ms } else { 0 };
-    let is_rejecting = !agent.rejections.is_empty() || agent.drift_count > 0;
     let (is_absent, is_waiting) = (render::is_absent(agent), is_waiting_or_cut_off(agent));
-    (!agent.last_error.is_empty(), is_rejecting, is_absent, is_waiting, lag, !agent.degraded.is_empty())
+    (!agent.last_error.is_empty(), is_faulty(agent), is_absent, is_waiting, lag, !agent.degraded.is_empty())
 }

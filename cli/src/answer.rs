@@ -107,6 +107,9 @@ impl<'a> Session<'a> {
             // These errors name the object and the remedy.
             Code::NotFound => Failure::NotFound(message),
             Code::FailedPrecondition => Failure::Faulty(message),
+            Code::Unimplemented => {
+                Failure::Faulty("the control plane is older than this headgatectl: upgrade it".to_owned())
+            }
             _ => Failure::Faulty(format!("{server}: {message}")),
         }
     }
@@ -138,7 +141,7 @@ impl<'a> Session<'a> {
 
     /// The next message of a stream that has no end.
     pub(crate) async fn next<T>(&self, stream: &mut Streaming<T>) -> Result<T, Failure> {
-        let ended = || Status::unavailable("the replica ended the watch; run the command again to continue");
+        let ended = || Status::unavailable("the replica ended the watch: run the command again to continue");
         let message = stream.message().await.and_then(|message| message.ok_or_else(ended));
         message.map_err(|status| self.refused(&status))
     }

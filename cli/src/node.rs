@@ -36,12 +36,8 @@ fn key(Selected { namespace, name }: &Selected) -> Option<ServiceKey> {
 }
 
 /// Runs `headgatectl counters`.
-pub(crate) async fn counters(
-    session: &mut Session<'_>,
-    wanted: &CountersArgs,
-    selected: &Selected,
-) -> Result<(), Failure> {
-    let service = key(selected);
+pub(crate) async fn counters(session: &mut Session<'_>, wanted: &CountersArgs, of: &Selected) -> Result<(), Failure> {
+    let service = key(of);
     let is_one = service.is_some();
     let mut rows = Vec::new();
     for part in ask(session, &wanted.node, Query::Counters(CountersQuery { service })).await? {

@@ -25,8 +25,8 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
         return Err(Failure::Usage("--output name works with services, endpoints and agents".to_owned()));
     }
     let done = match &args.command {
-        Command::Certs(certs) => local(certs::make(certs), args.output, style, out),
-        Command::Ca(ca) => local(rotation::run(ca), args.output, style, out),
+        Command::Certs(certs) => local(certs::make(certs), args, style, out),
+        Command::Ca(ca) => local(rotation::run(ca), args, style, out),
         Command::Migrate(MigrateArgs::Check(check)) => migrate::check(check, args.output, style, out),
         Command::Dashboard { port } => dashboard::run(args, *port, out).await,
         Command::Version => version::run(args, style, out).await,
@@ -42,14 +42,12 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
 }
 
 /// Writes what a command has done that contacts no server.
-fn local(
-    written: Result<Written, CertsError>,
-    output: Output,
-    style: Style,
-    out: &mut dyn Write,
-) -> Result<(), Failure> {
+fn local(written: Result<Written, CertsError>, args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let Written { text, json } = written?;
-    let text = if output.is_data() { data(output, &json, false)? } else { render::fit(&text, style).into_owned() };
+    let text = match args.output.is_data() {
+        true => data(args.output, &json, false)?,
+        false => render::fit(&text, style).into_owned(),
+    };
     Ok(out.write_all(text.as_bytes())?)
 }
 
@@ -73,7 +71,7 @@ impl Session<'_> {
             Command::Services(wanted) => list::services(self, wanted, selected).await,
             Command::Endpoints(wanted) => list::endpoints(self, wanted, selected).await,
             Command::Status { .. } => {
-                let status = self.status().await?;
+                let status = self.status(0).await?;
                 self.show(&status, |style| render::status(&status, style))
             }
             Command::Agents(wanted) => agents::run(self, wanted).await,
@@ -89,8 +87,10 @@ impl Session<'_> {
         }
     }
 
-    pub(crate) async fn status(&mut self) -> Result<GetStatusResponse, Failure> {
-        let answer = self.replica.client.get_status(GetStatusRequest::default()).await;
+    /// The status of the replica, with this number of the last changes.
+    pub(crate) async fn status(&mut self, last_changes: u32) -> Result<GetStatusResponse, Failure> {
+        let request = GetStatusRequest { last_changes, ..GetStatusRequest::default() };
+        let answer = self.replica.client.get_status(request).await;
         let mut status = answer.map_err(|status| self.refused(&status))?.into_inner();
         status.fleet.get_or_insert_default();
         Ok(status)

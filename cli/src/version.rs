@@ -15,7 +15,7 @@ const CLIENT: &str = env!("CARGO_PKG_VERSION");
 /// Prints the version of this program, even if no replica answers.
 pub(crate) async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let status = match Session::open(args, style, out).await {
-        Ok(mut session) => session.status().await,
+        Ok(mut session) => session.status(0).await,
         Err(failure) => Err(failure),
     };
     let (status, failure) = match status {

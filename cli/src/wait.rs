@@ -54,7 +54,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: &Se
 /// Why the replica does not serve the Service, if it knows.
 async fn why_unknown(session: &mut Session<'_>, service: &Selected) -> Result<Vec<String>, Failure> {
     let object = format!("Service {}/{}", service.namespace, service.name);
-    let problems = session.status().await?.problems;
+    let problems = session.status(0).await?.problems;
     let why: Vec<String> = problems.iter().filter(|problem| problem.object == object).map(render::sentence).collect();
     match why.is_empty() {
         true => Ok(vec![list::no_such_service(session, service).await?]),
