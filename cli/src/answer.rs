@@ -24,20 +24,10 @@ pub enum Failure {
     /// The requested object does not exist.
     #[error("{0}")]
     NotFound(String),
-    /// The replica returned a gRPC error, or the connection broke.
-    #[error("{server} answered {code:?}: {message}")]
-    Server {
-        /// The URL of the replica.
-        server: String,
-        /// The gRPC status code.
-        code: Code,
-        /// The message of the replica.
-        message: String,
-    },
     /// The certificates cannot be created.
     #[error(transparent)]
     Certs(#[from] CertsError),
-    /// Nodes differ or are not verified, or settings of kube-proxy are invalid.
+    /// The replica returned an error, nodes differ or are not verified, or settings are invalid.
     #[error("{0}")]
     Faulty(String),
     /// kube-proxy's configuration cannot be read.
@@ -77,6 +67,8 @@ pub(crate) struct Session<'a> {
     pub replica: Replica,
     pub output: Output,
     pub style: Style,
+    /// True if the command prints several answers: each is a line of JSON, or a document of YAML.
+    pub is_one_of_many: bool,
     pub out: &'a mut dyn Write,
 }
 
@@ -84,12 +76,17 @@ impl<'a> Session<'a> {
     /// Connects to the first replica of `--server` that answers.
     pub(crate) async fn open(args: &Args, style: Style, out: &'a mut dyn Write) -> Result<Self, Failure> {
         let replica = client::connect(&args.server, &args.tls).await.map_err(Failure::Connect)?;
-        Ok(Self { replica, output: args.output, style, out })
+        Ok(Self { style, is_one_of_many: args.command.is_watch(), ..Self::new(replica, args.output, out) })
+    }
+
+    /// Takes a connection that is there, for one answer of any width.
+    pub(crate) fn new(replica: Replica, output: Output, out: &'a mut dyn Write) -> Self {
+        Self { replica, output, style: Style::default(), is_one_of_many: false, out }
     }
 
     /// Collects all items of a streamed answer.
     pub(crate) async fn collect<T>(&self, answer: Result<Response<Streaming<T>>, Status>) -> Result<Vec<T>, Failure> {
-        let mut stream = answer.map_err(|status| self.refused(&status))?.into_inner();
+        let mut stream = self.stream(answer)?;
         let mut items = Vec::new();
         while let Some(item) = stream.message().await.map_err(|status| self.refused(&status))? {
             items.push(item);
@@ -103,28 +100,66 @@ impl<'a> Session<'a> {
         if let Some(error) = client::failure(server, status) {
             return Failure::Connect(error);
         }
-        let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
-        let message = render::plain(&message).into_owned();
-        match status.code() {
+        let code = status.code();
+        let message = if status.message().is_empty() { code.description() } else { status.message() };
+        let message = render::plain(message).into_owned();
+        match code {
             // These errors name the object and the remedy.
             Code::NotFound => Failure::NotFound(message),
-            code => Failure::Server { server: server.clone(), code, message },
+            Code::FailedPrecondition => Failure::Faulty(message),
+            Code::Unimplemented => {
+                Failure::Faulty("the control plane is older than this headgatectl: upgrade it".to_owned())
+            }
+            _ => Failure::Faulty(format!("{server}: {message}")),
         }
     }
 
+    /// Writes text, which is broken into lines that fit into the terminal.
     pub(crate) fn write(&mut self, text: &str) -> Result<(), Failure> {
-        Ok(self.out.write_all(text.as_bytes())?)
+        self.out.write_all(render::fit(text, self.style).as_bytes())?;
+        Ok(self.out.flush()?)
     }
 
-    pub(crate) fn write_json(&mut self, answer: &impl Serialize) -> Result<(), Failure> {
-        write_json(self.out, answer)
+    /// Writes an answer as JSON or YAML.
+    pub(crate) fn write_data(&mut self, answer: &impl Serialize) -> Result<(), Failure> {
+        self.out.write_all(data(self.output, answer, self.is_one_of_many)?.as_bytes())?;
+        Ok(self.out.flush()?)
+    }
+
+    /// Writes an answer as JSON or YAML, or as this text.
+    pub(crate) fn show(&mut self, answer: &impl Serialize, text: impl FnOnce(Style) -> String) -> Result<(), Failure> {
+        match self.output.is_data() {
+            true => self.write_data(answer),
+            false => self.write(&text(self.style)),
+        }
+    }
+
+    /// The messages of a stream.
+    pub(crate) fn stream<T>(&self, answer: Result<Response<Streaming<T>>, Status>) -> Result<Streaming<T>, Failure> {
+        Ok(answer.map_err(|status| self.refused(&status))?.into_inner())
+    }
+
+    /// The next message of a stream that has no end.
+    pub(crate) async fn next<T>(&self, stream: &mut Streaming<T>) -> Result<T, Failure> {
+        let ended = || Status::unavailable("the replica ended the watch: run the command again to continue");
+        let message = stream.message().await.and_then(|message| message.ok_or_else(ended));
+        message.map_err(|status| self.refused(&status))
     }
 }
 
-/// Writes an answer as indented JSON, always with every field of `headgate.v1.Inspect`.
-pub(crate) fn write_json(out: &mut dyn Write, answer: &impl Serialize) -> Result<(), Failure> {
+/// Formats an answer as JSON or YAML, always with every field of `headgate.v1.Inspect`. One of many
+/// answers is a line of JSON, or a document of YAML.
+pub(crate) fn data(output: Output, answer: &impl Serialize, is_one_of_many: bool) -> Result<String, Failure> {
     let value = serde_json::to_value(answer).map_err(io::Error::from)?;
-    Ok(writeln!(out, "{}", render::plain_json(&format!("{value:#}")))?)
+    let text = match output {
+        Output::Yaml => {
+            let begin = if is_one_of_many { "---\n" } else { "" };
+            begin.to_owned() + &serde_saphyr::to_string(&value).map_err(io::Error::other)?
+        }
+        _ if is_one_of_many => format!("{value}\n"),
+        _ => format!("{value:#}\n"),
+    };
+    Ok(render::plain_json(&text))
 }
 
 pub(crate) fn now_unix_ms() -> u64 {

@@ -3,11 +3,11 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
-use clap::builder::NonEmptyStringValueParser;
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
-use crate::certs::{CertsArgs, rotation::CaArgs};
-use crate::units;
+use crate::certs::{CertsArgs, rotation::CaAction};
+use crate::{complete, units};
 
 /// The exit codes of most commands.
 const EXIT_CODES: &str = "Exit codes: 0 if the command succeeds, 1 for an error, 2 for a wrong command line";
@@ -15,11 +15,24 @@ const EXIT_CODES: &str = "Exit codes: 0 if the command succeeds, 1 for an error,
 const ALL_EXIT_CODES: &str = "Exit codes: 0 if the command succeeds; 1 for an error, for example if no replica answers, \
     or `verify` finds differences; 2 for a wrong command line; 3 if nodes have not done in time what `wait` or `drain` \
     waits for; 4 if only Nodes without an agent are missing in `wait` or `verify`";
+/// Why lists have no option for labels.
+const LABELS: &str = "There is no option for labels, because the control plane keeps none. By labels, kubectl selects: \
+    kubectl get services -l app=web";
+/// The heading of the options that say which replica answers.
+const CONNECTION: &str = "Connection";
+/// The commands that contact no server.
+const LOCAL: [&str; 5] = ["ca", "certs", "completion", "man", "migrate"];
 
 /// Shows what a Headgate control plane serves, and what every node has programmed
 #[derive(Debug, Parser)]
 #[command(name = "headgatectl", version, max_term_width = 100, after_help = ALL_EXIT_CODES)]
 pub struct Args {
+    /// Output format. A table that is wider than the terminal lacks its least important columns; a
+    /// pipe gets all. In JSON and YAML, lists are arrays; `watch` and --watch print one line of JSON,
+    /// or one document of YAML, for each change. `name` prints the words that other commands accept,
+    /// for `services`, `endpoints` and `agents`
+    #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
+    pub output: Output,
     /// URL of a replica. Any replica answers for all replicas. Further URLs are used if the first
     /// does not answer: repeat the option, separate URLs by commas, or use a name that resolves to
     /// several addresses. http:// works only for loopback and test addresses; for other addresses
@@ -29,6 +42,7 @@ pub struct Args {
         global = true,
         env = "HEADGATE_SERVER",
         value_name = "URL",
+        help_heading = CONNECTION,
         value_delimiter = ',',
         default_value = "unix:/run/headgate/inspect.sock,http://127.0.0.1:7444"
     )]
@@ -36,18 +50,41 @@ pub struct Args {
     /// The TLS options.
     #[command(flatten)]
     pub tls: TlsArgs,
-    /// Output format: tables, wide tables with more columns, or JSON for programs. `status`,
-    /// `node`, `connections`, `explain` and `wait` print one JSON object, `watch` prints one object
-    /// per line, other commands print an array
-    #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
-    pub output: Output,
     /// The command to run.
     #[command(subcommand)]
     pub command: Command,
 }
 
+/// The command line with all commands. Commands that contact no server hide the options of the
+/// connection.
+pub fn command() -> clap::Command {
+    let command = Args::command();
+    let of_connection = |arg: &&clap::Arg| arg.get_help_heading() == Some(CONNECTION);
+    let hidden: Vec<clap::Arg> =
+        command.get_arguments().filter(of_connection).map(|arg| arg.clone().hide(true)).collect();
+    command.mut_subcommands(|command| match command.get_name() {
+        // Their descriptions name the exit codes.
+        "drain" | "verify" => command,
+        "migrate" => command.args(&hidden),
+        "wait" => command.mut_arg("service", |service| service.required(true)),
+        "explain" => command.mut_arg("service", |service| service.required(true)).after_help(EXIT_CODES),
+        "counters" | "connections" => {
+            command.mut_arg("namespace", |one| one.requires("service")).after_help(EXIT_CODES)
+        }
+        "agents" | "endpoints" | "services" => command.after_help(format!("{LABELS}\n\n{EXIT_CODES}")),
+        name if LOCAL.contains(&name) => command.args(&hidden).after_help(EXIT_CODES),
+        _ => command.after_help(EXIT_CODES),
+    })
+}
+
+/// Reads a command line. The first word is the name of the program.
+pub fn parse<W: Into<std::ffi::OsString> + Clone>(line: impl IntoIterator<Item = W>) -> Result<Args, clap::Error> {
+    Args::from_arg_matches(&command().try_get_matches_from(line)?)
+}
+
 /// TLS files for an https server.
 #[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = CONNECTION)]
 pub struct TlsArgs {
     /// Certificate authority that signed the replica's certificate (PEM)
     #[arg(long, global = true, env = "HEADGATE_TLS_CA", value_name = "FILE")]
@@ -73,29 +110,35 @@ pub enum Output {
     Wide,
     /// JSON with the field names of `headgate.v1.Inspect`.
     Json,
+    /// The same as YAML.
+    Yaml,
+    /// Only names, one in a line.
+    Name,
+}
+
+impl Output {
+    /// Returns whether the output is for programs, with all fields.
+    pub fn is_data(self) -> bool {
+        matches!(self, Self::Json | Self::Yaml)
+    }
 }
 
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// List Services with addresses, ports and the number of ready endpoints
-    #[command(after_help = EXIT_CODES)]
-    Services(Selection),
+    Services(ListArgs),
     /// List endpoints of one Service or of all Services, with address, ports, state and node
-    #[command(after_help = EXIT_CODES)]
-    Endpoints(Selection),
+    Endpoints(ListArgs),
     /// List all nodes, also those without an agent: state, programmed version, lag, and the reason
-    #[command(after_help = EXIT_CODES)]
     Agents(AgentsArgs),
     /// Show the state of one node, as its agent knows it: versions, the last sync, problems, memory
-    #[command(after_help = EXIT_CODES)]
     Node(NodeArgs),
     /// Show connections, packets and bytes of Services on one node, the most bytes first
     ///
     /// The node's agent must run in mode nftables with --nftables-service-counters. With a Service,
     /// the command shows each of its addresses and NodePorts. Without a Service, the table leaves
     /// out Services without traffic.
-    #[command(after_help = EXIT_CODES)]
     Counters(CountersArgs),
     /// Show the open connections and UDP sessions that the agent of one node carries, the most
     /// bytes first
@@ -104,14 +147,12 @@ pub enum Command {
     /// Service that the client used. SENT and RECEIVED are the bytes from the client to the
     /// endpoint, and from the endpoint to the client. AGE is the time since the client connected,
     /// and IDLE the time since the last byte. DATAGRAMS counts the datagrams in both directions.
-    #[command(after_help = EXIT_CODES)]
     Connections(ConnectionsArgs),
     /// Explain what a node does with a new connection to a Service, and which endpoints it can
     /// choose
     ///
     /// The node's agent answers from its own state: it names each step, and the reason for each
     /// endpoint that it leaves out. The command opens no connection, and does not read the kernel.
-    #[command(after_help = EXIT_CODES)]
     Explain(ExplainArgs),
     /// Verify that the kernels of one node or of all nodes forward as the control plane requires
     ///
@@ -142,51 +183,81 @@ pub enum Command {
     /// confirmed in time. Standard output names these nodes.
     Drain(DrainArgs),
     /// Print changes from now on, until Ctrl-C
-    #[command(after_help = EXIT_CODES)]
     Watch(Selection),
     /// Create a certificate authority and certificates for a trial, and print how to use them.
     /// Contacts no server
-    #[command(after_help = EXIT_CODES)]
     Certs(CertsArgs),
     /// Show the fleet on a page in a browser on this machine
     ///
     /// The page listens only on 127.0.0.1, uses your connection options, and answers only with the
     /// token in the printed address. Through SSH, forward the port: ssh -L PORT:127.0.0.1:PORT. It
     /// asks the control plane only while it is open. Ctrl-C ends it.
-    #[command(after_help = EXIT_CODES)]
-    Dashboard(DashboardArgs),
+    Dashboard {
+        /// The port on 127.0.0.1; 0 takes a free one
+        #[arg(long, value_name = "PORT", default_value_t = 0)]
+        port: u16,
+    },
     /// Create a certificate authority, or replace it while the programs run. Contacts no server
-    #[command(after_help = EXIT_CODES)]
-    Ca(CaArgs),
+    #[command(subcommand)]
+    Ca(CaAction),
     /// Prepare the move from kube-proxy. Contacts no server
     #[command(subcommand)]
     Migrate(MigrateArgs),
     /// Show the state of the replica: source, version, counts, rejected objects, and the other
     /// replicas
-    #[command(after_help = EXIT_CODES)]
-    Status,
+    Status {
+        /// Print the state again when it changes, at most once a second, until Ctrl-C. A terminal
+        /// shows only the last one
+        #[arg(short, long)]
+        watch: bool,
+    },
+    /// Show the versions of this program, of each replica, and of the agents, and whether they differ
+    Version,
+    /// Print a script for a shell, which completes commands, options, and names of nodes and
+    /// Services
+    ///
+    /// For bash: source <(headgatectl completion bash). For zsh: source <(headgatectl completion
+    /// zsh). For fish: headgatectl completion fish | source. The names come from the control plane
+    /// of HEADGATE_SERVER, with the files of HEADGATE_TLS_CA, HEADGATE_TLS_CERT and
+    /// HEADGATE_TLS_KEY; in zsh and fish also from that of --server.
+    Completion {
+        /// The shell
+        #[arg(value_parser = PossibleValuesParser::new(["bash", "zsh", "fish"]))]
+        shell: String,
+    },
+    /// Write a manual page for each command into a folder
+    Man {
+        /// The folder, which must exist
+        folder: PathBuf,
+    },
 }
 
 impl Command {
+    /// Returns whether the command runs until Ctrl-C, and prints what changes.
+    pub fn is_watch(&self) -> bool {
+        match self {
+            Self::Services(ListArgs { rows, .. }) | Self::Endpoints(ListArgs { rows, .. }) => rows.watch,
+            Self::Agents(wanted) => wanted.rows.watch,
+            Self::Status { watch } => *watch,
+            _ => matches!(self, Self::Watch(_)),
+        }
+    }
+
     /// The selected Service, empty if none is. An error describes the correct usage.
     pub fn selected(&self) -> Result<Selected, String> {
-        let (service, namespace) = match self {
-            Self::Services(of) | Self::Endpoints(of) | Self::Watch(of) => (of.service.as_deref(), &of.namespace),
-            Self::Counters(of) | Self::Connections(ConnectionsArgs { of, .. }) => {
-                (of.service.as_deref(), &of.namespace)
-            }
-            Self::Wait(of) => (Some(of.service.as_str()), &of.namespace),
-            Self::Explain(of) => {
-                if let (Some(from), Some(_)) = (of.pod(), of.source) {
-                    return Err(format!(
-                        "--source needs a node, and --from {from} is a pod: give the node of the pod as --from"
-                    ));
-                }
-                (Some(of.service.as_str()), &of.namespace)
-            }
-            _ => (None, &None),
-        };
-        Selected::resolve(service, namespace.as_deref())
+        match self {
+            Self::Services(ListArgs { of, .. }) | Self::Endpoints(ListArgs { of, .. }) => of.resolve(),
+            Self::Watch(of) | Self::Wait(WaitArgs { of, .. }) => of.resolve(),
+            Self::Counters(CountersArgs { of, .. }) => of.resolve(),
+            Self::Connections(ConnectionsArgs { of: CountersArgs { of, .. }, .. }) => of.resolve(),
+            Self::Explain(wanted) => match (wanted.pod(), wanted.source) {
+                (Some(from), Some(_)) => Err(format!(
+                    "--source needs a node, and --from {from} is a pod: give the node of the pod as --from"
+                )),
+                _ => wanted.of.resolve(),
+            },
+            _ => Ok(Selected::default()),
+        }
     }
 }
 
@@ -202,15 +273,17 @@ pub enum MigrateArgs {
     /// FILE is a KubeProxyConfiguration, a ConfigMap that holds one, or a Pod or DaemonSet that
     /// runs kube-proxy. A setting that is not given, or has its default, has a line only if
     /// Headgate's default differs. `--output wide` also explains the settings that carry over.
+    ///
     /// Examples:
     ///
-    ///   kubectl -n kube-system get configmap kube-proxy -o yaml | headgatectl migrate check -
-    ///   headgatectl migrate check /var/lib/kube-proxy/config.conf
-    ///   headgatectl migrate check -- --proxy-mode=ipvs --cluster-cidr=10.244.0.0/16
+    /// kubectl -n kube-system get configmap kube-proxy -o yaml | headgatectl migrate check -
+    ///
+    /// headgatectl migrate check /var/lib/kube-proxy/config.conf
+    ///
+    /// headgatectl migrate check -- --proxy-mode=ipvs --cluster-cidr=10.244.0.0/16
     ///
     /// Exit codes: 0 if the agent accepts the settings, 1 if it rejects a value, a flag or another
     /// argument, or if there is no configuration, 2 for a wrong command line.
-    #[command(verbatim_doc_comment)]
     Check(CheckArgs),
 }
 
@@ -229,10 +302,8 @@ pub struct CheckArgs {
 #[derive(Debug, clap::Args)]
 pub struct AgentsArgs {
     /// Only this node
+    #[arg(value_parser = NonEmptyStringValueParser::new(), add = complete::nodes())]
     pub node: Option<String>,
-    /// Only this node
-    #[arg(long = "node", value_name = "NODE", conflicts_with = "node")]
-    pub node_flag: Option<String>,
     /// Only nodes that are not up to date: agents that lag by more than a second or have not
     /// acknowledged anything yet, agents of replicas whose source is unlisted or cut off, and Nodes
     /// without an agent
@@ -245,24 +316,42 @@ pub struct AgentsArgs {
     /// or whose last verification found differences
     #[arg(long)]
     pub failing: bool,
-    /// Maximum number of rows in the table, the worst nodes first; 0 for all
-    #[arg(long, value_name = "N", default_value_t = 50)]
-    pub limit: usize,
+    /// End with 1 if there is a row, for example with --failing
+    #[arg(long, conflicts_with = "watch")]
+    pub exit_code: bool,
+    /// Maximum number of rows in the table, the worst nodes first; 0 for all. Default: 50, and all
+    /// with --no-headers
+    #[arg(long, value_name = "N")]
+    pub limit: Option<usize>,
+    /// How the list is shown.
+    #[command(flatten)]
+    pub rows: RowArgs,
 }
 
-impl AgentsArgs {
-    /// The selected node. None for all nodes.
-    pub fn node(&self) -> Option<&str> {
-        self.node.as_deref().or(self.node_flag.as_deref())
-    }
+/// How a list is shown.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct RowArgs {
+    /// Print the list again when it changes, at most once a second, until Ctrl-C. A terminal shows
+    /// only the last one
+    #[arg(short, long)]
+    pub watch: bool,
+    /// Print only rows: no header, and no lines below the table
+    #[arg(long)]
+    pub no_headers: bool,
 }
 
-/// Where the page is served.
+/// The Services of a list, and how the list is shown.
 #[derive(Debug, clap::Args)]
-pub struct DashboardArgs {
-    /// The port on 127.0.0.1; 0 takes a free one
-    #[arg(long, value_name = "PORT", default_value_t = 0)]
-    pub port: u16,
+pub struct ListArgs {
+    /// The Services.
+    #[command(flatten)]
+    pub of: Selection,
+    /// All namespaces, as without any argument
+    #[arg(short = 'A', long, conflicts_with_all = ["service", "namespace"])]
+    pub all_namespaces: bool,
+    /// How the list is shown.
+    #[command(flatten)]
+    pub rows: RowArgs,
 }
 
 /// The pod that stops.
@@ -285,7 +374,7 @@ pub struct DrainArgs {
 #[derive(Debug, clap::Args)]
 pub struct VerifyArgs {
     /// Only this node. Default: all nodes
-    #[arg(value_parser = NonEmptyStringValueParser::new())]
+    #[arg(value_parser = NonEmptyStringValueParser::new(), add = complete::nodes())]
     pub node: Option<String>,
     /// Maximum number of rows in the table, the worst nodes first; 0 for all
     #[arg(long, value_name = "N", default_value_t = 50)]
@@ -299,6 +388,7 @@ pub struct VerifyArgs {
 #[derive(Debug, clap::Args)]
 pub struct NodeArgs {
     /// The name of the node
+    #[arg(add = complete::nodes())]
     pub node: String,
     /// Show the agent's metrics instead, in Prometheus' text format: only metrics whose names begin
     /// with PREFIX, or all metrics
@@ -310,12 +400,11 @@ pub struct NodeArgs {
 #[derive(Debug, clap::Args)]
 pub struct CountersArgs {
     /// The name of the node
+    #[arg(add = complete::nodes())]
     pub node: String,
-    /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
-    pub service: Option<String>,
-    /// Namespace of the service
-    #[arg(short, long, requires = "service")]
-    pub namespace: Option<String>,
+    /// The Service.
+    #[command(flatten)]
+    pub of: Selection,
 }
 
 /// The node and the Service whose connections to show.
@@ -332,15 +421,13 @@ pub struct ConnectionsArgs {
 /// The connection to explain.
 #[derive(Debug, clap::Args)]
 pub struct ExplainArgs {
-    /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
-    pub service: String,
-    /// Namespace of the service
-    #[arg(short, long)]
-    pub namespace: Option<String>,
+    /// The Service.
+    #[command(flatten)]
+    pub of: Selection,
     /// Where the connection comes from: a node, a pod as NAMESPACE/POD, or the address of a pod.
     /// Only pods with an endpoint are known: for another pod, give its node here and its address as
     /// --source. Default: the first node by name that has an agent
-    #[arg(long, value_name = "NODE|POD|ADDRESS")]
+    #[arg(long, value_name = "NODE|POD|ADDRESS", add = complete::nodes())]
     pub from: Option<String>,
     /// The address of a client whose packets reach the node, such as a client outside of the
     /// cluster. Default: the node itself
@@ -382,19 +469,17 @@ fn destination(text: &str) -> Result<Destination, &'static str> {
 /// The condition to wait for.
 #[derive(Debug, clap::Args)]
 pub struct WaitArgs {
-    /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
-    pub service: String,
-    /// Namespace of the service
-    #[arg(short, long)]
-    pub namespace: Option<String>,
+    /// The Service.
+    #[command(flatten)]
+    pub of: Selection,
     /// Wait until the control plane knows this endpoint and every node has programmed it
     #[arg(long, value_name = "IP", value_parser = ip_address)]
     pub endpoint: Option<IpAddr>,
     /// Wait until the endpoint or the Service is removed from every node
     #[arg(long)]
     pub gone: bool,
-    /// Timeout, such as 90s, 5m or 1h
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = units::parse_duration)]
+    /// The longest wait, such as 90s, 5m or 1h
+    #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = units::parse_duration)]
     pub timeout: std::time::Duration,
     /// Succeed although Nodes have no agent. The command names them, and does not wait for them
     #[arg(long)]
@@ -402,9 +487,10 @@ pub struct WaitArgs {
 }
 
 /// The Services to select.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Default, clap::Args)]
 pub struct Selection {
     /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
+    #[arg(add = complete::services())]
     pub service: Option<String>,
     /// Only this namespace
     #[arg(short, long)]
@@ -412,7 +498,7 @@ pub struct Selection {
 }
 
 /// Namespace and name in the form that the `Inspect` service expects. An empty field selects all.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Selected {
     /// Namespace, or empty.
     pub namespace: String,
@@ -420,9 +506,10 @@ pub struct Selected {
     pub name: String,
 }
 
-impl Selected {
+impl Selection {
     /// Resolves NAMESPACE/NAME, or NAME with a namespace. An error describes the correct usage.
-    fn resolve(service: Option<&str>, flag: Option<&str>) -> Result<Self, String> {
+    fn resolve(&self) -> Result<Selected, String> {
+        let (service, flag) = (self.service.as_deref(), self.namespace.as_deref());
         let (namespace, name) = match service.map(|service| service.split_once('/').ok_or(service)) {
             None => (flag.unwrap_or_default(), ""),
             Some(Err(name)) => (flag.unwrap_or("default"), name),
@@ -438,7 +525,7 @@ impl Selected {
             let given = service.unwrap_or("an empty namespace");
             return Err(format!("{given} is not a service: write NAMESPACE/NAME, or NAME with --namespace"));
         }
-        Ok(Self { namespace: namespace.to_owned(), name: name.to_owned() })
+        Ok(Selected { namespace: namespace.to_owned(), name: name.to_owned() })
     }
 }
 
@@ -447,7 +534,8 @@ mod tests {
     use super::*;
 
     fn resolve(service: Option<&str>, namespace: Option<&str>) -> Result<(String, String), String> {
-        Selected::resolve(service, namespace).map(|selected| (selected.namespace, selected.name))
+        let of = Selection { service: service.map(str::to_owned), namespace: namespace.map(str::to_owned) };
+        of.resolve().map(|selected| (selected.namespace, selected.name))
     }
 
     #[test]
@@ -477,8 +565,25 @@ mod tests {
     }
 
     #[test]
+    fn help_has_the_own_options_first_and_the_connection_apart() {
+        for command in command().get_subcommands().map(|command| command.get_name().to_owned()) {
+            let help = parse(["headgatectl", &command, "--help"]).unwrap_err().to_string();
+            let (own, connection) = match help.split_once("\nConnection:\n") {
+                Some((own, connection)) => (own, connection),
+                None => (help.as_str(), ""),
+            };
+            assert!(!own.contains("--server ") && !own.contains("--tls-"), "{help}");
+            assert_eq!(connection.contains("--server "), !LOCAL.contains(&command.as_str()), "{help}");
+            if own.contains("\nOptions:\n") && !LOCAL.contains(&command.as_str()) {
+                assert!(own.contains("--output"), "{help}");
+            }
+        }
+        // Scripts may have one line with the options of the connection for all commands.
+        parse(["headgatectl", "--server", "http://127.0.0.1:1", "ca", "init", "--out", "x"]).unwrap();
+    }
+
+    #[test]
     fn the_options_are_well_formed() {
-        use clap::CommandFactory as _;
-        Args::command().debug_assert();
+        command().debug_assert();
     }
 }

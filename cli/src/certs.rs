@@ -322,46 +322,45 @@ fn text(args: &CertsArgs, files: &[String], authority: &Authority, not_after: Sy
         "{origin}, valid for {} days. Its key {out}/ca.key signs for replicas and readers, and {out}/node-ca.key for nodes: keep both secret.",
         days(authority.not_after)
     ));
-    if server.is_some() {
-        lines.push("\nControl plane:".to_owned());
-        lines.push(format!(
-            "  headgate-control-plane --source kubernetes --tls-cert {out}/control-plane/tls.crt --tls-key {out}/control-plane/tls.key \
-             --tls-client-ca {out}/control-plane/ca.crt --tls-node-ca {out}/node-ca.crt"
-        ));
-    }
     let host = server.as_deref().unwrap_or("HOST");
+    let mut section = |title: &str, commands: Vec<String>| {
+        lines.extend((!commands.is_empty()).then(|| format!("\n{title}")));
+        lines.extend(commands.into_iter().map(|command| format!("  {command}")));
+    };
+    let control_plane = server.iter().map(|_| {
+        format!(
+            "headgate-control-plane --source kubernetes --tls-cert {out}/control-plane/tls.crt --tls-key {out}/control-plane/tls.key \
+             --tls-client-ca {out}/control-plane/ca.crt --tls-node-ca {out}/node-ca.crt"
+        )
+    });
+    section("Control plane:", control_plane.collect());
     let agents = args.node.iter().map(|node| {
         format!(
-            "  headgate-node-agent --node-name {node} --control-plane https://{host}:7443 --tls-cert {out}/nodes/{node}.crt --tls-key \
+            "headgate-node-agent --node-name {node} --control-plane https://{host}:7443 --tls-cert {out}/nodes/{node}.crt --tls-key \
              {out}/nodes/{node}.key --tls-ca {out}/nodes/ca.crt"
         )
     });
-    if !args.node.is_empty() {
-        lines.push("\nAgents, each on its node:".to_owned());
-    }
-    lines.extend(agents);
+    section("Agents, each on its node:", agents.collect());
     let readers = args.reader.iter().map(|reader| {
         format!(
-            "  headgatectl --server https://{host}:7444 --tls-cert {out}/readers/{reader}.crt --tls-key {out}/readers/{reader}.key --tls-ca \
+            "headgatectl --server https://{host}:7444 --tls-cert {out}/readers/{reader}.crt --tls-key {out}/readers/{reader}.key --tls-ca \
              {out}/ca.crt status"
         )
     });
-    if !args.reader.is_empty() {
-        lines.push("\nFor readers:".to_owned());
-    }
-    lines.extend(readers);
-    if server.is_some() {
-        lines.push("\nIn a cluster, where agents enrol (repeat after each change; no restart is needed):".to_owned());
-        for object in [
+    section("For readers:", readers.collect());
+    let objects = server.iter().flat_map(|_| {
+        [
             format!("secret generic headgate-control-plane-tls --from-file={out}/control-plane"),
             format!("secret tls headgate-node-authority --cert={out}/node-ca.crt --key={out}/node-ca.key"),
             format!("configmap headgate-authority --from-file={out}/ca.crt"),
-        ] {
-            lines.push(format!(
-                "  kubectl -n headgate-system create {object} --dry-run=client -o yaml | kubectl apply --server-side -f -"
-            ));
-        }
-    }
+        ]
+    });
+    let objects = objects.map(|object| {
+        format!(
+            "kubectl -n headgate-system create {object} --dry-run=client -o yaml | kubectl apply --server-side -f -"
+        )
+    });
+    section("In a cluster, where agents enrol (repeat after each change; no restart is needed):", objects.collect());
     lines.join("\n") + "\n"
 }
 

@@ -37,15 +37,8 @@ pub enum ConnectError {
     #[error("{0}")]
     Usage(String),
     /// A file of the TLS options cannot be used. A retry does not help.
-    #[error("--{option} {path}: {reason}")]
-    File {
-        /// The name of the option, without dashes.
-        option: &'static str,
-        /// The given path.
-        path: String,
-        /// The fault.
-        reason: String,
-    },
+    #[error("{0}")]
+    File(String),
     /// The server does not answer, or the answer is unexpected. A retry may help.
     #[error("cannot reach {server}: {reason}\n{advice}")]
     Unreachable {
@@ -104,7 +97,14 @@ async fn connect_to(server: String, tls: &TlsArgs) -> Result<Replica, ConnectErr
     let channel = connected.map_err(|error| refused(&server, &error))?;
     let mut client = InspectClient::new(channel);
     let answer = client.get_status(GetStatusRequest { only_this_replica: true, last_changes: 0 }).await;
+    let broke = answer.as_ref().is_err_and(|status| broken(&server, status).is_some());
     match answer.err().and_then(|status| failure(&server, &status)) {
+        // The handshake of TLS 1.3 ends before the replica looks at the certificate.
+        Some(_) if broke && server.starts_with("https://") && tls.tls_cert.is_none() => Err(unreachable(
+            &server,
+            "the replica ended the connection, and no client certificate was given",
+            "Give --tls-cert and --tls-key: the certificate of a reader, as `headgatectl certs --reader NAME` makes it.",
+        )),
         Some(error) => Err(error),
         // An error of the replica itself is also an answer. The command's own request reports it.
         None => Ok(Replica { client, server }),
@@ -231,7 +231,7 @@ fn files(tls: &TlsArgs) -> String {
 }
 
 fn read(option: &'static str, path: &Path) -> Result<Vec<u8>, ConnectError> {
-    let failed = |reason: String| ConnectError::File { option, path: path.display().to_string(), reason };
+    let failed = |reason: String| ConnectError::File(format!("--{option} {}: {reason}", path.display()));
     let content = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
     if !content.windows(11).any(|window| window == b"-----BEGIN ") {
         return Err(failed(

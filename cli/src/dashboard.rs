@@ -35,8 +35,7 @@ use self::fleet::Shared;
 use self::guard::Guard;
 use self::table::Services;
 use crate::answer::{Failure, Session};
-use crate::args::{Args, DashboardArgs, Output};
-use crate::render::Style;
+use crate::args::{Args, Output};
 
 /// The most connections at a time. A browser opens at most 6.
 const MAX_CONNECTIONS: usize = 32;
@@ -101,10 +100,10 @@ struct Server {
 }
 
 /// Serves the page until the program ends.
-pub(crate) async fn run(args: &Args, wanted: &DashboardArgs, out: &mut dyn Write) -> Result<(), Failure> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, wanted.port)).await;
+pub(crate) async fn run(args: &Args, port: u16, out: &mut dyn Write) -> Result<(), Failure> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await;
     let listener =
-        listener.map_err(|error| Failure::Faulty(format!("--port {}: {error}: choose another port", wanted.port)))?;
+        listener.map_err(|error| Failure::Faulty(format!("--port {}: {error}: choose another port", port)))?;
     let guard = listener.local_addr().and_then(|address| Guard::new(address.port()));
     let guard = guard.map_err(|error| Failure::Faulty(format!("the page cannot be served: {error}")))?;
     // The URL is printed, and no browser is started: other users can read the arguments of
@@ -221,7 +220,7 @@ impl Server {
             _ => None,
         };
         let mut sink = io::sink();
-        let mut session = Session { replica, output: Output::Json, style: Style::default(), out: &mut sink };
+        let mut session = Session::new(replica, Output::Json, &mut sink);
         let answer = match (listed, &parts[..]) {
             (Some(listed), _) => listed.map_err(|status| session.refused(&status)),
             (None, ["services", namespace, name]) => ask::service(&mut session, namespace, name).await,

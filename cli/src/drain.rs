@@ -4,8 +4,8 @@ use headgate_proto::v1::{DrainPodRequest, barrier_answer::Result as Outcome};
 use serde_json::json;
 
 use crate::answer::{Failure, Session};
-use crate::args::{DrainArgs, Output};
-use crate::render::{plain, thousands};
+use crate::args::DrainArgs;
+use crate::render::{counted, plain};
 use crate::units::milliseconds;
 
 pub(crate) async fn run(session: &mut Session<'_>, wanted: &DrainArgs) -> Result<(), Failure> {
@@ -25,7 +25,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &DrainArgs) -> Result
         Outcome::Last => "last",
         Outcome::Incomplete => "incomplete",
     };
-    if session.output == Output::Json {
+    if session.output.is_data() {
         let answer = json!({
             "result": result,
             "reason": answer.reason,
@@ -34,7 +34,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &DrainArgs) -> Result
             "not_covered": answer.not_covered,
             "not_covered_count": answer.not_covered_count,
         });
-        session.write_json(&answer)?;
+        session.write_data(&answer)?;
     } else {
         let mut text = format!("{result}\n");
         if !answer.reason.is_empty() {
@@ -48,11 +48,8 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &DrainArgs) -> Result
         session.write(&text)?;
     }
     if answer.result() == Outcome::Incomplete {
-        let nodes = if answer.unconfirmed_count == 1 { "node" } else { "nodes" };
-        let count = thousands(answer.unconfirmed_count);
-        return Err(Failure::TimedOut(format!(
-            "{count} {nodes} may still send new connections to pod {namespace}/{name}"
-        )));
+        let nodes = counted(answer.unconfirmed_count, "node");
+        return Err(Failure::TimedOut(format!("{nodes} may still send new connections to pod {namespace}/{name}")));
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use serde_json::json;
 use tonic::Code;
 
 use crate::answer::{Failure, Session};
-use crate::args::{ExplainArgs, Output, Selected};
+use crate::args::{ExplainArgs, Selected};
 use crate::{agents, node, render};
 
 /// Where the connection comes from.
@@ -24,7 +24,7 @@ struct From {
     title: String,
 }
 
-pub(crate) async fn run(session: &mut Session<'_>, wanted: &ExplainArgs, selected: Selected) -> Result<(), Failure> {
+pub(crate) async fn run(session: &mut Session<'_>, wanted: &ExplainArgs, selected: &Selected) -> Result<(), Failure> {
     let from = find(session, wanted).await?;
     let Selected { namespace, name } = selected;
     let (destination, port, protocol) = match &wanted.to {
@@ -59,9 +59,9 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &ExplainArgs, selecte
             }
         }
     }
-    if session.output == Output::Json {
+    if session.output.is_data() {
         let sources: Vec<String> = from.sources.iter().map(IpAddr::to_string).collect();
-        return session.write_json(&json!({ "node": from.node, "sources": sources, "explanations": explained }));
+        return session.write_data(&json!({ "node": from.node, "sources": sources, "explanations": explained }));
     }
     let mut text = format!("{} to Service {namespace}/{name}", render::plain(&from.title));
     for explanation in &explained {

@@ -10,7 +10,7 @@ use headgate_settings::{
     migration::{self, Checked, Outcome},
 };
 
-use crate::answer::{Failure, write_json};
+use crate::answer::{Failure, data};
 use crate::args::{CheckArgs, Output};
 use crate::render::{self, Style};
 
@@ -25,16 +25,17 @@ pub(crate) fn check(args: &CheckArgs, output: Output, style: Style, out: &mut dy
             migration::check_file(&shown, &text)?
         }
     };
-    match output {
-        Output::Json => write_json(out, &checked.lines)?,
-        Output::Table | Output::Wide => {
-            out.write_all(text(&checked, output == Output::Wide, style).as_bytes())?;
-        }
-    }
+    let text = match output.is_data() {
+        true => data(output, &checked.lines, false)?,
+        false => render::fit(&text(&checked, output == Output::Wide, style), style).into_owned(),
+    };
+    out.write_all(text.as_bytes())?;
     match checked.count(Outcome::Invalid) {
         0 => Ok(()),
-        1 => Err(Failure::Faulty("the agent rejects 1 setting; correct or remove it first".to_owned())),
-        invalid => Err(Failure::Faulty(format!("the agent rejects {invalid} settings; correct or remove them first"))),
+        invalid => {
+            let settings = render::counted(invalid as u64, "setting");
+            Err(Failure::Faulty(format!("the agent rejects {settings}: correct or remove what is invalid first")))
+        }
     }
 }
 
@@ -46,7 +47,7 @@ fn text(checked: &Checked, is_wide: bool, style: Style) -> String {
     format!("{table}\n{}.\n{}\n{EXTERNAL_IPS}\n", counts.join(", "), mode(checked.mode))
 }
 
-const EXTERNAL_IPS: &str = "externalIPs: the production values leave them out (--external-ips of the control plane). The Services\n\
+const EXTERNAL_IPS: &str = "externalIPs: the production values leave them out (--external-ips of the control plane). The Services \
     that have some:\n  \
     kubectl get services -A -o custom-columns=NS:.metadata.namespace,NAME:.metadata.name,IPS:.spec.externalIPs | grep -v '<none>'";
 
@@ -54,7 +55,7 @@ const EXTERNAL_IPS: &str = "externalIPs: the production values leave them out (-
 const fn mode(mode: Option<ProxyMode>) -> &'static str {
     match mode {
         None => {
-            "Mode: the file of --config decides it, and all other settings except the name of the node. Check the\n\
+            "Mode: the file of --config decides it, and all other settings except the name of the node. Check the \
              file too, for example:\n  \
              kubectl -n kube-system get configmap kube-proxy -o yaml | headgatectl migrate check -"
         }

@@ -7,7 +7,7 @@ use headgate_proto::v1::{
 };
 
 use crate::answer::{Failure, Session, now_unix_ms};
-use crate::args::{ConnectionsArgs, CountersArgs, NodeArgs, Output, Selected};
+use crate::args::{ConnectionsArgs, CountersArgs, NodeArgs, Selected};
 use crate::render;
 
 pub(crate) async fn run(session: &mut Session<'_>, wanted: &NodeArgs) -> Result<(), Failure> {
@@ -24,25 +24,20 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &NodeArgs) -> Result<
             }
             // This command asks for nothing else.
             Part::Counters(_) | Part::Connections(_) | Part::Explanation(_) | Part::Verification(_) => {}
-            Part::Status(status) if session.output == Output::Json => session.write_json(&status)?,
-            Part::Status(status) => session.write(&render::node(&status, now_unix_ms(), session.style))?,
+            Part::Status(status) => session.show(&status, |style| render::node(&status, now_unix_ms(), style))?,
         }
     }
     Ok(())
 }
 
 /// The key of the selected Service. `None` for all Services.
-fn key(Selected { namespace, name }: Selected) -> Option<ServiceKey> {
-    (!name.is_empty()).then_some(ServiceKey { namespace, name })
+fn key(Selected { namespace, name }: &Selected) -> Option<ServiceKey> {
+    (!name.is_empty()).then(|| ServiceKey { namespace: namespace.clone(), name: name.clone() })
 }
 
 /// Runs `headgatectl counters`.
-pub(crate) async fn counters(
-    session: &mut Session<'_>,
-    wanted: &CountersArgs,
-    selected: Selected,
-) -> Result<(), Failure> {
-    let service = key(selected);
+pub(crate) async fn counters(session: &mut Session<'_>, wanted: &CountersArgs, of: &Selected) -> Result<(), Failure> {
+    let service = key(of);
     let is_one = service.is_some();
     let mut rows = Vec::new();
     for part in ask(session, &wanted.node, Query::Counters(CountersQuery { service })).await? {
@@ -50,25 +45,22 @@ pub(crate) async fn counters(
             rows.extend(counters.services);
         }
     }
-    if session.output == Output::Json {
-        return session.write_json(&rows);
-    }
-    if !is_one {
+    if !is_one && !session.output.is_data() {
         rows.retain(|row| row.packets > 0);
         rows.sort_by(|a, b| b.bytes.cmp(&a.bytes).then_with(|| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name))));
     }
-    if rows.is_empty() {
-        let what = if is_one { "the Service has no frontend on" } else { "no Service was used on" };
-        return session.write(&format!("Nothing is counted: {what} node {}.\n", wanted.node));
-    }
-    session.write(&render::counters(&rows, session.style))
+    let what = if is_one { "the Service has no frontend on" } else { "no Service was used on" };
+    session.show(&rows, |style| match rows.is_empty() {
+        true => format!("Nothing is counted: {what} node {}.\n", wanted.node),
+        false => render::counters(&rows, style),
+    })
 }
 
 /// Runs `headgatectl connections`.
 pub(crate) async fn connections(
     session: &mut Session<'_>,
     wanted: &ConnectionsArgs,
-    selected: Selected,
+    selected: &Selected,
 ) -> Result<(), Failure> {
     let ConnectionsArgs { of: CountersArgs { node, .. }, limit } = wanted;
     let service = key(selected);
@@ -79,13 +71,10 @@ pub(crate) async fn connections(
             all.left_out += part.left_out;
         }
     }
-    if session.output == Output::Json {
-        return session.write_json(&all);
-    }
-    if all.connections.is_empty() {
-        return session.write(&format!("Node {node} carries no such connection.\n"));
-    }
-    session.write(&render::connections(&all, session.style))
+    session.show(&all, |style| match all.connections.is_empty() {
+        true => format!("Node {node} carries no such connection.\n"),
+        false => render::connections(&all, style),
+    })
 }
 
 /// Asks the agent of a node, by way of a replica. Returns the parts of the answer.

@@ -2,11 +2,11 @@
 
 mod explain;
 mod nodes;
+mod table;
 mod verify;
 
-use std::{borrow::Cow, fmt::Write as _};
+use std::fmt::Write as _;
 
-use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, presets};
 use headgate_proto::v1::{
     Connections, Drift, EndpointInfo, FleetInfo, GetStatusResponse, NodeStatus, OpenConnection, Problem, Rejection,
     ReplicaInfo, ServiceCounters, ServiceInfo, ServicePortInfo, WatchEvent,
@@ -18,14 +18,18 @@ use headgate_settings::migration::{Line, Outcome};
 
 pub use self::explain::explanation;
 pub use self::nodes::{agents, fleet, is_absent, is_behind, no_agent};
+pub use self::table::fit;
+use self::table::{ALWAYS, Cell, Column, cell, only, shortened, table, toned};
 pub use self::verify::verifications;
 use crate::units;
 
-/// The decoration of text.
+/// How text is shown.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Style {
     /// True to use ANSI colours, for terminals.
     pub colour: bool,
+    /// The width of the terminal in columns. None for a pipe.
+    pub width: Option<usize>,
 }
 
 /// The meaning of a cell, which selects its colour.
@@ -35,18 +39,7 @@ enum Tone {
     Attention,
     Bad,
     Faint,
-}
-
-impl Tone {
-    /// The colour of a cell, and the number of the same colour in an escape sequence.
-    fn colour(self) -> (Color, u8) {
-        match self {
-            Self::Good => (Color::Green, 32),
-            Self::Attention => (Color::Yellow, 33),
-            Self::Bad => (Color::Red, 31),
-            Self::Faint => (Color::DarkGrey, 90),
-        }
-    }
+    Header,
 }
 
 /// Escapes in JSON what a terminal would interpret or hide, and what JSON does not escape itself.
@@ -64,79 +57,27 @@ pub fn plain_json(json: &str) -> String {
     plain
 }
 
-fn cell(text: impl AsRef<str>) -> Cell {
-    let text = plain(text.as_ref());
-    Cell::new(if text.is_empty() { "-".into() } else { text })
-}
-
-fn toned(text: impl AsRef<str>, tone: Tone) -> Cell {
-    cell(text).fg(tone.colour().0)
-}
-
-/// A column of a table: its header, whether it is shown, and its cell for an item. Columns whose
-/// header starts with `>` hold numbers and are aligned to the right.
-type Column<'a, T> = (&'a str, bool, &'a dyn Fn(&T) -> Cell);
-
-/// Formats a table with a row for each item.
-fn table<T>(columns: &[Column<'_, T>], items: &[T], style: Style) -> String {
-    lay_out(columns, items, style).trim_fmt() + "\n"
-}
-
-fn lay_out<T>(columns: &[Column<'_, T>], items: &[T], style: Style) -> Table {
-    let shown: Vec<_> = columns.iter().filter(|(_, is_shown, _)| *is_shown).collect();
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING).force_no_tty();
-    if style.colour {
-        table.enforce_styling();
-    }
-    let header = |header: &str| cell(header.trim_start_matches('>')).add_attribute(Attribute::Bold);
-    table.set_header(shown.iter().map(|(text, ..)| header(text)));
-    for item in items {
-        table.add_row(shown.iter().map(|(.., cell)| cell(item)));
-    }
-    for (column, (header, ..)) in table.column_iter_mut().zip(shown) {
-        column.set_padding((0, 2));
-        if header.starts_with('>') {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table
-}
-
-/// Formats the settings of a kube-proxy, at most 100 columns wide. Settings that carry over have an
-/// explanation only if `is_wide`. Long texts lose their middle.
+/// Formats the settings of a kube-proxy, with the explanations below. Settings that carry over have
+/// an explanation only if `is_wide`. Long texts lose their middle.
 pub fn migration(lines: &[Line], is_wide: bool, style: Style) -> String {
-    let outcome = |line: &Line| {
-        let tone = match line.outcome {
-            Outcome::CarriesOver => Tone::Good,
-            Outcome::OtherDefault | Outcome::NoEffect => Tone::Attention,
-            Outcome::Invalid => Tone::Bad,
-        };
-        toned(line.outcome.as_str(), tone)
+    let tone = |line: &Line| match line.outcome {
+        Outcome::CarriesOver => Tone::Good,
+        Outcome::OtherDefault | Outcome::NoEffect => Tone::Attention,
+        Outcome::Invalid => Tone::Bad,
     };
-    // An explanation may contain the value, and the remedy at its end.
-    let explanation = |line: &Line| match is_wide || line.outcome != Outcome::CarriesOver {
-        true => cell(shortened(&line.explanation, 1000)),
-        false => cell(""),
-    };
+    let setting = |line: &Line| shortened(&plain(&line.setting), 200).into_owned();
     let columns: &[Column<'_, Line>] = &[
-        ("SETTING", true, &|line| cell(shortened(&line.setting, 200))),
-        ("VALUE", true, &|line| cell(shortened(&line.value, 200))),
-        ("OUTCOME", true, &outcome),
-        ("EXPLANATION", true, &explanation),
+        ("SETTING", ALWAYS, &|line| cell(setting(line))),
+        ("VALUE", ALWAYS, &|line| cell(shortened(&line.value, 200))),
+        ("OUTCOME", ALWAYS, &|line| toned(line.outcome.as_str(), tone(line))),
     ];
-    let mut table = lay_out(columns, lines, style);
-    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(100);
-    table.trim_fmt() + "\n"
-}
-
-/// Replaces the middle of a text beyond `max` bytes, which would take long to break into lines.
-fn shortened(text: &str, max: usize) -> Cow<'_, str> {
-    if text.len() <= max {
-        return text.into();
+    let mut output = table(columns, lines, style);
+    for line in lines.iter().filter(|line| is_wide || line.outcome != Outcome::CarriesOver) {
+        // An explanation may contain the value, and the remedy at its end.
+        let text = format!("{}: {}", setting(line), shortened(&line.explanation, 1000));
+        note(&mut output, &text, tone(line), style);
     }
-    let (start, end) = (text.floor_char_boundary(max / 2), text.ceil_char_boundary(text.len() - max / 2));
-    format!("{}…{}", &text[..start], &text[end..]).into()
+    output
 }
 
 /// Adds a line of text below a table.
@@ -145,32 +86,38 @@ fn note(output: &mut String, text: &str, tone: Tone, style: Style) {
 }
 
 fn paint(text: &str, tone: Tone, style: Style) -> String {
-    if style.colour { format!("\u{1b}[{}m{text}\u{1b}[0m", tone.colour().1) } else { text.to_owned() }
+    let code = match tone {
+        Tone::Good => 32,
+        Tone::Attention => 33,
+        Tone::Bad => 31,
+        Tone::Faint => 90,
+        Tone::Header => 1,
+    };
+    if style.colour { format!("\u{1b}[{code}m{text}\u{1b}[0m") } else { text.to_owned() }
 }
 
 /// Formats Services, one per row, with conflicts and problems below the table. Settings made by
-/// annotation have a column if at least one Service uses them.
-pub fn services(services: &[ServiceInfo], style: Style) -> String {
-    let some = |has: fn(&ServiceInfo) -> bool| services.iter().any(has);
-    let limit = |of: &ServiceInfo| match of.max_connections {
-        0 => cell(""),
-        limit => cell(limit.to_string()),
-    };
+/// annotation have a column if at least one Service uses them, or if `is_wide`.
+pub fn services(services: &[ServiceInfo], is_wide: bool, style: Style) -> String {
+    let some = |has: fn(&ServiceInfo) -> bool| only(is_wide || services.iter().any(has), 7);
+    let unless_zero = |number: u32| cell(if number == 0 { String::new() } else { number.to_string() });
     let columns: &[Column<'_, ServiceInfo>] = &[
-        ("NAMESPACE", true, &|of| cell(&of.namespace)),
-        ("NAME", true, &|of| cell(&of.name)),
-        ("CLUSTER-IP", true, &|of| cell(of.cluster_ips.join(","))),
-        ("EXTERNAL-IP", true, &|of| cell(external(of).join(","))),
-        ("PORTS", true, &|of| cell(ports(&of.ports))),
-        (">READY", true, &readiness),
-        ("POLICY", true, &|of| cell(policy(of))),
-        ("AFFINITY", true, &|of| cell(affinity(of))),
-        (">VERSION", true, &|of| cell(of.version.to_string())),
+        ("NAMESPACE", ALWAYS, &|of| cell(&of.namespace)),
+        ("NAME", ALWAYS, &|of| cell(&of.name)),
+        ("CLUSTER-IP", ALWAYS, &|of| cell(of.cluster_ips.join(","))),
+        ("EXTERNAL-IP", 3, &|of| cell(external(of).join(","))),
+        ("PORTS", 1, &|of| cell(ports(&of.ports))),
+        (">READY", ALWAYS, &readiness),
+        ("POLICY", 4, &|of| cell(policy(of))),
+        ("AFFINITY", 6, &|of| cell(affinity(of))),
+        (">VERSION", 5, &|of| cell(of.version.to_string())),
         ("LOAD-BALANCING", some(|of| !of.load_balancing.is_empty()), &|of| cell(&of.load_balancing)),
         ("SCHEDULER", some(|of| !of.scheduler.is_empty()), &|of| cell(&of.scheduler)),
         ("HEALTH-CHECK", some(|of| !of.health_check.is_empty()), &|of| cell(health_check(of))),
         ("PROXY-PROTOCOL", some(|of| !of.proxy_protocol.is_empty()), &|of| cell(&of.proxy_protocol)),
-        (">MAX-CONNECTIONS", some(|of| of.max_connections != 0), &limit),
+        (">MAX-CONNECTIONS", some(|of| of.max_connections != 0), &|of| unless_zero(of.max_connections)),
+        ("SOURCE-RANGES", only(is_wide, 8), &|of| cell(of.load_balancer_source_ranges.join(","))),
+        (">HEALTH-PORT", only(is_wide, 8), &|of| unless_zero(of.health_check_node_port)),
     ];
     let mut output = table(columns, services, style);
     for service in services {
@@ -229,20 +176,21 @@ fn affinity(service: &ServiceInfo) -> String {
 }
 
 /// Formats endpoints. Ports of an address that have the same state share a row. The table has a
-/// SERVICE column if the endpoints belong to several Services.
-pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
+/// SERVICE column if the endpoints belong to several Services, or if `is_wide`.
+pub fn endpoints(endpoints: &[EndpointInfo], is_wide: bool, style: Style) -> String {
     let first = endpoints.first().map(|endpoint| (&endpoint.namespace, &endpoint.name));
     let several = endpoints.iter().any(|endpoint| Some((&endpoint.namespace, &endpoint.name)) != first);
+    let some_weight = endpoints.iter().any(|of| of.weight != 1);
     let columns: &[Column<'_, EndpointInfo>] = &[
-        ("SERVICE", several, &|of| cell(format!("{}/{}", of.namespace, of.name))),
-        ("ADDRESS", true, &|of| cell(&of.address)),
-        ("PORTS", true, &|of| cell(of.ports.join(", "))),
-        ("STATE", true, &|of| state_cell(of.ready, of.serving, of.terminating)),
-        ("NODE", true, &|of| cell(&of.node)),
-        ("ZONE", true, &|of| cell(&of.zone)),
-        ("HINTS", true, &|of| cell(hints(of))),
-        (">VERSION", true, &|of| cell(of.version.to_string())),
-        (">WEIGHT", endpoints.iter().any(|of| of.weight != 1), &|of| cell(of.weight.to_string())),
+        ("SERVICE", only(is_wide || several, ALWAYS), &|of| cell(format!("{}/{}", of.namespace, of.name))),
+        ("ADDRESS", ALWAYS, &|of| cell(&of.address)),
+        ("PORTS", 1, &|of| cell(of.ports.join(", "))),
+        ("STATE", ALWAYS, &|of| state_cell(of.ready, of.serving, of.terminating)),
+        ("NODE", 2, &|of| cell(&of.node)),
+        ("ZONE", 4, &|of| cell(&of.zone)),
+        ("HINTS", 6, &|of| cell(hints(of))),
+        (">VERSION", 5, &|of| cell(of.version.to_string())),
+        (">WEIGHT", only(is_wide || some_weight, 3), &|of| cell(of.weight.to_string())),
     ];
     table(columns, endpoints, style)
 }
@@ -298,7 +246,13 @@ pub fn thousands(number: u64) -> String {
     text
 }
 
-fn sentence(problem: &Problem) -> String {
+/// Formats a number of things: `1 node`, `4,998 nodes`.
+pub fn counted(number: u64, what: &str) -> String {
+    format!("{} {what}{}", thousands(number), if number == 1 { "" } else { "s" })
+}
+
+/// Formats a problem in one sentence.
+pub fn sentence(problem: &Problem) -> String {
     let mut text = problem.object.clone();
     if !problem.field.is_empty() {
         let _ = write!(text, ", {}", problem.field);
@@ -353,11 +307,11 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
 fn replicas(replicas: &[ReplicaInfo], style: Style) -> String {
     let state = |of: &ReplicaInfo| toned(&of.state, if of.state == "joined" { Tone::Good } else { Tone::Bad });
     let columns: &[Column<'_, ReplicaInfo>] = &[
-        ("OTHER REPLICA", true, &|of| cell(&of.replica)),
-        ("STATE", true, &state),
-        (">FOR", true, &|of| cell(units::duration(of.for_ms))),
-        (">AGENTS", true, &|of| cell(thousands(of.agents))),
-        ("EPOCH", true, &|of| cell(&of.epoch)),
+        ("OTHER REPLICA", ALWAYS, &|of| cell(&of.replica)),
+        ("STATE", ALWAYS, &state),
+        (">FOR", 1, &|of| cell(units::duration(of.for_ms))),
+        (">AGENTS", ALWAYS, &|of| cell(thousands(of.agents))),
+        ("EPOCH", 2, &|of| cell(&of.epoch)),
     ];
     let mut output = table(columns, replicas, style);
     for ReplicaInfo { replica, problem, .. } in replicas.iter().filter(|replica| !replica.problem.is_empty()) {
@@ -366,15 +320,25 @@ fn replicas(replicas: &[ReplicaInfo], style: Style) -> String {
     output
 }
 
+/// Formats the versions of programs.
+pub fn versions(rows: &[(String, &str)], style: Style) -> String {
+    let columns: &[Column<'_, (String, &str)>] =
+        &[("PROGRAM", ALWAYS, &|row| cell(&row.0)), ("VERSION", ALWAYS, &|row| cell(row.1))];
+    table(columns, rows, style)
+}
+
 /// Formats counters, one Service or frontend per row.
 pub fn counters(rows: &[ServiceCounters], style: Style) -> String {
+    let has_frontends = rows.iter().any(|of| !of.frontend.is_empty());
+    // All frontends are of one Service.
+    let service = if has_frontends { 2 } else { ALWAYS };
     let columns: &[Column<'_, ServiceCounters>] = &[
-        ("NAMESPACE", true, &|of| cell(&of.namespace)),
-        ("NAME", true, &|of| cell(&of.name)),
-        (">CONNECTIONS", true, &|of| cell(of.connections.to_string())),
-        (">PACKETS", true, &|of| cell(of.packets.to_string())),
-        (">BYTES", true, &|of| cell(of.bytes.to_string())),
-        ("FRONTEND", rows.iter().any(|of| !of.frontend.is_empty()), &|of| cell(&of.frontend)),
+        ("NAMESPACE", service, &|of| cell(&of.namespace)),
+        ("NAME", service, &|of| cell(&of.name)),
+        (">CONNECTIONS", ALWAYS, &|of| cell(of.connections.to_string())),
+        (">PACKETS", 1, &|of| cell(of.packets.to_string())),
+        (">BYTES", ALWAYS, &|of| cell(of.bytes.to_string())),
+        ("FRONTEND", only(has_frontends, ALWAYS), &|of| cell(&of.frontend)),
     ];
     table(columns, rows, style)
 }
@@ -395,22 +359,23 @@ pub fn connections(list: &Connections, style: Style) -> String {
         false => cell(""),
     };
     let columns: &[Column<'_, OpenConnection>] = &[
-        ("SERVICE", true, &|of| cell(&of.service)),
+        ("SERVICE", ALWAYS, &|of| cell(&of.service)),
         // Agents before 0.2 do not name the protocol.
-        ("PROTOCOL", true, &|of| cell(if of.protocol.is_empty() { "TCP" } else { &of.protocol })),
-        ("CLIENT", true, &|of| cell(&of.client)),
-        ("ADDRESS", true, &|of| cell(&of.address)),
-        ("ENDPOINT", true, &|of| cell(&of.endpoint)),
-        ("STATE", true, &state),
-        (">AGE", true, &|of| cell(units::duration(of.age_ms))),
-        (">IDLE", true, &|of| cell(units::duration(of.idle_ms))),
-        (">SENT", true, &|of| cell(units::bytes(of.bytes_to_endpoint))),
-        (">RECEIVED", true, &|of| cell(units::bytes(of.bytes_to_client))),
-        (">DATAGRAMS", list.connections.iter().any(is_udp), &datagrams),
+        ("PROTOCOL", 3, &|of| cell(if of.protocol.is_empty() { "TCP" } else { &of.protocol })),
+        ("CLIENT", ALWAYS, &|of| cell(&of.client)),
+        ("ADDRESS", 4, &|of| cell(&of.address)),
+        ("ENDPOINT", ALWAYS, &|of| cell(&of.endpoint)),
+        ("STATE", 2, &state),
+        (">AGE", 6, &|of| cell(units::duration(of.age_ms))),
+        (">IDLE", 5, &|of| cell(units::duration(of.idle_ms))),
+        (">SENT", 1, &|of| cell(units::bytes(of.bytes_to_endpoint))),
+        (">RECEIVED", 1, &|of| cell(units::bytes(of.bytes_to_client))),
+        (">DATAGRAMS", only(list.connections.iter().any(is_udp), 7), &datagrams),
     ];
     let mut output = table(columns, &list.connections, style);
     if list.left_out > 0 {
-        let text = format!("{} more connections with fewer bytes: name a Service, or raise --limit", list.left_out);
+        let more = counted(list.left_out, "more connection");
+        let text = format!("{more} with fewer bytes: name a Service, or raise --limit");
         note(&mut output, &text, Tone::Faint, style);
     }
     output
@@ -420,11 +385,11 @@ pub fn connections(list: &Connections, style: Style) -> String {
 pub fn node(status: &NodeStatus, now_unix_ms: u64, style: Style) -> String {
     let synced = match status.synced_unix_ms {
         0 => "never".to_owned(),
-        at => format!("{} ago", units::duration(now_unix_ms.saturating_sub(at))),
+        at => units::ago(now_unix_ms.saturating_sub(at)),
     };
     let source = match status.source_state.as_str() {
         "" => "unknown".to_owned(),
-        state => format!("{state}, heard {} ago", units::duration(status.source_age_ms)),
+        state => format!("{state}, heard {}", units::ago(status.source_age_ms)),
     };
     let versions = format!("{} received, {} programmed", status.received_version, status.programmed_version);
     let facts = [
@@ -432,7 +397,7 @@ pub fn node(status: &NodeStatus, now_unix_ms: u64, style: Style) -> String {
         ("agent", format!("headgate {}, {} MiB resident", status.agent_version, status.resident_memory_bytes >> 20)),
         ("backend", status.backend.clone()),
         ("versions", versions),
-        ("waiting", format!("{} changes", status.waiting_changes)),
+        ("waiting", counted(status.waiting_changes.into(), "change")),
         ("last sync", synced),
         ("source", source),
         ("restored", if status.state_restored { "from disk" } else { "no" }.to_owned()),
@@ -447,7 +412,7 @@ pub fn node(status: &NodeStatus, now_unix_ms: u64, style: Style) -> String {
     }
     for rejection in &status.quarantined {
         let Rejection { resource, field, reason } = rejection;
-        note(&mut output, format!("  {resource} {field}: {reason}").as_str(), Tone::Bad, style);
+        note(&mut output, &format!("  {resource} {field}: {reason}"), Tone::Bad, style);
     }
     for sentence in &status.degraded {
         note(&mut output, &format!("  {sentence}"), Tone::Attention, style);
@@ -457,7 +422,7 @@ pub fn node(status: &NodeStatus, now_unix_ms: u64, style: Style) -> String {
 
 /// Formats the time since the last message from the source, per kind if there are several.
 fn last_heard(status: &GetStatusResponse) -> String {
-    let ago = format!("{} ago", units::duration(status.source_age_ms));
+    let ago = units::ago(status.source_age_ms);
     if status.source_ages.len() < 2 {
         return ago;
     }
@@ -468,33 +433,24 @@ fn last_heard(status: &GetStatusResponse) -> String {
 /// Formats one change as a line without a line end.
 pub fn event(event: &WatchEvent, style: Style) -> String {
     let head = paint(&format!("{}  v{:<6}", units::time_of_day(event.unix_ms), event.version), Tone::Faint, style);
-    let tone = if event.action == "removed" { Tone::Bad } else { Tone::Good };
-    let action = paint(&format!("{:<8}", plain(&event.action)), tone, style);
-    let removed = event.action == "removed";
-    let what = match (&event.service, &event.endpoint) {
-        (Some(service), _) => {
-            let mut text = format!("service   {}/{}", service.namespace, service.name);
-            if !removed {
-                let (addresses, ports) = (service.cluster_ips.join(","), ports(&service.ports));
-                let _ = write!(text, "  {addresses}  {ports}  {}/{} ready", service.ready_endpoints, service.endpoints);
-            }
-            plain(&text).into_owned()
-        }
-        (None, Some(endpoint)) => {
-            let name = format!("endpoint  {}/{}  {}", endpoint.namespace, endpoint.name, endpoint.address);
-            let name = plain(&name);
-            if removed {
-                name.into_owned()
-            } else {
-                let (state, tone) = state(endpoint.ready, endpoint.serving, endpoint.terminating);
-                let node = if endpoint.node.is_empty() { String::new() } else { format!("  on {}", endpoint.node) };
-                let ports = endpoint.ports.join(", ");
-                format!("{name}  {}  {}{}", plain(&ports), paint(state, tone, style), plain(&node))
-            }
-        }
-        (None, None) => "(unknown change: this headgatectl is older than the replica)".to_owned(),
+    let is_removed = event.action == "removed";
+    let action = paint(&format!("{:<8}", plain(&event.action)), if is_removed { Tone::Bad } else { Tone::Good }, style);
+    let (mut what, mut more) = (String::new(), String::new());
+    if let Some(of) = &event.service {
+        what = format!("service   {}/{}", of.namespace, of.name);
+        let (addresses, ports) = (of.cluster_ips.join(","), ports(&of.ports));
+        more = plain(&format!("  {addresses}  {ports}  {}/{} ready", of.ready_endpoints, of.endpoints)).into_owned();
+    } else if let Some(of) = &event.endpoint {
+        what = format!("endpoint  {}/{}  {}", of.namespace, of.name, of.address);
+        let (state, tone) = state(of.ready, of.serving, of.terminating);
+        let node = if of.node.is_empty() { String::new() } else { format!("  on {}", of.node) };
+        more = format!("  {}  {}{}", plain(&of.ports.join(", ")), paint(state, tone, style), plain(&node));
+    }
+    let (what, more) = match what.as_str() {
+        "" => ("(unknown change: this headgatectl is older than the replica)".into(), ""),
+        what => (plain(what), if is_removed { "" } else { &more }),
     };
-    format!("{head} {action}  {what}")
+    format!("{head} {action}  {what}{more}")
 }
 
 #[cfg(test)]

@@ -1,24 +1,38 @@
 //! Runs a command and writes its answer.
 
-use std::io::{self, Write};
+use std::io::Write;
+use std::time::Duration;
 
-use headgate_proto::v1::{GetStatusRequest, ListEndpointsRequest, ListServicesRequest, WatchRequest};
-use serde::Serialize;
-use tonic::Code;
+use headgate_proto::v1::{GetStatusRequest, GetStatusResponse, WatchAgentsRequest, WatchEvent, WatchRequest};
+use tokio::time::interval;
+use tonic::Streaming;
 
-use crate::answer::{Failure, Session};
-use crate::args::{Args, Command, MigrateArgs, Output, Selected};
+use crate::answer::{Failure, Session, data};
+use crate::args::{self, Args, Command, MigrateArgs, Output, Selected};
 use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
-use crate::{agents, dashboard, drain, explain, migrate, node, verify, wait};
+use crate::{agents, complete, dashboard, drain, explain, list, migrate, node, verify, version, wait};
+
+/// How often --watch may print.
+const REDRAW: Duration = Duration::from_secs(1);
+/// After how many such times a terminal is drawn anew although only the time has changed.
+const IDLE: u32 = 15;
 
 /// Runs one command and writes its answer to `out`, until the reader closes the pipe.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
+    let has_names = matches!(args.command, Command::Services(_) | Command::Endpoints(_) | Command::Agents(_));
+    if args.output == Output::Name && !has_names {
+        return Err(Failure::Usage("--output name works with services, endpoints and agents".to_owned()));
+    }
     let done = match &args.command {
-        Command::Certs(certs) => local(certs::make(certs), args.output, out),
-        Command::Ca(ca) => local(rotation::run(ca), args.output, out),
+        Command::Certs(certs) => local(certs::make(certs), args, style, out),
+        Command::Ca(ca) => local(rotation::run(ca), args, style, out),
         Command::Migrate(MigrateArgs::Check(check)) => migrate::check(check, args.output, style, out),
-        Command::Dashboard(wanted) => dashboard::run(args, wanted, out).await,
+        Command::Dashboard { port } => dashboard::run(args, *port, out).await,
+        Command::Version => version::run(args, style, out).await,
+        Command::Completion { shell } => complete::script(shell, out),
+        Command::Man { folder } => clap_mangen::generate_to(args::command(), folder)
+            .map_err(|error| Failure::Faulty(format!("{}: {error}", folder.display()))),
         _ => ask(args, style, out).await,
     };
     match done {
@@ -28,12 +42,13 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
 }
 
 /// Writes what a command has done that contacts no server.
-fn local(written: Result<Written, CertsError>, output: Output, out: &mut dyn Write) -> Result<(), Failure> {
+fn local(written: Result<Written, CertsError>, args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let Written { text, json } = written?;
-    match output {
-        Output::Json => Ok(writeln!(out, "{json:#}")?),
-        Output::Table | Output::Wide => Ok(out.write_all(text.as_bytes())?),
-    }
+    let text = match args.output.is_data() {
+        true => data(args.output, &json, false)?,
+        false => render::fit(&text, style).into_owned(),
+    };
+    Ok(out.write_all(text.as_bytes())?)
 }
 
 /// Runs a command that asks a replica.
@@ -43,97 +58,93 @@ async fn ask(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failu
     let mut session = Session::open(args, style, out).await?;
     let session = &mut session;
     match &args.command {
-        Command::Services(_) => session.services(selected).await,
-        Command::Endpoints(_) => session.endpoints(selected).await,
-        Command::Watch(_) => session.watch(selected).await,
-        Command::Status => session.status().await,
-        Command::Agents(wanted) => agents::run(session, wanted).await,
-        Command::Node(wanted) => node::run(session, wanted).await,
-        Command::Counters(wanted) => node::counters(session, wanted, selected).await,
-        Command::Connections(wanted) => node::connections(session, wanted, selected).await,
-        Command::Explain(wanted) => explain::run(session, wanted, selected).await,
-        Command::Verify(wanted) => verify::run(session, wanted).await,
-        Command::Wait(wanted) => wait::run(session, wanted, selected).await,
-        Command::Drain(wanted) => drain::run(session, wanted).await,
-        // These commands contact no server, or connect themselves.
-        Command::Certs(_) | Command::Ca(_) | Command::Migrate(_) | Command::Dashboard(_) => Ok(()),
+        Command::Watch(_) => session.watch(&selected).await,
+        command if command.is_watch() => session.follow(command, &selected).await,
+        command => session.answer(command, &selected).await,
     }
 }
 
 impl Session<'_> {
-    async fn services(&mut self, selected: Selected) -> Result<(), Failure> {
-        let request = ListServicesRequest { namespace: selected.namespace.clone(), name: selected.name.clone() };
-        let answer = self.replica.client.list_services(request).await;
-        let services = self.collect(answer).await?;
-        if services.is_empty() && !selected.name.is_empty() {
-            return Err(Failure::NotFound(no_such_service(&selected)));
+    /// Answers once.
+    pub(crate) async fn answer(&mut self, command: &Command, selected: &Selected) -> Result<(), Failure> {
+        match command {
+            Command::Services(wanted) => list::services(self, wanted, selected).await,
+            Command::Endpoints(wanted) => list::endpoints(self, wanted, selected).await,
+            Command::Status { .. } => {
+                let status = self.status(0).await?;
+                self.show(&status, |style| render::status(&status, style))
+            }
+            Command::Agents(wanted) => agents::run(self, wanted).await,
+            Command::Node(wanted) => node::run(self, wanted).await,
+            Command::Counters(wanted) => node::counters(self, wanted, selected).await,
+            Command::Connections(wanted) => node::connections(self, wanted, selected).await,
+            Command::Explain(wanted) => explain::run(self, wanted, selected).await,
+            Command::Verify(wanted) => verify::run(self, wanted).await,
+            Command::Wait(wanted) => wait::run(self, wanted, selected).await,
+            Command::Drain(wanted) => drain::run(self, wanted).await,
+            // These commands contact no server, or connect themselves.
+            _ => Ok(()),
         }
-        let empty = if selected.namespace.is_empty() {
-            "No services.".to_owned()
-        } else {
-            format!("No services in namespace {}.", selected.namespace)
-        };
-        self.list(&services, render::services, &empty)
     }
 
-    async fn endpoints(&mut self, selected: Selected) -> Result<(), Failure> {
-        let request = ListEndpointsRequest { namespace: selected.namespace.clone(), name: selected.name.clone() };
-        let answer = self.replica.client.list_endpoints(request).await;
-        let endpoints = match self.collect(answer).await {
-            Err(Failure::NotFound(_)) => return Err(Failure::NotFound(no_such_service(&selected))),
-            result => result?,
-        };
-        let empty = if selected.name.is_empty() {
-            "No endpoints.".to_owned()
-        } else {
-            format!("Service {}/{} has no endpoints.", selected.namespace, selected.name)
-        };
-        self.list(&endpoints, render::endpoints, &empty)
-    }
-
-    async fn status(&mut self) -> Result<(), Failure> {
-        let answer = self.replica.client.get_status(GetStatusRequest::default()).await;
+    /// The status of the replica, with this number of the last changes.
+    pub(crate) async fn status(&mut self, last_changes: u32) -> Result<GetStatusResponse, Failure> {
+        let request = GetStatusRequest { last_changes, ..GetStatusRequest::default() };
+        let answer = self.replica.client.get_status(request).await;
         let mut status = answer.map_err(|status| self.refused(&status))?.into_inner();
         status.fleet.get_or_insert_default();
-        match self.output {
-            Output::Json => self.write_json(&status),
-            Output::Table | Output::Wide => self.write(&render::status(&status, self.style)),
-        }
+        Ok(status)
     }
 
-    async fn watch(&mut self, selected: Selected) -> Result<(), Failure> {
-        let request = WatchRequest { namespace: selected.namespace, name: selected.name };
-        let answer = self.replica.client.watch(request).await;
-        let mut events = answer.map_err(|status| self.refused(&status))?.into_inner();
-        while let Some(event) = events.message().await.map_err(|status| self.refused(&status))? {
-            match self.output {
-                Output::Json => {
-                    let value = serde_json::to_value(event).map_err(io::Error::from)?;
-                    write!(self.out, "{}", render::plain_json(&value.to_string()))?;
+    /// Answers when the selected Services, their endpoints or the nodes change. A terminal shows
+    /// only the last answer.
+    async fn follow(&mut self, command: &Command, selected: &Selected) -> Result<(), Failure> {
+        let (mut events, mut nodes) = (None, None);
+        if !matches!(command, Command::Agents(_)) {
+            events = Some(self.events(selected).await?);
+        }
+        if matches!(command, Command::Agents(_) | Command::Status { .. }) {
+            let answer = self.replica.client.watch_agents(WatchAgentsRequest::default()).await;
+            nodes = Some(self.stream(answer)?);
+        }
+        let is_terminal = self.style.width.is_some() && !self.output.is_data();
+        let (mut ticks, mut has_changed, mut idle) = (interval(REDRAW), true, 0);
+        loop {
+            tokio::select! {
+                changed = self.changed(&mut events) => has_changed = changed?,
+                changed = self.changed(&mut nodes) => has_changed = changed?,
+                _ = ticks.tick() => {
+                    idle += 1;
+                    if has_changed || (is_terminal && idle >= IDLE) {
+                        write!(self.out, "{}", if is_terminal { "\u{1b}[H\u{1b}[J" } else { "" })?;
+                        self.answer(command, selected).await?;
+                        (has_changed, idle) = (false, 0);
+                    }
                 }
-                Output::Table | Output::Wide => self.out.write_all(render::event(&event, self.style).as_bytes())?,
             }
-            self.out.write_all(b"\n")?;
-            self.out.flush()?;
-        }
-        let message = "the replica ended the watch; run the command again to continue".to_owned();
-        Err(Failure::Server { server: self.replica.server.clone(), code: Code::Unavailable, message })
-    }
-
-    fn list<T: Serialize>(
-        &mut self,
-        items: &[T],
-        to_table: impl Fn(&[T], Style) -> String,
-        empty: &str,
-    ) -> Result<(), Failure> {
-        match self.output {
-            Output::Json => self.write_json(&items),
-            Output::Table | Output::Wide if items.is_empty() => self.write(&format!("{empty}\n")),
-            Output::Table | Output::Wide => self.write(&to_table(items, self.style)),
         }
     }
-}
 
-fn no_such_service(selected: &Selected) -> String {
-    format!("no service {}/{}: `headgatectl services` lists the existing services", selected.namespace, selected.name)
+    /// Waits for a message of a stream, or without end.
+    async fn changed<T>(&self, stream: &mut Option<Streaming<T>>) -> Result<bool, Failure> {
+        match stream {
+            Some(stream) => self.next(stream).await.map(|_| true),
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Follows changes from now on.
+    async fn events(&mut self, of: &Selected) -> Result<Streaming<WatchEvent>, Failure> {
+        let request = WatchRequest { namespace: of.namespace.clone(), name: of.name.clone() };
+        let answer = self.replica.client.watch(request).await;
+        self.stream(answer)
+    }
+
+    async fn watch(&mut self, of: &Selected) -> Result<(), Failure> {
+        let mut events = self.events(of).await?;
+        loop {
+            let event = self.next(&mut events).await?;
+            self.show(&event, |style| render::event(&event, style) + "\n")?;
+        }
+    }
 }

@@ -22,6 +22,14 @@ pub fn duration(milliseconds: u64) -> String {
     }
 }
 
+/// Formats a time in the past: `just now`, `4.2s ago`.
+pub fn ago(milliseconds: u64) -> String {
+    match milliseconds {
+        0 => "just now".to_owned(),
+        past => format!("{} ago", duration(past)),
+    }
+}
+
 /// Formats a duration given in microseconds: `850µs`, `12.3ms`. Longer durations are formatted like
 /// [`duration`].
 pub fn microseconds(value: u64) -> String {

@@ -3,8 +3,8 @@
 use headgate_proto::v1::{Laggard, NodeVerification, VerifyNodesRequest, VerifyNodesResponse};
 
 use crate::answer::{Failure, Session};
-use crate::args::{Output, VerifyArgs};
-use crate::render::{self, thousands};
+use crate::args::VerifyArgs;
+use crate::render::{self, counted, thousands};
 
 /// The maximum number of nodes that an error names.
 const MAX_NAMED: usize = 20;
@@ -13,8 +13,8 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &VerifyArgs) -> Resul
     let node = wanted.node.clone().unwrap_or_default();
     let answer = session.replica.client.verify_nodes(VerifyNodesRequest { node, only_this_replica: false }).await;
     let found = Found::of(session.collect(answer).await?);
-    if session.output == Output::Json {
-        session.write_json(&found.nodes)?;
+    if session.output.is_data() {
+        session.write_data(&found.nodes)?;
     } else if !found.nodes.is_empty() {
         let (shown, more) = render::limited(&found.nodes, wanted.limit);
         let mut text = render::verifications(shown, session.style) + &more;
@@ -62,7 +62,7 @@ impl Found {
     }
 
     fn summary(&self) -> String {
-        let mut text = format!("{} of {} nodes verified", thousands(self.count("verified")), thousands(self.all()));
+        let mut text = format!("{} of {} verified", thousands(self.count("verified")), counted(self.all(), "node"));
         for (result, state) in
             [("drift", "with differences"), ("unverified", "not verified"), ("absent", "without an agent")]
         {
@@ -76,7 +76,7 @@ impl Found {
 
     /// Returns the failure, which has the exit code. Success means that all nodes are verified.
     fn result(&self, wanted: &VerifyArgs) -> Result<(), Failure> {
-        let all = thousands(self.all());
+        let all = counted(self.all(), "node");
         if self.all() == 0 {
             return match &wanted.node {
                 Some(node) => Err(Failure::NotFound(format!("no node {node}: `headgatectl agents` lists all nodes"))),
@@ -89,15 +89,13 @@ impl Found {
         let mut problems = Vec::new();
         if self.count("drift") > 0 {
             problems.push(format!(
-                "differences on {} of {all} nodes: the agents have tried to repair them; find out what changed the kernel, and verify again",
+                "differences on {} of {all}: the agents have tried to repair them; find out what changed the kernel, and verify again",
                 thousands(self.count("drift"))
             ));
         }
         if self.count("unverified") > 0 {
-            problems.push(format!(
-                "{} of {all} nodes not verified, for the reasons above",
-                thousands(self.count("unverified"))
-            ));
+            problems
+                .push(format!("{} of {all} not verified, for the reasons above", thousands(self.count("unverified"))));
         }
         let is_absent_only = problems.is_empty();
         let absent: Vec<&str> =
@@ -174,6 +172,6 @@ mod tests {
         let order: Vec<String> = Found::of(messages()).nodes.into_iter().map(|node| node.node).collect();
         assert_eq!(order, ["c", "b", "d", "a"]);
         let all_verified = judged(vec![node("a", "verified"), absent(&[], 0)], false);
-        assert_eq!(all_verified, (0, "1 of 1 nodes verified".into(), String::new()));
+        assert_eq!(all_verified, (0, "1 of 1 node verified".into(), String::new()));
     }
 }

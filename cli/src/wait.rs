@@ -7,22 +7,22 @@ use headgate_proto::v1::{Laggard, WaitAnswer, WaitRequest};
 use tokio::time::{Instant, timeout};
 
 use crate::answer::{Failure, Session};
-use crate::args::{Output, Selected, WaitArgs};
+use crate::args::{Selected, WaitArgs};
 use crate::client;
-use crate::render::{self, plain, thousands};
-use crate::units;
+use crate::render::{self, counted, plain, thousands};
+use crate::{list, units};
 
 /// The time after the timeout within which the answer must arrive.
 const GRACE: Duration = Duration::from_secs(5);
 /// The maximum number of nodes of each kind that the text output names.
 const MAX_NAMED: usize = 20;
 
-pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: Selected) -> Result<(), Failure> {
+pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: &Selected) -> Result<(), Failure> {
     let started = Instant::now();
-    let what = what(wait, &service);
+    let what = what(wait, service);
     let request = WaitRequest {
-        namespace: service.namespace,
-        name: service.name,
+        namespace: service.namespace.clone(),
+        name: service.name.clone(),
         endpoint: wait.endpoint.map(|address| address.to_string()).unwrap_or_default(),
         gone: wait.gone,
         timeout_ms: units::milliseconds(wait.timeout),
@@ -36,16 +36,30 @@ pub(crate) async fn run(session: &mut Session<'_>, wait: &WaitArgs, service: Sel
     let answers = timeout(limit, asked).await;
     let answers = answers.map_err(|_| Failure::Connect(client::silent(&session.replica.server, limit)))??;
     let mut answer = answers.into_iter().next_back().unwrap_or_default();
+    if answer.waiting_for == "service" && !wait.gone {
+        answer.problems.extend(why_unknown(session, service).await?);
+    }
     let took_ms = units::milliseconds(started.elapsed());
     let result = judge(&answer, wait, &what, took_ms);
-    if session.output == Output::Json {
+    if session.output.is_data() {
         answer.done = result.is_ok();
         let mut value = serde_json::to_value(answer).map_err(std::io::Error::from)?;
         value["took_ms"] = took_ms.into();
-        session.write_json(&value)?;
+        session.write_data(&value)?;
         return result.map(drop);
     }
     session.write(&result?)
+}
+
+/// Why the replica does not serve the Service, if it knows.
+async fn why_unknown(session: &mut Session<'_>, service: &Selected) -> Result<Vec<String>, Failure> {
+    let object = format!("Service {}/{}", service.namespace, service.name);
+    let problems = session.status(0).await?.problems;
+    let why: Vec<String> = problems.iter().filter(|problem| problem.object == object).map(render::sentence).collect();
+    match why.is_empty() {
+        true => Ok(vec![list::no_such_service(session, service).await?]),
+        false => Ok(why),
+    }
 }
 
 fn what(wait: &WaitArgs, Selected { namespace, name }: &Selected) -> String {
@@ -60,8 +74,7 @@ fn what(wait: &WaitArgs, Selected { namespace, name }: &Selected) -> String {
 fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Result<String, Failure> {
     let took = units::duration(took_ms);
     if answer.done && (answer.nodes > 0 || wait.allow_absent) {
-        let (nodes, verb) = if answer.programmed == 1 { ("node", "has") } else { ("nodes", "have") };
-        let mut text = format!("{what}: {} {nodes} {verb} programmed it, {took}", thousands(answer.programmed));
+        let mut text = format!("{what}: {} programmed it, {took}", having(answer.programmed));
         add_absent(&mut text, answer);
         return Ok(text + "\n");
     }
@@ -70,7 +83,7 @@ fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Resu
         ("source", _) => {
             "the source of the replica is unlisted, cut off, or behind the source of another replica: `headgatectl status` shows its state"
         }
-        ("service", false) => "the replica does not know the service",
+        ("service", false) => "the replica does not serve it:",
         ("endpoint", false) => "the replica does not know the endpoint",
         ("service", true) => "the replica still has the service",
         ("endpoint", true) => "the replica still has the endpoint",
@@ -81,23 +94,21 @@ fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Resu
     } else if answer.nodes == 0 {
         text.push_str("\n  no Node and no agent is known: with --allow-absent the command succeeds");
     } else {
-        let _ = write!(
-            text,
-            "\n  {} of {} nodes have programmed it",
-            thousands(answer.programmed),
-            thousands(answer.nodes)
-        );
+        let _ = write!(text, "\n  {} of {} programmed it", thousands(answer.programmed), having(answer.nodes));
     }
-    for problem in &answer.problems {
-        let _ = write!(text, "\n  {}", plain(problem));
-    }
-    for laggard in answer.laggards.iter().take(MAX_NAMED) {
-        let _ = write!(text, "\n  {}", lagging(laggard));
+    let problems = answer.problems.iter().map(|problem| plain(problem).into_owned());
+    for line in problems.chain(answer.laggards.iter().take(MAX_NAMED).map(lagging)) {
+        let _ = write!(text, "\n  {line}");
     }
     add_more(&mut text, answer.laggards.len(), answer.laggard_count, "behind");
     add_absent(&mut text, answer);
     let only_absent = missing.is_empty() && answer.laggard_count == 0 && (answer.absent_count > 0 || answer.nodes == 0);
     Err(if only_absent { Failure::Absent(text) } else { Failure::TimedOut(text) })
+}
+
+/// Formats a number of nodes, and the verb that follows.
+fn having(nodes: u64) -> String {
+    format!("{} {}", counted(nodes, "node"), if nodes == 1 { "has" } else { "have" })
 }
 
 fn lagging(laggard: &Laggard) -> String {
@@ -108,11 +119,11 @@ fn lagging(laggard: &Laggard) -> String {
         "" => "the version was not sent yet: the agent waits for its replica, or does not read its stream",
         reason => reason,
     };
-    let lag = units::duration(*lag_ms);
+    let lag = if *lag_ms == 0 { String::new() } else { format!(", {} behind", units::duration(*lag_ms)) };
     // The replica of the agent may not know a version with the state.
     let at = match version {
         0 => String::new(),
-        version => format!("at version {programmed_version} of {version}, {lag} behind: "),
+        version => format!("at version {programmed_version} of {version}{lag}: "),
     };
     plain(&format!("{node}: {at}{reason}")).into_owned()
 }
@@ -134,6 +145,7 @@ fn add_more(text: &mut String, listed: usize, count: u64, filter: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::Selection;
 
     fn laggard(node: &str, reason: &str) -> Laggard {
         let (programmed_version, version, lag_ms) = (4, 5, 4_200);
@@ -142,14 +154,7 @@ mod tests {
 
     /// Returns the exit code and the text.
     fn judged(answer: &WaitAnswer, allow_absent: bool) -> (u8, String) {
-        let wait = WaitArgs {
-            service: String::new(),
-            namespace: None,
-            endpoint: None,
-            gone: false,
-            timeout: GRACE,
-            allow_absent,
-        };
+        let wait = WaitArgs { of: Selection::default(), endpoint: None, gone: false, timeout: GRACE, allow_absent };
         match judge(answer, &wait, "service prod/web", 120) {
             Ok(text) => (0, text),
             Err(failure) => (failure.exit_code(), failure.to_string()),

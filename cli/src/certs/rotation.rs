@@ -29,14 +29,6 @@ const END: &str = "-----END CERTIFICATE-----";
 const FOLDERS: [&str; 3] = ["control-plane", "nodes", "readers"];
 
 /// What to do with the authorities.
-#[derive(Debug, clap::Args)]
-pub struct CaArgs {
-    /// The action.
-    #[command(subcommand)]
-    pub action: CaAction,
-}
-
-/// The actions.
 #[derive(Debug, clap::Subcommand)]
 pub enum CaAction {
     /// Create the authority of replicas and readers (ca.crt, ca.key) and the authority of nodes
@@ -83,9 +75,9 @@ pub enum Step {
 /// # Errors
 ///
 /// [`CertsError`]. Run the action again after the cause that the error names is corrected.
-pub fn run(args: &CaArgs) -> Result<Written, CertsError> {
+pub fn run(action: &CaAction) -> Result<Written, CertsError> {
     let now = SystemTime::now();
-    match &args.action {
+    match action {
         CaAction::Init(folder) => init(&folder.out, now),
         CaAction::Rotate { step, nodes, folder } => {
             let files = if *nodes { OF_NODES } else { OPERATORS };

@@ -2,15 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use clap::Parser as _;
-use headgate_proto::v1::{ListAgentsRequest, ListEndpointsRequest, ListServicesRequest, WaitRequest};
+use headgate_proto::v1::{ListEndpointsRequest, WaitRequest};
 use serde_json::{Value, json};
 
+use crate::agents;
 use crate::answer::{Failure, Session};
-use crate::args::{Args, Command, Output};
+use crate::args::{self, Output, Selected};
 use crate::client::Replica;
-use crate::render::Style;
-use crate::{drain, explain, node, verify, wait};
 
 /// The most endpoints of a Service that a page shows.
 const MAX_ENDPOINTS: usize = 500;
@@ -43,12 +41,15 @@ fn command_line(command: &str, fields: &BTreeMap<String, Value>) -> Option<Vec<S
 pub(super) async fn run(replica: Replica, command: &str, fields: &BTreeMap<String, Value>) -> Option<Value> {
     let line = command_line(command, fields)?;
     let mut out = Vec::new();
-    let result = match Args::try_parse_from(line) {
+    let result = match args::parse(line) {
         // The first paragraph names the fault.
         Err(error) => Err(Failure::Usage(error.to_string().split("\n\n").next().unwrap_or_default().to_owned())),
         Ok(args) => {
-            let mut session = Session { replica, output: Output::Table, style: Style::default(), out: &mut out };
-            dispatch(&mut session, &args.command).await
+            let mut session = Session::new(replica, Output::Table, &mut out);
+            match args.command.selected() {
+                Ok(selected) => session.answer(&args.command, &selected).await,
+                Err(usage) => Err(Failure::Usage(usage)),
+            }
         }
     };
     let mut text = String::from_utf8_lossy(&out).into_owned();
@@ -62,24 +63,9 @@ pub(super) async fn run(replica: Replica, command: &str, fields: &BTreeMap<Strin
     Some(json!({ "text": text, "code": code }))
 }
 
-async fn dispatch(session: &mut Session<'_>, command: &Command) -> Result<(), Failure> {
-    let selected = command.selected().map_err(Failure::Usage)?;
-    match command {
-        Command::Explain(wanted) => explain::run(session, wanted, selected).await,
-        Command::Verify(wanted) => verify::run(session, wanted).await,
-        Command::Wait(wanted) => wait::run(session, wanted, selected).await,
-        Command::Drain(wanted) => drain::run(session, wanted).await,
-        Command::Node(wanted) => node::run(session, wanted).await,
-        // No other command is allowed.
-        _ => Ok(()),
-    }
-}
-
 /// The card of a node.
 pub(super) async fn card(session: &mut Session<'_>, node: &str) -> Result<Value, Failure> {
-    let request = ListAgentsRequest { node: node.to_owned(), only_this_replica: false };
-    let answer = session.replica.client.list_agents(request).await;
-    let agent = session.collect(answer).await?.pop();
+    let agent = agents::list(session, node).await?.pop();
     let agent = agent.ok_or_else(|| Failure::NotFound(format!("no node {node}")))?;
     Ok(json!({ "agent": agent }))
 }
@@ -87,9 +73,8 @@ pub(super) async fn card(session: &mut Session<'_>, node: &str) -> Result<Value,
 /// One Service, its endpoints, and which nodes have its present state.
 pub(super) async fn service(session: &mut Session<'_>, namespace: &str, name: &str) -> Result<Value, Failure> {
     let (namespace, name) = (namespace.to_owned(), name.to_owned());
-    let request = ListServicesRequest { namespace: namespace.clone(), name: name.clone() };
-    let answer = session.replica.client.list_services(request).await;
-    let service = session.collect(answer).await?.pop();
+    let of = Selected { namespace: namespace.clone(), name: name.clone() };
+    let service = session.services(&of).await?.pop();
     let service =
         service.ok_or_else(|| Failure::NotFound(format!("there is no Service {namespace}/{name} any more")))?;
     let request = ListEndpointsRequest { namespace: namespace.clone(), name: name.clone() };
@@ -137,7 +122,7 @@ mod tests {
                 options.iter().map(|option| ((*option).to_owned(), value(option).into())).collect();
             fields.extend(flags.iter().map(|flag| ((*flag).to_owned(), true.into())));
             fields.insert(argument.to_owned(), "a/b".into());
-            Args::try_parse_from(command_line(name, &fields).unwrap()).unwrap();
+            args::parse(command_line(name, &fields).unwrap()).unwrap();
         }
     }
 }

@@ -8,17 +8,15 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use headgate_proto::v1::{AgentsChange, GetStatusRequest, WatchAgentsRequest};
+use headgate_proto::v1::{AgentsChange, WatchAgentsRequest};
 use serde_json::{Map, Value, json};
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, interval, sleep};
-use tonic::Code;
 
 use super::rows;
 use crate::answer::{Failure, Session, now_unix_ms};
 use crate::args::{Args, Output};
 use crate::client::{self, Replica};
-use crate::render::Style;
 use crate::units::milliseconds;
 
 /// The interval of requests for the status. Everything else comes as it changes.
@@ -175,18 +173,17 @@ pub(super) async fn follow(fleet: &Shared, args: &Args) {
 /// Follows a replica until no page is open, or until the connection fails.
 async fn watch(fleet: &Shared, replica: Replica) -> Result<(), Failure> {
     let sink = &mut io::sink();
-    let mut session = Session { replica, output: Output::Json, style: Style::default(), out: sink };
+    let mut session = Session::new(replica, Output::Json, sink);
     ask_status(fleet, &mut session, MAX_CHANGES as u32).await?;
     let answer = session.replica.client.watch_agents(WatchAgentsRequest::default()).await;
-    let mut agents = answer.map_err(|status| refused(&session, &status))?.into_inner();
+    let mut agents = session.stream(answer)?;
     let mut seen = HashSet::new();
     let mut ticks = interval(STATUS_INTERVAL);
     ticks.reset();
     loop {
         tokio::select! {
-            message = agents.message() => {
-                let ended = || tonic::Status::unavailable("the replica stops");
-                let message = message.and_then(|message| message.ok_or_else(ended)).map_err(|status| refused(&session, &status))?;
+            message = session.next(&mut agents) => {
+                let message = message?;
                 let is_complete = message.is_complete;
                 fleet.borrow_mut().take(message, &mut seen);
                 if is_complete {
@@ -205,23 +202,12 @@ async fn watch(fleet: &Shared, replica: Replica) -> Result<(), Failure> {
 }
 
 async fn ask_status(fleet: &Shared, session: &mut Session<'_>, last_changes: u32) -> Result<(), Failure> {
-    let request = GetStatusRequest { last_changes, ..GetStatusRequest::default() };
-    let answer = session.replica.client.get_status(request).await;
-    let mut status = answer.map_err(|status| session.refused(&status))?.into_inner();
+    let mut status = session.status(last_changes).await?;
     let changes = std::mem::take(&mut status.fleet.get_or_insert_default().last_changes);
     let mut fleet = fleet.borrow_mut();
     fleet.set_status(serde_json::to_value(status).map_err(io::Error::from)?);
     fleet.add_changes(&changes.iter().rev().map(rows::change).collect::<Vec<_>>(), 0);
     Ok(())
-}
-
-fn refused(session: &Session<'_>, status: &tonic::Status) -> Failure {
-    match status.code() {
-        Code::Unimplemented => {
-            Failure::NotFound("the control plane is older than this headgatectl: upgrade it".to_owned())
-        }
-        _ => session.refused(status),
-    }
 }
 
 #[cfg(test)]

@@ -2,10 +2,11 @@
 
 use std::fmt::Write as _;
 
-use comfy_table::Cell;
 use headgate_proto::v1::{AgentInfo, FleetInfo};
 
-use super::{Column, Style, Tone, cell, difference, note, sentence, table, thousands, toned};
+use super::{
+    ALWAYS, Cell, Column, Style, Tone, cell, counted, difference, note, only, sentence, table, thousands, toned,
+};
 use crate::units;
 
 /// The lag in milliseconds at which an agent counts as behind, if its state does not show whether
@@ -30,23 +31,24 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
     };
     // Agents before 0.2 report no verification.
     let some_verified = agents.iter().any(|of| of.verified_unix_ms != 0);
+    let wide = only(is_wide, 6);
     let columns: &[Column<'_, AgentInfo>] = &[
-        ("NODE", true, &|of| cell(&of.node)),
-        ("STATE", true, &state),
-        (">PROGRAMMED", true, &|of| number(of, of.programmed_version)),
-        (">SENT", true, &|of| number(of, of.sent_version)),
-        (">LAG", true, &|of| cell(if is_absent(of) { String::new() } else { lag(of) })),
-        ("BACKEND", true, &|of| cell(&of.backend)),
-        (">SEEN", agents.iter().any(is_absent), &|of| cell(seen(of))),
-        (">VERIFIED", some_verified, &|of| verified(of, now_unix_ms)),
-        (">APPLY", is_wide, &|of| cell(units::microseconds(of.apply_microseconds))),
-        (">PLANNED", is_wide, &|of| number(of, of.services_planned.into())),
-        (">WRITTEN", is_wide, &|of| number(of, of.objects_written.into())),
-        ("RESUMED", is_wide, &|of| cell(resume(of))),
-        (">CONNECTED", is_wide, &connected),
-        ("ADDRESS", is_wide, &|of| cell(&of.address)),
-        ("AGENT", is_wide, &|of| cell(&of.agent_version)),
-        ("REPLICA", is_wide, &|of| cell(&of.replica)),
+        ("NODE", ALWAYS, &|of| cell(&of.node)),
+        ("STATE", ALWAYS, &state),
+        (">PROGRAMMED", 3, &|of| number(of, of.programmed_version)),
+        (">SENT", 4, &|of| number(of, of.sent_version)),
+        (">LAG", 1, &|of| cell(if is_absent(of) { String::new() } else { lag(of) })),
+        ("BACKEND", 2, &|of| cell(&of.backend)),
+        (">SEEN", only(agents.iter().any(is_absent), ALWAYS), &|of| cell(seen(of))),
+        (">VERIFIED", only(some_verified, 5), &|of| verified(of, now_unix_ms)),
+        (">APPLY", wide, &|of| cell(units::microseconds(of.apply_microseconds))),
+        (">PLANNED", wide, &|of| number(of, of.services_planned.into())),
+        (">WRITTEN", wide, &|of| number(of, of.objects_written.into())),
+        ("RESUMED", wide, &|of| cell(resume(of))),
+        (">CONNECTED", wide, &connected),
+        ("ADDRESS", wide, &|of| cell(&of.address)),
+        ("AGENT", wide, &|of| cell(&of.agent_version)),
+        ("REPLICA", wide, &|of| cell(&of.replica)),
     ];
     let mut output = table(columns, agents, style);
     for agent in agents {
@@ -76,7 +78,7 @@ fn seen(agent: &AgentInfo) -> String {
     match agent.departed_ms {
         _ if !is_absent(agent) => "now".to_owned(),
         0 => "never".to_owned(),
-        departed_ms => format!("{} ago", units::duration(departed_ms)),
+        departed_ms => units::ago(departed_ms),
     }
 }
 
@@ -97,7 +99,7 @@ pub fn no_agent(node: &str, reason: &str) -> String {
 fn verified(agent: &AgentInfo, now_unix_ms: u64) -> Cell {
     let text = match agent.verified_unix_ms {
         0 => return cell(""),
-        at => format!("{} ago", units::duration(now_unix_ms.saturating_sub(at))),
+        at => units::ago(now_unix_ms.saturating_sub(at)),
     };
     match agent.drift_count {
         0 => cell(text),
@@ -146,7 +148,7 @@ pub fn fleet(fleet: &FleetInfo) -> String {
         (fleet.no_agent, "without an agent"),
     ];
     let all = fleet.up_to_date + others.iter().map(|(count, _)| count).sum::<u64>();
-    let mut text = format!("fleet: {} of {} nodes up to date", thousands(fleet.up_to_date), thousands(all));
+    let mut text = format!("fleet: {} of {} up to date", thousands(fleet.up_to_date), counted(all, "node"));
     for (count, state) in others {
         if count > 0 {
             let _ = write!(text, ", {} {state}", thousands(count));

@@ -2,7 +2,7 @@ use headgate_proto::v1::{AgentInfo, FleetInfo, SourceAge};
 
 use super::*;
 
-const PLAIN: Style = Style { colour: false };
+const PLAIN: Style = Style { colour: false, width: None };
 
 fn strings<const N: usize>(items: [&str; N]) -> Vec<String> {
     items.map(str::to_owned).to_vec()
@@ -184,8 +184,8 @@ fn control_characters_from_agents_and_manifests_are_escaped() {
     let of_endpoint = WatchEvent { endpoint: Some(endpoint.clone()), ..WatchEvent::default() };
     let tables = [
         (agents(&[agent], 0, true, PLAIN), 5),
-        (services(&[service], PLAIN), 3),
-        (endpoints(&[endpoint], PLAIN), 2),
+        (services(&[service], false, PLAIN), 3),
+        (endpoints(&[endpoint], false, PLAIN), 2),
         (super::status(&status, PLAIN), 12),
         (event(&of_service, PLAIN) + "\n", 1),
         (event(&of_endpoint, PLAIN) + "\n", 1),

@@ -2,7 +2,7 @@
 
 use headgate_proto::v1::NodeVerification;
 
-use super::{Column, Style, Tone, cell, difference, no_agent, note, table, thousands, toned};
+use super::{ALWAYS, Column, Style, Tone, cell, counted, difference, no_agent, note, table, thousands, toned};
 
 /// Formats verifications, one node per row, with the differences below.
 pub fn verifications(nodes: &[NodeVerification], style: Style) -> String {
@@ -16,13 +16,13 @@ pub fn verifications(nodes: &[NodeVerification], style: Style) -> String {
     };
     let number = |of: &NodeVerification, text: String| cell(if of.result == "absent" { String::new() } else { text });
     let columns: &[Column<'_, NodeVerification>] = &[
-        ("NODE", true, &|of| cell(&of.node)),
-        ("RESULT", true, &result),
-        (">VERSION", true, &|of| number(of, of.version.to_string())),
-        (">SERVICES", true, &|of| number(of, thousands(of.services))),
-        (">FRONTENDS", true, &|of| number(of, thousands(of.frontends))),
-        (">DIFFERENCES", true, &|of| number(of, thousands(of.drift_count))),
-        ("BACKEND", true, &|of| cell(&of.backend)),
+        ("NODE", ALWAYS, &|of| cell(&of.node)),
+        ("RESULT", ALWAYS, &result),
+        (">VERSION", 2, &|of| number(of, of.version.to_string())),
+        (">SERVICES", 3, &|of| number(of, thousands(of.services))),
+        (">FRONTENDS", 4, &|of| number(of, thousands(of.frontends))),
+        (">DIFFERENCES", ALWAYS, &|of| number(of, thousands(of.drift_count))),
+        ("BACKEND", 1, &|of| cell(&of.backend)),
     ];
     let mut output = table(columns, nodes, style);
     for NodeVerification { node, result, drift, drift_count, unverified, is_repaired, .. } in nodes {
@@ -31,7 +31,7 @@ pub fn verifications(nodes: &[NodeVerification], style: Style) -> String {
         }
         let more = drift_count.saturating_sub(drift.len() as u64);
         if more > 0 {
-            note(&mut output, &format!("{node}: {} more differences are not shown", thousands(more)), Tone::Bad, style);
+            note(&mut output, &format!("{node}: {} left out", counted(more, "more difference")), Tone::Bad, style);
         }
         let (repair, tone) = match is_repaired {
             true => ("repaired: a later verification found no difference", Tone::Good),

@@ -44,6 +44,8 @@ async fn missing_objects_are_named_and_the_exit_code_is_1() {
         (&["endpoints", "demo/nope"][..], "no service demo/nope"),
         (&["services", "nope"], "no service default/nope"),
         (&["agents", "node-z"], "no node node-z"),
+        (&["services", "web"], "no service default/web, but shop/web: write shop/web, or --namespace shop"),
+        (&["endpoints", "web"], "no service default/web, but shop/web"),
     ] {
         let (code, error) = refusal(&control_plane.url(), arguments).await;
         assert_eq!(code, 1, "{error}");
@@ -121,7 +123,7 @@ async fn settings_of_kube_proxy_are_checked_without_a_server() {
     let nowhere = "http://127.0.0.1:1";
     let table = answer(nowhere, &["migrate", "check", "--", "--proxy-mode=ipvs", "--masquerade-all", "-v", "2"]).await;
     let lines: Vec<&str> = table.lines().map(str::trim_end).collect();
-    assert!(lines[0].starts_with("SETTING") && lines[0].ends_with("EXPLANATION"), "{table}");
+    assert!(lines[0].starts_with("SETTING") && lines[0].ends_with("OUTCOME"), "{table}");
     assert!(lines[1].starts_with("--proxy-mode") && lines[1].contains("carries over"), "{table}");
     assert!(table.contains("2 carries over, 1 other default, 1 no effect, 0 invalid."), "{table}");
 
@@ -163,6 +165,36 @@ fn the_agent_has_the_flags_that_the_check_calls_its_own() {
             assert!(matches!(error.kind(), DisplayHelp | DisplayVersion), "{flag}: {error}");
         }
     }
+}
+
+#[tokio::test]
+async fn lists_have_the_formats_of_kubectl() {
+    let control_plane = ControlPlane::start();
+    let url = control_plane.url();
+    assert_eq!(answer(&url, &["services", "-A", "-o", "name"]).await, "shop/web\n");
+    let endpoints = answer(&url, &["endpoints", "-o", "name"]).await;
+    assert_eq!(endpoints, "shop/web 10.244.1.10\nshop/web 10.244.2.10\n");
+    assert_eq!(answer(&url, &["agents", "-o", "name"]).await, "node-a\n");
+    let rows = answer(&url, &["endpoints", "shop/web", "--no-headers"]).await;
+    assert!(rows.lines().count() == 2 && rows.starts_with("10.244.1.10  "), "{rows}");
+    assert_eq!(answer(&url, &["agents", "--no-headers"]).await.lines().count(), 1);
+    let (narrow, wide) = (answer(&url, &["services"]).await, answer(&url, &["services", "-o", "wide"]).await);
+    assert!(!narrow.contains("SOURCE-RANGES") && wide.contains("SOURCE-RANGES"), "{wide}");
+    let yaml = answer(&url, &["services", "-o", "yaml"]).await;
+    let json: Value = serde_json::from_str(&answer(&url, &["services", "-o", "json"]).await).unwrap();
+    assert_eq!(serde_saphyr::from_str::<Value>(&yaml).unwrap(), json, "{yaml}");
+    let versions: Value = serde_json::from_str(&answer(&url, &["version", "-o", "json"]).await).unwrap();
+    assert_eq!(versions["replicas"][0]["replica"], "example");
+    assert!(answer(&url, &["version"]).await.ends_with(&format!("All have version {}.\n", env!("CARGO_PKG_VERSION"))));
+    let (code, error) = refusal(&url, &["status", "-o", "name"]).await;
+    assert!(code == 2 && error.contains("works with services, endpoints and agents"), "{error}");
+
+    let absent = headgatectl(&url, &["agents", "--absent", "--exit-code"]).await;
+    assert_eq!((absent.status.code(), text(&absent.stderr)), (Some(1), "headgatectl: 1 node in the list\n".into()));
+    assert!(answer(&url, &["agents", "--failing", "--exit-code"]).await.starts_with("No node of 1 matches.\n"));
+    // Without a replica, the version of this program is known.
+    let alone = headgatectl("http://127.0.0.1:1", &["version"]).await;
+    assert!(alone.status.code() == Some(1) && text(&alone.stdout).contains("\nheadgatectl  "), "{alone:?}");
 }
 
 #[tokio::test]

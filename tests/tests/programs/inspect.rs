@@ -108,7 +108,7 @@ fn headgatectl_shows_the_objects_of_the_manifests() {
     assert!(table.lines().nth(1).unwrap().contains("80:30080/TCP"), "{table}");
     let agents = control_plane.headgatectl(&["agents"]).unwrap();
     assert!(agents.lines().nth(1).unwrap().starts_with("node-a  no agent  "), "{agents}");
-    assert!(agents.ends_with("\nfleet: 0 of 1 nodes up to date, 1 without an agent\n"), "{agents}");
+    assert!(agents.ends_with("\nfleet: 0 of 1 node up to date, 1 without an agent\n"), "{agents}");
 }
 
 #[test]

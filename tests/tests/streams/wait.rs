@@ -87,7 +87,7 @@ async fn wait_names_nodes_that_reject_the_change_or_lose_their_agent() {
     b.ack().await;
     let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await;
     assert_eq!(answer.code, 3);
-    let reason = "a: at version 1 of 1, 0 behind: rejected Endpoint default/service-1 10.0.1.1, ports[0]: no";
+    let reason = "a: at version 1 of 1: rejected Endpoint default/service-1 10.0.1.1, ports[0]: no";
     assert!(answer.err.contains(reason) && !answer.err.contains("b: at"), "{}", answer.err);
 
     let withdrawn = vec!["Endpoint default/service-1 10.0.1.1".to_owned()];
@@ -142,7 +142,7 @@ async fn failing_agents_are_listed_first() {
         table.contains("... and 2 more: --limit 0 shows all\nfleet: 1 of 3 nodes up to date, 2 failing"),
         "{table}"
     );
-    let wide = headgatectl(&[&replica], "agents --node a-good -o wide").await.out;
+    let wide = headgatectl(&[&replica], "agents a-good -o wide").await.out;
     assert!(wide.contains("ADDRESS") && wide.contains("up to date"), "{wide}");
 }
 
@@ -152,7 +152,7 @@ async fn agents_of_a_replica_that_never_lists_are_shown_as_waiting() {
     let _agent = replica.open("node-0").await;
     let text = headgatectl(&[&replica], "agents").await.out;
     assert!(text.contains("node-0: waiting: the replica has not listed its source; the node holds no state"), "{text}");
-    assert!(text.ends_with("fleet: 0 of 1 nodes up to date, 1 waiting\n"), "{text}");
+    assert!(text.ends_with("fleet: 0 of 1 node up to date, 1 waiting\n"), "{text}");
     let answer = headgatectl(&[&replica], "wait ns/svc-0 --timeout 1s").await;
     assert!(answer.err.contains("the source of the replica is unlisted"), "{} {}", answer.out, answer.err);
 }

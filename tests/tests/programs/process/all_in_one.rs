@@ -34,7 +34,7 @@ fn one_program_forwards_connections_by_a_folder_of_manifests_and_serves_all_page
     eventually("the Service forwards", || exchange(&rig, CLUSTER_IP, 1));
 
     let agents = rig.headgatectl(&[&rig.socket(), "agents"]).unwrap();
-    assert!(agents.contains("fleet: 1 of 1 nodes up to date"), "{agents}");
+    assert!(agents.contains("fleet: 1 of 1 node up to date"), "{agents}");
     assert_eq!(rig.until_health("/healthz", 200)["nodeEligible"], true);
     assert_eq!(rig.replica_page("/readyz").unwrap().0, 200);
     let (_, of_control_plane) = rig.replica_page("/metrics").unwrap();
@@ -112,7 +112,7 @@ fn the_program_of_one_node_trusts_no_other_user_of_the_node() {
     let rig = Rig::new();
     let _headgate = rig.all_in_one(&[&rig.manifests()]);
     let socket = rig.path("run/inspect.sock");
-    rig.until_said(&[&rig.socket(), "agents"], &["fleet: 1 of 1 nodes up to date"]);
+    rig.until_said(&[&rig.socket(), "agents"], &["fleet: 1 of 1 node up to date"]);
     for path in [rig.path("run"), socket.clone(), rig.path("run/agents.sock")] {
         let found = fs::metadata(&path).unwrap();
         assert_eq!((found.permissions().mode() & 0o077, found.uid()), (0, 0), "{}", path.display());

@@ -63,6 +63,8 @@ fn headgatectl_reports_a_wrong_scheme_or_port_of_its_server() {
         says("http://127.0.0.1:7443", command, false, expected);
     }
     let right = format!("--server=https://{}", WITH_TLS[1]);
+    let said = rig.headgatectl(&[&right, &tls[2], "services"]).unwrap_err();
+    assert!(said.contains("no client certificate was given\nGive --tls-cert and --tls-key"), "{said}");
     let mut right = vec![right.as_str(), "services"];
     right.extend(tls.iter().map(String::as_str));
     assert!(rig.headgatectl(&right).unwrap().contains("web"));

@@ -37,7 +37,7 @@ fn verify(rig: &Rig) -> (Option<i32>, String) {
 /// Waits until the node is verified. The agent may not be connected at first.
 fn until_verified(rig: &Rig) {
     eventually("the node is verified", || match verify(rig) {
-        (Some(0), out) if out.ends_with("1 of 1 nodes verified\n") => Ok(()),
+        (Some(0), out) if out.ends_with("1 of 1 node verified\n") => Ok(()),
         (_, out) => Err(out),
     });
 }
@@ -69,7 +69,7 @@ fn a_deleted_rule_and_a_swapped_address_are_named_and_repaired() {
         assert!(named.contains(sentence), "{out}");
         assert!(!out.contains("ns/api"), "{out}");
         assert!(out.contains("node-a: repaired: a later verification found no difference"), "{out}");
-        assert!(out.contains("0 of 1 nodes verified, 1 with differences"), "{out}");
+        assert!(out.contains("0 of 1 node verified, 1 with differences"), "{out}");
         assert_eq!(rig.rules("iptables-nft-save", "nat").len(), rules.len());
         until_verified(&rig);
     }
