@@ -41,7 +41,7 @@ async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Serve
     own.write(folder.path(), &[authority]);
     let names = others.iter().map(|other| ("127.0.0.1".to_owned(), other.running.inspect_addr.port())).collect();
     let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.path().join(name));
-    let peers = Some(PeerSettings { names, tls: Some(PeerTls { cert, key, ca }) });
+    let peers = Some(PeerSettings { names, tls: Some(PeerTls { cert, key, ca }), ..PeerSettings::default() });
     let server = Server::in_folder(folder, Settings { peers, ..Settings::default() }).await;
     let service = ServiceKey::new("default", "service-1");
     let endpoint = |host, conditions| {
