@@ -132,14 +132,16 @@ pub struct Options {
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key)]
     pub balance_service: Option<ServiceKey>,
 
-    /// The control plane's replicas, which together say what all nodes have programmed: HOST:PORT
-    /// of a headless Service with publishNotReadyAddresses, or of each replica, with the port of
-    /// --inspect-listen. Repeat the option, or separate values by commas. The list may include this
-    /// replica. Write "none" if there is only one replica. Without this option, pods that stop get
-    /// no answer (docs/drain.md), and nobody knows which Nodes never had an agent. Over TLS,
-    /// replicas use --tls-cert and --tls-key as clients, and --tls-client-ca checks their
-    /// certificates, which need the URI
-    /// headgate://replica/NAME and the names in this option
+    /// The control plane's replicas, which together say what all nodes have programmed:
+    /// service:NAMESPACE/NAME, a Service in the source that selects the replicas and is not
+    /// headless, so that replicas may move; then all replicas have the same port for
+    /// --inspect-listen. Or HOST:PORT of each replica, or of a name that leads to all, with the port
+    /// of --inspect-listen. Repeat the option, or separate values by commas. The list may include
+    /// this replica. Write "none" if there is only one replica. Without this option, pods that stop
+    /// get no answer (docs/drain.md), and nobody knows which Nodes never had an agent. Replicas tell
+    /// agents where the others are. Over TLS, replicas use --tls-cert and --tls-key as clients, and
+    /// --tls-client-ca checks their certificates, which need the URI headgate://replica/NAME; their
+    /// addresses do not matter
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = peer)]
     pub peers: Vec<PeerOption>,
 
@@ -227,18 +229,24 @@ pub struct Options {
 pub enum PeerOption {
     /// There is only one replica.
     None,
+    /// The endpoints of a Service are the replicas.
+    Service(ServiceKey),
     /// Host and port of replicas.
     At(String, u16),
 }
 
-fn peer(text: &str) -> Result<PeerOption, &'static str> {
+fn peer(text: &str) -> Result<PeerOption, String> {
     if text == "none" {
         return Ok(PeerOption::None);
     }
+    if let Some(service) = text.strip_prefix("service:") {
+        return service_key(service).map(PeerOption::Service);
+    }
     let parsed = text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
-    let (host, port) = parsed.ok_or("write HOST:PORT, or none")?;
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    if host.is_empty() { Err("write HOST:PORT, or none") } else { Ok(PeerOption::At(host.to_owned(), port)) }
+    let parsed = parsed.map(|(host, port)| (host.trim_start_matches('[').trim_end_matches(']'), port));
+    let (host, port) =
+        parsed.filter(|(host, _)| !host.is_empty()).ok_or("write service:NAMESPACE/NAME, HOST:PORT, or none")?;
+    Ok(PeerOption::At(host.to_owned(), port))
 }
 
 /// The format of the log.
@@ -345,13 +353,17 @@ impl Options {
 
     /// The other replicas; `None` if `--peers` is not given.
     fn peers(&self) -> Option<PeerSettings> {
-        let names = self.peers.iter().filter_map(|peer| match peer {
-            PeerOption::None => None,
-            PeerOption::At(host, port) => Some((host.clone(), *port)),
-        });
+        let (mut names, mut service) = (Vec::new(), None);
+        for peer in self.peers.iter().cloned() {
+            match peer {
+                PeerOption::None => {}
+                PeerOption::Service(key) => service = Some(key),
+                PeerOption::At(host, port) => names.push((host, port)),
+            }
+        }
         let files = self.tls_cert.clone().zip(self.tls_key.clone()).zip(self.tls_client_ca.clone());
         let tls = files.map(|((cert, key), ca)| PeerTls { cert, key, ca });
-        (!self.peers.is_empty()).then(|| PeerSettings { names: names.collect(), tls })
+        (!self.peers.is_empty()).then(|| PeerSettings { names, service, tls })
     }
 
     /// How agents enrol; `None` if `--enrolment-listen` is not given.

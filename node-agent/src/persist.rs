@@ -9,6 +9,9 @@
 //! version of the file, and with the positions that it recorded last: the replica
 //! sends what has changed since the file, and no replica that is behind the rules may send.
 //!
+//! Beside the state is the list of replicas that a replica announced last, so that an agent also
+//! finds the control plane if it has moved away from the addresses of `--control-plane`.
+//!
 //! Problems of the file never affect forwarding. If the file cannot be used, the agent starts
 //! without a state. If the file cannot be written, the agent logs a warning and counts the error.
 
@@ -16,9 +19,11 @@
 mod tests;
 
 use std::{
+    collections::BTreeSet,
     fmt::{Debug, Display},
     fs::{self, DirBuilder, File, OpenOptions, TryLockError},
     io::{self, BufWriter, Write},
+    net::SocketAddr,
     os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     sync::{Arc, atomic::AtomicU64},
@@ -83,7 +88,7 @@ pub(crate) fn open(disk: Box<dyn Disk>, node_name: Arc<str>) -> (Option<Restored
 /// # Errors
 /// One of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
-    let names = [STATE_FILE, STATE_TEMPORARY, RUN_FILE, RUN_TEMPORARY];
+    let names = [STATE_FILE, STATE_TEMPORARY, RUN_FILE, RUN_TEMPORARY, REPLICAS_FILE, REPLICAS_TEMPORARY];
     let folder = Folder::new(folder);
     names.into_iter().try_for_each(|name| folder.remove(name))
 }
@@ -168,6 +173,28 @@ fn record(disk: &dyn Disk, positions: Option<&[SourcePosition]>) -> io::Result<(
     disk.rename(RUN_TEMPORARY, RUN_FILE, false)
 }
 
+// The list of replicas.
+
+/// The name of the file with the addresses of replicas, one a line.
+const REPLICAS_FILE: &str = "replicas";
+const REPLICAS_TEMPORARY: &str = "replicas.new";
+
+/// Reads the list of replicas. It is empty if there is no file, or if the file cannot be used.
+fn read_replicas(disk: &dyn Disk) -> BTreeSet<SocketAddr> {
+    let lines = |bytes: Vec<u8>| {
+        let text = String::from_utf8(bytes).map_err(io::Error::other)?;
+        text.lines().map(|line| line.parse().map_err(io::Error::other)).collect()
+    };
+    let read = disk.read(REPLICAS_FILE).and_then(lines);
+    read.unwrap_or_else(|error| {
+        if error.kind() != io::ErrorKind::NotFound {
+            let path = disk.path().join(REPLICAS_FILE);
+            warn!(path = %path.display(), %error, "the list of replicas cannot be used; the agent begins with those of --control-plane, and then writes a new list");
+        }
+        BTreeSet::new()
+    })
+}
+
 // Decides when the state is written.
 
 /// How often the run is recorded, at most. The first state of a run is written after this time, so
@@ -184,6 +211,7 @@ pub struct Saver {
     state: Arc<AgentState>,
     metrics: SaveMetrics,
     progress: watch::Receiver<Progress>,
+    replicas: watch::Receiver<BTreeSet<SocketAddr>>,
     /// The generation of the state on disk. `None` if no usable state is on disk.
     saved: Option<u64>,
     /// The generation whose positions are recorded.
@@ -191,6 +219,7 @@ pub struct Saver {
     /// When the state may be written next.
     save_at: Instant,
     has_failed: bool,
+    lacks_replicas: bool,
 }
 
 impl Saver {
@@ -204,7 +233,20 @@ impl Saver {
         progress: watch::Receiver<Progress>,
     ) -> Self {
         let (saved, save_at) = (file.holds_state.then_some(0), Instant::now() + pause(interval));
-        Self { file, interval, state, metrics, progress, saved, recorded: None, save_at, has_failed: false }
+        let (replicas, recorded, has_failed, lacks_replicas) = (state.replicas(), None, false, false);
+        Self {
+            file,
+            interval,
+            state,
+            metrics,
+            progress,
+            replicas,
+            saved,
+            recorded,
+            save_at,
+            has_failed,
+            lacks_replicas,
+        }
     }
 
     /// Saves newly programmed states, at most once per interval, until `shutdown`.
@@ -219,17 +261,44 @@ impl Saver {
         }
         loop {
             self.step(Instant::now()).await;
-            sleep(pause(self.interval)).await;
+            tokio::select! {
+                () = sleep(pause(self.interval)) => {}
+                Ok(()) = self.replicas.changed() => {}
+            }
         }
     }
 
-    /// Waits until the kernel has this generation. Returns false if the reconcile loop ended.
+    /// Waits until the kernel has this generation, and writes the list of replicas meanwhile.
+    /// Returns false if the reconcile loop ended.
     async fn has_programmed(&mut self, generation: u64) -> bool {
-        self.progress.wait_for(|progress| progress.generation() >= Some(generation)).await.is_ok()
+        loop {
+            self.save_replicas();
+            let Self { progress, replicas, .. } = self;
+            tokio::select! {
+                found = progress.wait_for(|progress| progress.generation() >= Some(generation)) => {
+                    return found.is_ok();
+                }
+                Ok(()) = replicas.changed() => {}
+            }
+        }
+    }
+
+    /// Writes the list of replicas, if it has changed.
+    fn save_replicas(&mut self) {
+        let replicas = self.replicas.borrow_and_update().clone();
+        let written = self.file.write_replicas(replicas);
+        if let Err(error) = &written {
+            self.metrics.errors.inc();
+            if !self.lacks_replicas {
+                warn!(%error, "the list of replicas cannot be saved; forwarding continues, but after a restart the agent begins with an older list, or with --control-plane");
+            }
+        }
+        self.lacks_replicas = written.is_err();
     }
 
     /// Records the run, and writes the state, if the kernel has a newer one and it is time.
     async fn step(&mut self, now: Instant) {
+        self.save_replicas();
         let programmed = self.progress.borrow().generation();
         if programmed != self.recorded && self.file.record_run(Some(&self.state.positions())) {
             self.recorded = programmed;
@@ -249,6 +318,7 @@ impl Saver {
     /// Saves the last state after the reconcile loop has ended. Saves nothing if the last attempt
     /// to program the kernel failed.
     pub fn save_last(mut self) {
+        self.save_replicas();
         let can_save = {
             let progress = self.progress.borrow();
             progress.failure.is_none() && progress.programmed.is_some()
@@ -453,12 +523,14 @@ pub(crate) struct StateFile {
     node_name: Arc<str>,
     /// True if the file held a usable state when it was loaded.
     holds_state: bool,
+    /// The list of replicas on disk.
+    pub(crate) replicas: BTreeSet<SocketAddr>,
 }
 
 impl StateFile {
     /// Names the file in a folder. Does not access the disk.
     fn new(disk: Box<dyn Disk>, node_name: Arc<str>) -> Self {
-        Self { disk, node_name, holds_state: false }
+        Self { disk, node_name, holds_state: false, replicas: BTreeSet::new() }
     }
 
     /// Path of the file.
@@ -470,6 +542,7 @@ impl StateFile {
     fn load(&mut self) -> Result<Option<Restored>, LoadError> {
         // If the lock cannot be taken, the next write reports the reason.
         let _ = self.disk.lock();
+        self.replicas = read_replicas(&*self.disk);
         let newer = newer_rules(&*self.disk);
         let mut restored = read_state(&*self.disk, &self.node_name)?;
         if let (Some(restored), Some(positions)) = (&mut restored, newer) {
@@ -533,6 +606,19 @@ impl StateFile {
     /// Replaces the file by the temporary file.
     fn commit(&self) -> io::Result<()> {
         self.disk.rename(STATE_TEMPORARY, STATE_FILE, true).map_err(|error| at(&self.path(), &error))
+    }
+
+    /// Replaces the list of replicas, if it differs.
+    fn write_replicas(&mut self, replicas: BTreeSet<SocketAddr>) -> io::Result<()> {
+        if self.replicas != replicas {
+            self.disk.lock()?;
+            self.disk.write(REPLICAS_TEMPORARY, true, &mut |output| {
+                replicas.iter().try_for_each(|address| writeln!(output, "{address}"))
+            })?;
+            self.disk.rename(REPLICAS_TEMPORARY, REPLICAS_FILE, true)?;
+            self.replicas = replicas;
+        }
+        Ok(())
     }
 
     /// Records that the kernel has rules of this agent; see [`record`]. Returns false if

@@ -258,6 +258,7 @@ impl Parts {
         let restored = restored.flatten();
         metrics.saves.restored.set(restored.is_some().into());
         let state = Arc::new(AgentState::restored(&config.node_name, restored.unwrap_or_default()));
+        file.iter().for_each(|file| state.set_replicas(file.replicas.clone()));
         let shared = || Arc::clone(&state);
         let (reconciler, progress) = Reconciler::new(dataplane, shared(), metrics.sync.clone(), timing);
         let saver = file.map(|file| Saver::new(file, save_period, shared(), metrics.saves.clone(), progress.clone()));

@@ -13,7 +13,7 @@ use headgate_proto::{
     node_to_wire,
     v1::{self, agent_message::Body as Received, server_message::Body},
 };
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 use tonic::Status;
 
 use super::{
@@ -111,6 +111,8 @@ pub(crate) struct Session {
     has_drained: bool,
     has_resumed: bool,
     next_heartbeat: Instant,
+    /// Where agents reach the replicas, as last sent to the agent.
+    announced: watch::Receiver<Arc<[String]>>,
     /// The state of the source that was last sent to the agent.
     sent_source: SourceState,
     lateness: Lateness,
@@ -189,6 +191,7 @@ impl Session {
         context.metrics.resumes.of([mode.as_str()]).inc();
         tracing::info!(node = %agent.node, address = %peer.address, resume = mode.as_str(), "agent connected");
         let sent_source = store.source_state();
+        let mut announced = streams.everywhere.announced();
         let welcome = server_frame(Body::Welcome(v1::Welcome {
             replica: context.settings.replica_name.clone(),
             epoch: store.epoch(),
@@ -202,6 +205,7 @@ impl Session {
             behind_wait_ms: to_ms(context.settings.behind_wait),
             head_version: Some(store.version()),
             source_state: v1::SourceState::from(sent_source).into(),
+            replicas: announced.borrow_and_update().to_vec(),
         }));
         Self {
             position,
@@ -213,6 +217,7 @@ impl Session {
             has_drained: false,
             has_resumed: false,
             next_heartbeat: now + context.settings.heartbeat_interval,
+            announced,
             sent_source,
             lateness: Lateness::default(),
             expiry: peer.expiry(),
@@ -278,7 +283,8 @@ impl Session {
         }
         // A heartbeat that is due before the next visit is sent now, not too late.
         let is_due = self.next_heartbeat <= now + self.streams.context.visits.tick();
-        if is_due || self.sent_source != self.streams.context.store.source_state() {
+        let has_news = self.announced.has_changed().unwrap_or_default();
+        if is_due || has_news || self.sent_source != self.streams.context.store.source_state() {
             return Some(self.heartbeat(now));
         }
         if self.may_send_node(now) && self.agent.signal.take_node_change() {
@@ -350,11 +356,14 @@ impl Session {
         self.next_heartbeat = now + self.streams.context.settings.heartbeat_interval;
         let (store, metrics) = (&self.streams.context.store, &self.streams.context.metrics);
         self.sent_source = store.source_state();
+        let has_news = self.announced.has_changed().unwrap_or_default();
+        let replicas = if has_news { self.announced.borrow_and_update().to_vec() } else { Vec::new() };
         server_frame(Body::Heartbeat(v1::Heartbeat {
             head_version: store.version(),
             source_age_ms: milliseconds(store.source_age()),
             source_state: v1::SourceState::from(self.sent_source).into(),
             snapshots_sent: metrics.snapshots.get(),
+            replicas,
         }))
     }
 

@@ -1,7 +1,7 @@
 //! TLS for both sides of a Headgate connection, with PEM files ([`Files`]) that may change while a
 //! program runs: [`Reloader`] then builds a new rustls configuration. [`Denied`] holds what a
-//! server refuses although an authority has signed it. [`replica_verifier`] is how agents verify
-//! replicas. Errors, and [`explain`] after a failed handshake, name the fault and the remedy.
+//! server refuses although an authority has signed it. [`replica_verifier`] is how agents and
+//! replicas verify replicas. Errors, and [`explain`] after a failed handshake, name the fault and the remedy.
 
 mod denied;
 mod explain;
@@ -15,6 +15,6 @@ pub use denied::Denied;
 pub use explain::{Refusal, explain};
 pub use files::{FileError, Files, Material, Side};
 pub use reloader::{Loaded, Reloader};
-pub use replica::{REPLICA_URI_PREFIX, replica_verifier};
+pub use replica::{REPLICA_URI_PREFIX, replica_client, replica_verifier};
 pub use scheme::{is_not_tls, speaks_tls};
 pub use validity::{Validity, date};

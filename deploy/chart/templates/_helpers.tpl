@@ -18,19 +18,6 @@
 {{- include "headgate.replicas" (dict "root" . "scheme" "https://" "port" 7443) }}
 {{- end }}
 
-{{- define "headgate.peers" -}}
-{{- $addresses := len .Values.controlPlane.addresses }}
-{{- $replicas := int .Values.controlPlane.replicas }}
-{{- if and (gt $replicas $addresses) (not (contains "--peers=" (join " " .Values.controlPlane.extraArgs))) }}
-{{- fail (printf "controlPlane.replicas is %d, but controlPlane.addresses has %d: add the address of the node of each replica, or pass --peers in controlPlane.extraArgs" $replicas $addresses) }}
-{{- end }}
-{{- if eq (len .Values.controlPlane.addresses) 1 -}}
-none
-{{- else -}}
-{{- include "headgate.replicas" (dict "root" . "scheme" "" "port" 7444) }}
-{{- end }}
-{{- end }}
-
 {{- define "headgate.enrolment" -}}
 {{- include "headgate.replicas" (dict "root" . "scheme" "" "port" 7445) }}
 {{- end }}

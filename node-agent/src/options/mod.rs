@@ -81,8 +81,10 @@ pub struct Options {
     pub node_name: Option<String>,
 
     /// URLs of control plane replicas: https://HOST:7443, or http://ADDRESS:PORT together with
-    /// --insecure-loopback. Repeat the flag, or separate URLs by commas. The agent uses one replica
-    /// at a time. Each address of a host name counts as one replica
+    /// --insecure-loopback. Repeat the flag, or separate URLs by commas. One is enough, because each
+    /// replica tells where the others are, and the agent keeps this list in --state-dir. Each
+    /// address of a host name counts as one replica. The resolver of the node must know the name:
+    /// cluster DNS is behind rules that the agent writes. The agent uses one replica at a time
     #[arg(
         long,
         value_name = "URL",
@@ -111,7 +113,8 @@ pub struct Options {
     pub tls_ca: Option<PathBuf>,
 
     /// Where the agent gets its certificate for its service-account token: HOST:PORT of the
-    /// replicas' --enrolment-listen. Repeat the flag, or separate values by commas. The agent then
+    /// replicas' --enrolment-listen. Repeat the flag, or separate values by commas. The agent also
+    /// asks the replicas that others announce, at the port of the first value. The agent then
     /// writes --tls-cert and --tls-key itself, and renews the certificate (docs/security.md)
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', requires_all = ["tls_cert", "tls_key", "tls_ca"])]
     pub enrolment_address: Vec<String>,
@@ -206,8 +209,8 @@ pub struct Options {
         hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub init_only: bool,
 
-    /// Folder for the last good state. An agent that starts while no control plane answers programs
-    /// this state. Empty: the state is not saved
+    /// Folder for the last good state and the list of replicas. An agent that starts while no control
+    /// plane answers programs this state. Empty: neither is saved
     #[arg(long, value_name = "FOLDER", default_value = "/var/lib/headgate", overrides_with = "state_dir",
         value_parser = clap::builder::OsStringValueParser::new().map(PathBuf::from))]
     pub state_dir: PathBuf,

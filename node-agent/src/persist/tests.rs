@@ -3,7 +3,14 @@
 #![allow(clippy::unwrap_used)]
 
 use std::{
-    collections::BTreeSet, fs, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc, thread, time::Duration,
+    collections::BTreeSet,
+    fs,
+    net::{Ipv6Addr, SocketAddr},
+    os::unix::fs::PermissionsExt as _,
+    path::Path,
+    sync::Arc,
+    thread,
+    time::Duration,
 };
 
 use headgate_core::{Change, Dirty, Family, Node, Protocol, digest::Digests, frontends::Frontend};
@@ -15,7 +22,10 @@ use tempfile::TempDir;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::{Folder, MAGIC, SaveMetrics, Saver, StateFile, StatePart, open, read_from, read_state, remove};
+use super::{
+    Folder, MAGIC, REPLICAS_FILE, SaveMetrics, Saver, StateFile, StatePart, open, read_from, read_replicas, read_state,
+    remove,
+};
 use crate::{
     state::{
         AgentState, OwnNode, Restored, Snapshot, StateUpdate, all_buckets,
@@ -313,14 +323,61 @@ fn a_second_agent_with_the_same_folder_does_not_write() {
 fn cleanup_removes_the_files_of_the_folder() {
     let mut agent = Agent::with_state();
     agent.file.record_run(Some(&[]));
+    agent.file.write_replicas(replicas(1)).unwrap();
     // An agent that was killed during a write leaves such files behind.
-    for half in ["state.new", "run.new"] {
+    for half in ["state.new", "run.new", "replicas.new"] {
         fs::write(agent.folder.path().join(half), "half").unwrap();
     }
     for _ in 0..2 {
         remove(agent.folder.path()).unwrap();
         assert_eq!(fs::read_dir(agent.folder.path()).unwrap().count(), 0);
     }
+}
+
+fn replicas(last: u8) -> BTreeSet<SocketAddr> {
+    [([192, 0, 2, last], 7443).into(), (Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1), 7443).into()].into()
+}
+
+#[test]
+fn a_broken_list_of_replicas_is_ignored() {
+    let mut agent = Agent::with_state();
+    let (disk, path) = (Folder::new(agent.folder.path()), agent.folder.path().join(REPLICAS_FILE));
+    assert!(read_replicas(&disk).is_empty(), "there is no list");
+    agent.file.write_replicas(replicas(1)).unwrap();
+    assert_eq!(read_replicas(&disk), replicas(1));
+    for broken in [&b"192.0.2.1\n"[..], b"\xff\xfe", b"192.0.2.1:7443\nreplica.example:7443\n"] {
+        fs::write(&path, broken).unwrap();
+        assert!(read_replicas(&disk).is_empty());
+    }
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    assert!(read_replicas(&disk).is_empty());
+    agent.assert_saved();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_list_of_replicas_is_saved_when_it_changes() {
+    let mut saving = Saving::start(Agent::new(), Duration::from_secs(3_600));
+    let stop = CancellationToken::new();
+    let running = tokio::spawn(saving.saver.take().unwrap().run(stop.clone()));
+    let folder = saving.agent.folder.path().to_owned();
+    let is_saved = |last| read_replicas(&Folder::new(&folder)) == replicas(last);
+    // Also while the kernel has nothing yet.
+    for last in [1, 2] {
+        saving.agent.shared.set_replicas(replicas(last));
+        eventually(|| is_saved(last)).await;
+    }
+    saving.agent.snapshot(vec![service("web", 80)]);
+    saving.programmed(1);
+    eventually(|| saving.run_record().is_some()).await;
+    saving.agent.shared.set_replicas(replicas(3));
+    eventually(|| is_saved(3)).await;
+    stop.cancel();
+    let saver = running.await.unwrap();
+    saving.agent.shared.set_replicas(replicas(4));
+    saver.save_last();
+    assert!(is_saved(4));
+    assert_eq!(open(Box::new(Folder::new(&folder)), "node-1".into()).1.replicas, replicas(4));
 }
 
 /// A saver with a state, whose kernel the test controls.

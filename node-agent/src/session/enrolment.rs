@@ -5,6 +5,7 @@
 use std::{
     fs,
     io::{self, Write as _},
+    net::SocketAddr,
     os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
     sync::Arc,
@@ -49,9 +50,9 @@ const SHORTEST_PAUSE: Duration = Duration::from_secs(5);
 pub struct Enrolment {
     files: Files,
     token: PathBuf,
-    /// `HOST:PORT` of the replicas.
+    /// `HOST:PORT` of replicas.
     addresses: Vec<String>,
-    /// Reserves the addresses.
+    /// Reserves the addresses, and knows those of other replicas.
     state: Arc<AgentState>,
     metrics: SessionMetrics,
 }
@@ -114,7 +115,8 @@ impl Enrolment {
         // so the certificate is shown only if the token alone does not help.
         let mut shows_certificate = false;
         loop {
-            let address = &self.addresses[replica % self.addresses.len()];
+            let addresses = self.addresses();
+            let address = &addresses[replica % addresses.len()];
             let shown = if shows_certificate { tls.load().await.ok() } else { None };
             let result =
                 timeout(ATTEMPT_TIMEOUT, self.enrol(address, shown.as_ref().map(|loaded| &*loaded.config))).await;
@@ -154,6 +156,16 @@ impl Enrolment {
                 }
             }
         }
+    }
+
+    /// The configured addresses, and those of announced replicas with the port of the first one.
+    fn addresses(&self) -> Vec<String> {
+        let first = self.addresses.first().and_then(|first| first.rsplit_once(':'));
+        let port = first.and_then(|(_, port)| port.parse().ok());
+        let announced = self.state.replicas().borrow().clone();
+        let announced = announced.into_iter().filter_map(|at| Some(SocketAddr::new(at.ip(), port?).to_string()));
+        let others = announced.filter(|address| !self.addresses.contains(address));
+        self.addresses.iter().cloned().chain(others).collect()
     }
 
     /// Gets a certificate from one replica and writes it. `shown` is the configuration of a stream,

@@ -10,6 +10,7 @@ mod tests;
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
     iter, mem,
+    net::SocketAddr,
     sync::Arc,
 };
 
@@ -74,6 +75,8 @@ pub enum Effect {
     Reject(Vec<v1::Rejection>),
     /// Record the contents of a heartbeat.
     Heartbeat(v1::Heartbeat),
+    /// Keep the addresses of all replicas.
+    Replicas(BTreeSet<SocketAddr>),
     /// Answer a query of the replica.
     Query(v1::Query),
     /// Pass the replica's answer on to the pod that asked.

@@ -36,7 +36,7 @@ use super::{
     machine::{Effect, Machine, Violation},
     metrics::SessionMetrics,
     outbox::{self, NodeKnowledge, Outbox},
-    replicas::{Replica, Replicas},
+    replicas::{Replica, Replicas, announced},
     tls::AgentTls,
 };
 use crate::{
@@ -110,6 +110,9 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
                     let Some(message) = message.transpose()? else { return Ok(StreamEnd::Closed) };
                     let now = Instant::now();
                     for effect in self.on_message(session, replica, message, now)? {
+                        if matches!(effect, Effect::Resumed) {
+                            replicas.check_name_servers().await;
+                        }
                         change_state(&session.state, &session.metrics, effect).await;
                     }
                     if session.machine.needs_referable() {
@@ -155,8 +158,11 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
         let mut of_state = Vec::new();
         for effect in session.machine.on_message(message)? {
             match effect {
-                Effect::Apply(_) | Effect::Node(_) | Effect::Resumed => of_state.push(effect),
-                Effect::Welcomed(welcome) => self.on_welcome(session, &welcome, replica, now),
+                Effect::Apply(_) | Effect::Node(_) | Effect::Resumed | Effect::Replicas(_) => of_state.push(effect),
+                Effect::Welcomed(welcome) => {
+                    self.on_welcome(session, &welcome, replica, now);
+                    of_state.extend(announced(&welcome.replicas, replica).map(Effect::Replicas));
+                }
                 Effect::Reject(rejections) => {
                     session.metrics.rejected_resources.inc_by(rejections.len() as u64);
                     for v1::Rejection { resource, field, reason } in &rejections {
@@ -178,6 +184,7 @@ impl<I: futures::Stream<Item = Result<v1::ServerMessage, Status>> + Unpin> Strea
                     session.metrics.set_source_state(source);
                     self.failover.on_source(source, now);
                     self.failover.on_snapshots_sent(heartbeat.snapshots_sent, now);
+                    of_state.extend(announced(&heartbeat.replicas, replica).map(Effect::Replicas));
                 }
                 Effect::Drain(v1::Drain { reconnect_within_ms, reason, for_balance }) => {
                     let at = now + jitter(Duration::from_millis(reconnect_within_ms.into()));
@@ -296,6 +303,7 @@ async fn change_state(state: &Arc<AgentState>, metrics: &SessionMetrics, effect:
         }
         Effect::Node(node) => state.blocking(move |state| state.set_node(&node)).await,
         Effect::Resumed => state.blocking(AgentState::confirm).await,
+        Effect::Replicas(replicas) => state.blocking(move |state| state.set_replicas(replicas)).await,
         _ => {}
     }
 }
@@ -686,7 +694,7 @@ impl From<Status> for StreamEnd {
 pub struct SessionConfig {
     /// Name of the node, in lower case.
     pub node_name: Arc<str>,
-    /// URLs of the replicas, at least one.
+    /// URLs of replicas, at least one. Each replica tells the addresses of all.
     pub control_planes: Vec<ControlPlane>,
     /// Certificate, key and authorities; required for https URLs.
     pub tls: Option<Arc<AgentTls>>,

@@ -9,13 +9,11 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use headgate_tls::{FileError, Files, Loaded, Material, Refusal, Reloader, Side, date, explain, replica_verifier};
+use headgate_tls::{FileError, Files, Loaded, Material, Refusal, Reloader, Side, date, explain, replica_client};
 use rustls::{
     ClientConfig, HandshakeKind,
     client::{ClientSessionMemoryCache, Resumption},
-    crypto::ring,
     pki_types::ServerName,
-    sign::SingleCertAndKey,
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
@@ -167,12 +165,7 @@ impl AgentTls {
 }
 
 fn client_config(material: &Material) -> Result<ClientConfig, rustls::Error> {
-    let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
-    let verifier = replica_verifier(material.authorities.clone());
-    let builder = builder.with_safe_default_protocol_versions()?.dangerous().with_custom_certificate_verifier(verifier);
-    let own = Arc::new(SingleCertAndKey::from(Arc::clone(&material.own)));
-    let mut config = builder.with_client_cert_resolver(own);
-    config.alpn_protocols = vec![b"h2".to_vec()];
+    let mut config = replica_client(material)?;
     config.resumption = Resumption::store(Arc::new(ClientSessionMemoryCache::new(SESSIONS)));
     Ok(config)
 }

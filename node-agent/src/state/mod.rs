@@ -19,7 +19,10 @@ use headgate_core::{
     frontends::{Conflict, Frontend},
 };
 use headgate_proto::{digests_to_wire, node_to_wire, reserved_to_wire, v1};
-use tokio::{sync::Notify, time::timeout_at};
+use tokio::{
+    sync::{Notify, watch},
+    time::timeout_at,
+};
 use tracing::{error, info};
 
 use crate::node_inputs::node_addresses;
@@ -52,6 +55,8 @@ pub struct AgentState {
     /// Wakes the reconcile loop, which alone waits.
     changed: Notify,
     unchecked: Mutex<Unchecked>,
+    /// Where the replicas are, as a replica announced last.
+    replicas: watch::Sender<BTreeSet<SocketAddr>>,
 }
 
 /// The Services that have fewer health checks than they ask for, by the reason.
@@ -297,7 +302,8 @@ impl AgentState {
             verifications_requested: 0,
             generation: 0,
         };
-        Self { backlog, inner: Mutex::new(inner), changed: Notify::new(), unchecked: Mutex::default() }
+        let (changed, unchecked, replicas) = (Notify::new(), Mutex::default(), watch::Sender::default());
+        Self { backlog, inner: Mutex::new(inner), changed, unchecked, replicas }
     }
 
     /// Sets the operator's settings about the node, before the first sync.
@@ -321,6 +327,24 @@ impl AgentState {
                 self.changed.notify_one();
             }
         }
+    }
+
+    /// Replaces the addresses of replicas, which no Service gets. Waits for the lock.
+    pub fn set_replicas(&self, replicas: BTreeSet<SocketAddr>) {
+        self.depends_on("announced replicas", replicas.iter().map(|at| (Protocol::Tcp, *at)).collect());
+        self.replicas.send_if_modified(|known| std::mem::replace(known, replicas.clone()) != replicas);
+    }
+
+    /// The addresses of replicas, as a replica announced last.
+    pub(crate) fn replicas(&self) -> watch::Receiver<BTreeSet<SocketAddr>> {
+        self.replicas.subscribe()
+    }
+
+    /// The Service that has this address and port.
+    pub(crate) fn owner_of(&self, (protocol, at): (Protocol, SocketAddr)) -> Option<(ServiceKey, IpAddr)> {
+        let inner = self.lock();
+        let owner = inner.held.state.frontends().owner(&Frontend::Address(at.ip(), protocol, at.port()))?;
+        Some((owner.clone(), at.ip()))
     }
 
     /// The Services that lack something because it is reserved, except what the replica has

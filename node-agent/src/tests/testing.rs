@@ -93,6 +93,7 @@ impl Replica {
             behind_wait_ms: 0,
             head_version: Some(self.version()),
             source_state: v1::SourceState::Following.into(),
+            replicas: Vec::new(),
         }))
     }
 

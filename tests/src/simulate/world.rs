@@ -314,7 +314,7 @@ impl World {
             heartbeat_interval: Duration::from_secs(1),
             drain_grace: Duration::from_millis(500),
             uncovered_after: self.uncovered_after,
-            peers: Some(PeerSettings { names: vec![(REPLICAS.into(), INSPECT_PORT)], tls: None }),
+            peers: Some(PeerSettings { names: vec![(REPLICAS.into(), INSPECT_PORT)], ..PeerSettings::default() }),
             carrier: Some(Host::carrier(&self.shared.network, host, &self.shared.named)),
             ..Settings::default()
         };
@@ -360,7 +360,9 @@ impl World {
         }
         self.shared.tell(format!("start the agent of {}", NODES[node]));
         let token = CancellationToken::new();
-        let urls = (0..PLACES).map(|place| format!("http://{}", SocketAddr::new(replica_host(place), AGENTS_PORT)));
+        // Replicas announce the last place. Two of the places are named when the world has healed.
+        let seeds = 0..PLACES - 1;
+        let urls = seeds.map(|place| format!("http://{}", SocketAddr::new(replica_host(place), AGENTS_PORT)));
         let control_planes: Result<Vec<_>, _> = urls.map(|url| ControlPlane::parse(&url, true)).collect();
         let config = SessionConfig {
             node_name: NODES[node].into(),

@@ -112,7 +112,6 @@ fn the_chart_names_missing_and_wrong_values() {
         ("nodeAgent.drainAddress=:10261", "nodeAgent.drainAddress"),
         ("nodeAgent.nodeSelector.wanted=true", "nodeAgent.nodeSelector.wanted: Invalid type. Expected: string"),
         ("nodeAgent.proxyMode=nftable", "nodeAgent.proxyMode must be one of the following"),
-        ("controlPlane.replicas=4", "controlPlane.replicas is 4, but controlPlane.addresses has 3: add the address"),
         ("controlPlane.replica=3", "Additional property replica is not allowed"),
     ] {
         let output = chart(&settings).args(["--set", value]).output().unwrap();
@@ -127,7 +126,6 @@ fn optional_parts_of_the_chart_can_be_left_out() {
     command.args(["--set", "nodeAgent.setKernelParameters=false", "--set", "image.repository=registry.example/team"]);
     command.args(["--set", "nodeAgent.extraArgs={--v=4}", "--set", "image.tag=1.2.3"]);
     command.args(["--set", "nodeAgent.drainAddress=[::]:10261", "--set", "controlPlane.replicas=3"]);
-    command.args(["--set", "controlPlane.extraArgs={--peers=control-plane.example:7444}"]);
     command.args(["--set", r"controlPlane.agentNodes=kubernetes.io/os=linux\,!example.com/virtual"]);
     command.args(["--set", "controlPlane.addresses={fd00::10,node.example}", "--set", "apiServer.host=fd00::1"]);
     let objects = by_name(&run(&mut command));
@@ -611,8 +609,7 @@ fn certificates_of_the_chart_serve_the_programs() {
         let output = chart(&settings).args(["--set", "certificates.create=true", "--set", value]).output().unwrap();
         (output.status.success(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
     };
-    let (is_rendered, error) =
-        rendered("controlPlane.replicas=2,controlPlane.extraArgs={--peers=replicas.example:7443}");
+    let (is_rendered, error) = rendered("controlPlane.replicas=2");
     assert!(!is_rendered && error.contains("certificates.create serves one replica: make the certificates"), "{error}");
 
     let (is_rendered, yaml) = rendered("image.repository=registry.example/headgate");

@@ -9,6 +9,7 @@ mod fuzz;
 mod grpcurl;
 mod headgatectl;
 mod inspect;
+mod moving;
 mod process;
 mod readme;
 mod simulation;

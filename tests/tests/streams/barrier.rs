@@ -63,7 +63,7 @@ impl Pair {
         let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, number * 2 + host), 7443));
         let names = [1, 2].map(|host| (address(host).ip().to_string(), 7444)).to_vec();
         let start = async |host: u8| {
-            let peers = Some(PeerSettings { names: names.clone(), tls: None });
+            let peers = Some(PeerSettings { names: names.clone(), ..PeerSettings::default() });
             let settings = Settings { replica_name: format!("replica-{host}"), peers, ..settings.clone() };
             let replica = Replica::start_at(address(host), settings, Security::Plaintext).await;
             replica.store.synced();

@@ -79,6 +79,7 @@ async fn send_rosters(fleet: &Fleet, everywhere: &Everywhere, to: &mpsc::Sender<
             uptime_ms: milliseconds(everywhere.uptime()),
             is_incomplete: fleet.with_roster(|roster| roster.is_incomplete(context.settings.uncovered_after)),
             says_goodbye,
+            agents: context.settings.ports.agents.to_string(),
             ..fleet.with_roster(|roster| roster.since(number))
         };
         number = roster.number;

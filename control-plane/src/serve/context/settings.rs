@@ -97,6 +97,8 @@ pub struct PeerSettings {
     /// `HOST:PORT` of each replica, or of a headless Service whose addresses are the replicas. The
     /// list may include this replica. Empty if this replica is the only one.
     pub names: Vec<(String, u16)>,
+    /// A Service in the source whose endpoints are the replicas, with the port of the own Inspect.
+    pub service: Option<ServiceKey>,
     /// The files of certificate, key and authorities; `None` without TLS.
     pub tls: Option<PeerTls>,
 }

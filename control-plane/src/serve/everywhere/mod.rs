@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use futures::future::join_all;
+use futures::{FutureExt as _, future::join_all};
 use headgate_core::node_state::NodeState;
 use headgate_proto::v1::{self, question::Wanted};
 use tokio::{
@@ -50,6 +50,8 @@ pub(crate) struct Everywhere {
     replicas: Option<Arc<Replicas>>,
     started: Instant,
     is_announced: AtomicBool,
+    /// Where agents reach this replica, if it knows no other one.
+    alone: watch::Sender<Arc<[String]>>,
 }
 
 impl Everywhere {
@@ -58,20 +60,35 @@ impl Everywhere {
         let peers = fleet.context.settings.peers.clone();
         let replicas = peers.map(|peers| Replicas::new(Arc::clone(&fleet), peers));
         let is_announced = AtomicBool::new(replicas.is_none());
-        Arc::new(Self { fleet, replicas, started: Instant::now(), is_announced })
+        let alone = watch::Sender::new([fleet.context.settings.ports.agents.to_string()].into());
+        Arc::new(Self { fleet, replicas, started: Instant::now(), is_announced, alone })
     }
 
-    /// Joins and follows the other replicas, until `stopped`. Returns once they know this one.
-    pub(crate) async fn start(&self, stopped: CancellationToken) {
+    /// Joins and follows the other replicas, until `stopped`. Returns once they know this one, or
+    /// at once if only the source says where they are.
+    pub(crate) async fn start(self: &Arc<Self>, stopped: CancellationToken) {
         let essentials = replicas::reserve(Arc::clone(&self.fleet.context), self.replicas.clone());
         tokio::spawn(stopped.clone().run_until_cancelled_owned(essentials));
-        if let Some(replicas) = &self.replicas {
-            let run = Arc::clone(replicas).run();
-            tokio::spawn(stopped.run_until_cancelled_owned(run));
+        let Some(replicas) = self.replicas.clone() else { return };
+        tokio::spawn(stopped.clone().run_until_cancelled_owned(Arc::clone(&replicas).run()));
+        let (everywhere, is_listed) = (Arc::clone(self), replicas.until_listed().now_or_never().is_some());
+        let join = async move {
+            replicas.until_listed().await;
             // A replica that cannot be reached in this time may learn of this one later.
-            let _ = timeout(ANNOUNCE_TIMEOUT, replicas.announced()).await;
+            let _ = timeout(ANNOUNCE_TIMEOUT, replicas.joined()).await;
+            replicas.announce();
+            everywhere.is_announced.store(true, Ordering::Release);
+        };
+        let joining = tokio::spawn(stopped.run_until_cancelled_owned(join));
+        if is_listed {
+            // The task cannot fail: it does not panic, and nobody else stops it.
+            let _ = joining.await;
         }
-        self.is_announced.store(true, Ordering::Release);
+    }
+
+    /// Where agents reach all replicas, this one first.
+    pub(crate) fn announced(&self) -> watch::Receiver<Arc<[String]>> {
+        self.replicas.as_ref().map_or(&self.alone, |replicas| &replicas.announced).subscribe()
     }
 
     /// True once agents may open streams, because the other replicas know this one.

@@ -3,27 +3,30 @@
 //! replicas and API servers are reserved.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
-    fs,
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    io,
     net::{IpAddr, SocketAddr},
-    path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
-use headgate_core::{Protocol, ServiceKey};
+use headgate_core::{Protocol, ServiceKey, node_state::SourceState};
 use headgate_listener::{Carrier, connector, name_servers, resolve};
 use headgate_proto::{
     address_to_wire,
     v1::{self, inspect_client::InspectClient, peers_client::PeersClient},
 };
+use headgate_tls::{Files, Reloader, Side, replica_client};
+use hyper_util::rt::TokioIo;
+use rustls::ClientConfig;
 use tokio::{
-    net::lookup_host,
+    net::{TcpStream, lookup_host},
     sync::watch,
-    task::AbortHandle,
+    task::{AbortHandle, spawn_blocking},
     time::{sleep, timeout, timeout_at},
 };
-use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
+use tokio_rustls::TlsConnector;
+use tonic::transport::{Channel, Endpoint, Uri};
 
 use super::here::Question;
 use crate::{
@@ -51,11 +54,16 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// The maximum size of a message: the names of all nodes.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
 
+/// The maximum number of replicas that are announced to agents.
+const MAX_ANNOUNCED: usize = 64;
+
 /// The links to the other replicas, and the memory of those that are gone.
 pub(crate) struct Replicas {
     fleet: Arc<Fleet>,
     settings: PeerSettings,
     known: Mutex<KnownReplicas>,
+    /// Where agents reach all replicas, this one first.
+    pub(super) announced: watch::Sender<Arc<[String]>>,
     /// Grows when a replica joins or vanishes, and with each change of a roster.
     changes: watch::Sender<u64>,
 }
@@ -74,8 +82,9 @@ struct KnownReplicas {
 /// The stream to one address. It is joined once the roster of the replica has arrived.
 pub(crate) struct Link {
     pub(crate) address: SocketAddr,
-    host: String,
     state: Mutex<LinkState>,
+    /// Where agents reach the replica; `None` until it has joined once.
+    agents: Mutex<Option<SocketAddr>>,
     /// The number of the roster.
     number: watch::Sender<u64>,
 }
@@ -103,9 +112,11 @@ pub(crate) struct Joined {
 
 impl Replicas {
     pub(super) fn new(fleet: Arc<Fleet>, settings: PeerSettings) -> Arc<Self> {
-        let resolve_problem = (!settings.names.is_empty()).then(|| "the names are not resolved yet".to_owned());
+        let has_others = !settings.names.is_empty() || settings.service.is_some();
+        let resolve_problem = has_others.then(|| "the names are not resolved yet".to_owned());
         let known = Mutex::new(KnownReplicas { resolve_problem, ..KnownReplicas::default() });
-        Arc::new(Self { fleet, settings, known, changes: watch::Sender::new(0) })
+        let announced = watch::Sender::new([fleet.context.settings.ports.agents.to_string()].into());
+        Arc::new(Self { fleet, settings, known, announced, changes: watch::Sender::new(0) })
     }
 
     fn known(&self) -> MutexGuard<'_, KnownReplicas> {
@@ -180,28 +191,58 @@ impl Replicas {
     pub(super) async fn run(self: Arc<Self>) {
         loop {
             self.resolve().await;
+            self.announce();
             self.fleet.forget_departed();
             sleep(LOOK_INTERVAL).await;
         }
     }
 
+    /// Waits until this replica knows where the others are. Only a Service says it later than names.
+    pub(super) async fn until_listed(&self) {
+        while self.settings.service.is_some() && !self.is_listed() {
+            sleep(PAUSE).await;
+        }
+    }
+
+    fn is_listed(&self) -> bool {
+        self.fleet.context.store.source_state() != SourceState::Unlisted
+    }
+
     /// Waits until each replica has been joined, or cannot be joined at the moment.
-    pub(super) async fn announced(&self) {
+    pub(super) async fn joined(self: &Arc<Self>) {
+        self.resolve().await;
         let is_tried = |link: Arc<Link>| !matches!(*link.state(), LinkState::Untried);
         let is_done = |_: &u64| self.known().resolve_problem.is_none() && self.links().into_iter().all(is_tried);
         // The sender lives as long as `self`.
         let _ = self.changes().wait_for(is_done).await;
     }
 
+    /// Tells agents where the replicas are (discovery.proto, section 22).
+    pub(super) fn announce(&self) {
+        let others: BTreeSet<_> = self.links().into_iter().filter_map(|link| *link.agents()).collect();
+        let own = self.fleet.context.settings.ports.agents;
+        let all = [own].into_iter().chain(others).take(MAX_ANNOUNCED).map(|at| at.to_string()).collect();
+        self.announced.send_if_modified(|announced| std::mem::replace(announced, Arc::clone(&all)) != all);
+    }
+
     async fn resolve(self: &Arc<Self>) {
-        let mut found = HashMap::new();
+        let mut found = HashSet::new();
         let mut problem = None;
         for (host, port) in &self.settings.names {
             let carrier = self.fleet.context.settings.carrier.as_deref();
             match timeout(CONNECT_TIMEOUT, resolve(carrier, host, *port)).await {
-                Ok(Ok(addresses)) => found.extend(addresses.into_iter().map(|address| (address, host.clone()))),
+                Ok(Ok(addresses)) => found.extend(addresses),
                 Ok(Err(error)) => problem = Some(format!("{host} does not resolve: {error}")),
                 Err(_) => problem = Some(format!("{host} does not resolve in time")),
+            }
+        }
+        if let Some(service) = &self.settings.service {
+            let port = self.fleet.context.settings.ports.inspect.port();
+            let endpoints = self.fleet.context.store.endpoints(service);
+            match self.is_listed() {
+                true if endpoints.is_empty() => problem = Some(format!("the Service {service} has no endpoints")),
+                true => found.extend(endpoints.into_iter().map(|(at, _)| SocketAddr::new(at.address, port))),
+                false => problem = Some(format!("the endpoints of {service} are not listed yet")),
             }
         }
         let mut known = self.known();
@@ -211,17 +252,17 @@ impl Replicas {
         if is_whole {
             // The stream to a replica whose name has gone goes on until it ends.
             known.links.retain(|address, (link, task)| {
-                let is_kept = found.contains_key(address) || link.look(|replica| replica.is_ok());
+                let is_kept = found.contains(address) || link.look(|replica| replica.is_ok());
                 if !is_kept {
                     task.abort();
                 }
                 is_kept
             });
         }
-        for (address, host) in found {
+        for address in found {
             known.links.entry(address).or_insert_with(|| {
                 let (state, number) = (Mutex::new(LinkState::Untried), watch::Sender::new(0));
-                let link = Arc::new(Link { address, host, state, number });
+                let link = Arc::new(Link { address, state, agents: Mutex::default(), number });
                 (Arc::clone(&link), tokio::spawn(Arc::clone(self).follow(link)).abort_handle())
             });
         }
@@ -300,6 +341,13 @@ impl Replicas {
         if roster.is_full {
             joined.nodes.clear();
         }
+        // An older replica does not say where its agents connect.
+        if let Ok(mut agents) = roster.agents.parse::<SocketAddr>() {
+            if agents.ip().is_unspecified() {
+                agents.set_ip(link.address.ip());
+            }
+            *link.agents() = Some(agents);
+        }
         joined.started = joined.started.min(ago(roster.uptime_ms));
         joined.is_incomplete = roster.is_incomplete;
         for node in roster.present {
@@ -376,6 +424,10 @@ impl Link {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn agents(&self) -> MutexGuard<'_, Option<SocketAddr>> {
+        self.agents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Calls `look` with the replica, if it is joined, or with the problem.
     pub(crate) fn look<T>(&self, look: impl FnOnce(Result<&Joined, &str>) -> T) -> T {
         look(match &*self.state() {
@@ -420,34 +472,43 @@ impl Link {
     }
 
     async fn connect(&self, tls: Option<PeerTls>, carrier: Option<Arc<dyn Carrier>>) -> Result<Channel, String> {
-        let scheme = if tls.is_some() { "https" } else { "http" };
-        let mut endpoint = Endpoint::from_shared(format!("{scheme}://{}", self.address))
+        let endpoint = Endpoint::from_shared(format!("http://{}", self.address))
             .map_err(|error| error.to_string())?
             .connect_timeout(CONNECT_TIMEOUT)
             .http2_keep_alive_interval(KEEPALIVE)
             .keep_alive_timeout(KEEPALIVE)
             .keep_alive_while_idle(true);
-        if let Some(tls) = tls {
-            endpoint = endpoint.tls_config(self.tls_config(tls).await?).map_err(|error| chain(&error))?;
-        }
-        let connected = match carrier {
-            Some(carrier) => endpoint.connect_with_connector(connector(carrier, self.address)).await,
-            None => endpoint.connect().await,
+        let connected = match (tls, carrier) {
+            (Some(tls), _) => {
+                let (config, at) = (tls_config(tls).await?, self.address);
+                // An https URL would enable tonic's own TLS, which verifies names and addresses.
+                endpoint
+                    .connect_with_connector(tower::service_fn(move |_: Uri| handshake(Arc::clone(&config), at)))
+                    .await
+            }
+            (None, Some(carrier)) => endpoint.connect_with_connector(connector(carrier, self.address)).await,
+            (None, None) => endpoint.connect().await,
         };
         connected.map_err(|error| chain(&error))
     }
+}
 
-    /// Reads the files for each connection, because they may have been renewed.
-    async fn tls_config(&self, PeerTls { cert, key, ca }: PeerTls) -> Result<ClientTlsConfig, String> {
-        let host = self.host.clone();
-        let read = move || {
-            let read = |path: &PathBuf| fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
-            let identity = Identity::from_pem(read(&cert)?, read(&key)?);
-            let config = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(&ca)?)).identity(identity);
-            Ok(config.domain_name(host))
-        };
-        tokio::task::spawn_blocking(read).await.map_err(|error| error.to_string())?
-    }
+async fn handshake(
+    config: Arc<ClientConfig>,
+    at: SocketAddr,
+) -> io::Result<TokioIo<tokio_rustls::client::TlsStream<TcpStream>>> {
+    let stream = TcpStream::connect(at).await?;
+    stream.set_nodelay(true)?;
+    Ok(TokioIo::new(TlsConnector::from(config).connect(at.ip().into(), stream).await?))
+}
+
+/// Reads the files for each connection, because they may have been renewed. Like agents, replicas
+/// know each other by the role in the certificate, so that a replica may have any address.
+async fn tls_config(PeerTls { cert, key, ca }: PeerTls) -> Result<Arc<ClientConfig>, String> {
+    let node_ca = ca.clone();
+    let mut files = Reloader::new(Files { side: Side::Server, cert, key, ca, node_ca, denied: None }, replica_client);
+    let loaded = spawn_blocking(move || files.load(SystemTime::now())).await.map_err(|error| error.to_string())?;
+    Ok(Arc::clone(&loaded.map_err(|error| error.to_string())?.config))
 }
 
 fn peers(channel: Channel) -> PeersClient<Channel> {

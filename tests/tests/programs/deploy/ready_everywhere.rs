@@ -47,8 +47,7 @@ fn ready_everywhere_adds_its_own_roles_and_options_only_if_it_is_on() {
     assert_eq!(binding["subjects"], object("ClusterRoleBinding", "headgate-control-plane")["subjects"]);
     let deployment = &from_chart[&("Deployment".to_owned(), "headgate-control-plane".to_owned())];
     let args = strings(&deployment["spec"]["template"]["spec"]["containers"][0]["args"]);
-    let args: Vec<String> =
-        args.iter().map(|arg| arg.replace("$(PEERS)", "none").replace("$(EXTERNAL_IPS)", "none")).collect();
+    let args: Vec<String> = args.iter().map(|arg| arg.replace("$(EXTERNAL_IPS)", "none")).collect();
     let options = Options::try_parse_from(std::iter::once("headgate-control-plane".to_owned()).chain(args)).unwrap();
     assert!(options.ready_everywhere);
     assert!(control_plane_pod().to_string().find("ready-everywhere").is_none(), "it is off by default");

@@ -77,6 +77,7 @@ fn stream() -> Vec<u8> {
         behind_wait_ms: 30_000,
         head_version: Some(store.version()),
         source_state: v1::SourceState::Following.into(),
+        replicas: vec!["192.0.2.1:7443".into(), "[2001:db8::1]:7443".into()],
     }));
     let (_, mut cursor) = store.cursor(None::<&Resume>);
     for step in 0..4 {
@@ -103,6 +104,7 @@ fn stream() -> Vec<u8> {
         source_age_ms: 12,
         source_state: v1::SourceState::CutOff.into(),
         snapshots_sent: 3,
+        replicas: vec!["0.0.0.0:7443".into()],
     })));
     bytes.extend(message(Body::Drain(v1::Drain {
         reconnect_within_ms: 2000,

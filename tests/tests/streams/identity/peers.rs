@@ -20,7 +20,7 @@ use super::{
     agent::Agent,
     authority::{Authority, Pair},
     client::Client,
-    server::Server,
+    server::{Server, eventually},
 };
 use crate::replica::node;
 
@@ -41,7 +41,7 @@ async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Serve
     own.write(folder.path(), &[authority]);
     let names = others.iter().map(|other| ("127.0.0.1".to_owned(), other.running.inspect_addr.port())).collect();
     let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.path().join(name));
-    let peers = Some(PeerSettings { names, tls: Some(PeerTls { cert, key, ca }) });
+    let peers = Some(PeerSettings { names, tls: Some(PeerTls { cert, key, ca }), ..PeerSettings::default() });
     let server = Server::in_folder(folder, Settings { peers, ..Settings::default() }).await;
     let service = ServiceKey::new("default", "service-1");
     let endpoint = |host, conditions| {
@@ -97,6 +97,35 @@ async fn a_replica_answers_only_replicas() {
         assert!(asked.metric(denied) > count, "{uri:?}");
         asker.stop().await;
     }
+}
+
+/// Whoever writes the list cannot send an agent to somebody who is no replica. Here, nobody but the
+/// list says where the replicas are.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_follows_its_list_only_to_replicas() {
+    let (authority, stranger) = (Authority::new("authority"), Authority::new("stranger"));
+    let imposter = Server::start_with(&stranger.server(|_| {}), &authority, Settings::default()).await;
+    let real = Server::start(&authority).await;
+    let folder = tempfile::tempdir().unwrap();
+    authority.node("n1").write(folder.path(), &[&authority]);
+    let options = [format!("--state-dir={}", folder.path().join("state").display())];
+    let start = |list: &[&Server]| {
+        let list: String = list.iter().map(|server| format!("{}\n", server.running.local_addr)).collect();
+        std::fs::create_dir_all(folder.path().join("state")).unwrap();
+        std::fs::write(folder.path().join("state/replicas"), list).unwrap();
+        let (own, ca) = (folder.path().join("tls"), folder.path().join("ca.crt"));
+        Agent::with_options("n1", "https://127.0.0.1:1", &own, &ca, &options)
+    };
+    let agent = start(&[&imposter]);
+    eventually("the agent refuses the server", || async {
+        agent.metric("headgate_agent_stream_errors_total{reason=\"tls\"}") > 1
+    })
+    .await;
+    assert_eq!(imposter.metric("headgate_streams_opened_total"), 0);
+    drop(agent);
+    let agent = start(&[&imposter, &real]);
+    agent.until_connected(true).await;
+    assert_eq!(imposter.metric("headgate_streams_opened_total"), 0);
 }
 
 #[tokio::test]
