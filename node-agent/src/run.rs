@@ -185,7 +185,8 @@ async fn run_configured(
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
     let inputs = reconciler.inputs();
     let explainer = Explainer { state: Arc::clone(&state), inputs, masquerade_all, localhost_node_ports };
-    session.knowledge = Some(Arc::new(Knowledge::new(node_name, pages, explainer)));
+    let standby = Arc::clone(&session.standby);
+    session.knowledge = Some(Arc::new(Knowledge::new(node_name, pages, explainer, standby)));
 
     // Start them.
     let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;

@@ -127,6 +127,7 @@ impl Session {
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             status: Some(status.clone()),
             resume,
+            standby: self.standby.to_string(),
         };
         let (outgoing, receiver) = mpsc::channel(OUTGOING);
         // The call cannot fail: the channel is empty and has a receiver.
@@ -139,7 +140,10 @@ impl Session {
         Ok(Stream {
             incoming,
             outgoing,
-            outbox: Outbox::new(number, status, Answers::new(self.knowledge.clone())),
+            outbox: Outbox {
+                is_standby: !self.standby.is_empty(),
+                ..Outbox::new(number, status, Answers::new(self.knowledge.clone()))
+            },
             failover,
             silent_after: WELCOME_TIMEOUT,
             drain: None,
