@@ -13,9 +13,9 @@ pub const NAME: &str = "standby";
 
 /// Returns a dataplane that reads the rules of a proxy in this mode, and writes nothing. `None`: the
 /// mode is not known.
-pub fn dataplane(mode: Option<&str>) -> DualStack<Standby> {
+pub fn dataplane(mode: Option<&str>) -> DualStack<StandbyFamily> {
     let rules = OtherRules { mode: mode.map(str::to_owned) };
-    DualStack::assemble(NAME, rules, Vec::new(), Family::BOTH.into(), Standby)
+    DualStack::assemble(NAME, rules, Vec::new(), Family::BOTH.into(), StandbyFamily)
 }
 
 /// Reads the rules of the other proxy.
@@ -39,9 +39,9 @@ impl KernelHandle for OtherRules {}
 
 /// One IP family.
 #[derive(Debug)]
-pub struct Standby(Family);
+pub struct StandbyFamily(Family);
 
-impl Dataplane for Standby {
+impl Dataplane for StandbyFamily {
     type Kernel = OtherRules;
     type Plan = ();
 

@@ -169,7 +169,7 @@ impl Round {
                 laggard
             };
             match laggard {
-                Some(laggard) if !laggard.standby.is_empty() => {
+                Some(laggard) if !laggard.standby.is_empty() && changed <= number => {
                     verdict.standby.insert(node.to_string(), laggard);
                 }
                 Some(laggard) => drop(verdict.unconfirmed.insert(node.to_string(), laggard)),
@@ -278,6 +278,32 @@ mod tests {
         let mut round = Round::default();
         add(&mut round, "r1", &[("a", 1)], &["b"], answer(1, &["a"]));
         assert_eq!(verdict(round, &[], &[]).missing().collect::<Vec<_>>(), ["a"]);
+    }
+
+    /// Another replica that knows better counts more, and a replica that may not know its agents yet
+    /// says nothing.
+    #[test]
+    fn nodes_in_standby_count_apart() {
+        let in_standby = |mut said: v1::QuestionAnswer| {
+            said.unconfirmed[0].standby = "kube-proxy (iptables)".into();
+            Some(said)
+        };
+        let said = || in_standby(answer(1, &["a"]).unwrap_or_default());
+        let mut round = Round::default();
+        add(&mut round, "r1", &[("a", 1), ("b", 1)], &[], said());
+        let found = verdict(round, &["a", "b", "c"], &[]);
+        assert!(found.holds() && found.standby.contains_key("a"));
+        assert_eq!((found.nodes, found.confirmed(), found.missing().count()), (3, 1, 0));
+        let mut round = Round::default();
+        add(&mut round, "r1", &[("a", 1)], &[], said());
+        add(&mut round, "r2", &[("a", 1)], &[], answer(1, &["a"]));
+        let found = verdict(round, &["a"], &[]);
+        assert!(!found.holds() && found.standby.is_empty() && found.nodes == 1);
+        let mut round = Round::default();
+        let problem = |said: v1::QuestionAnswer| v1::QuestionAnswer { problem: "behind".into(), ..said };
+        add(&mut round, "r1", &[("a", 1), ("b", 1)], &[], said().map(problem));
+        let found = verdict(round, &["a", "b"], &[]);
+        assert_eq!(found.missing().collect::<Vec<_>>(), ["b"]);
     }
 
     #[test]

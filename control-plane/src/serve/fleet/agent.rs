@@ -99,9 +99,10 @@ impl Agent {
             send_again: Mutex::default(),
             has_to_send_again: AtomicBool::new(false),
             signal,
-            record: Mutex::new(Record { is_standby: !hello.standby.is_empty(), ..Record::default() }),
+            record: Mutex::default(),
             counted: Mutex::default(),
         };
+        agent.record().is_standby = !hello.standby.is_empty();
         if let Some(status) = &hello.status {
             agent.record().status(status);
         }
@@ -285,7 +286,7 @@ impl Agent {
             head_version: store.version(),
             sent_version: self.sent_version(),
             programmed_version: record.programmed_version,
-            lag_ms: self.lag_ms(store, record.programmed_version),
+            lag_ms: if record.is_standby { 0 } else { self.lag_ms(store, record.programmed_version) },
             apply_microseconds: record.apply_microseconds,
             services_planned: record.services_planned,
             objects_written: record.objects_written,
