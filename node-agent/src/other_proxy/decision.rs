@@ -13,6 +13,9 @@ const MAX_PAUSE: Duration = Duration::from_secs(600);
 /// A proxy that returns within this time after a take-over doubles the pause.
 const STABLE: Duration = Duration::from_secs(600);
 
+/// The longest time between two looks during which a sign cannot have been missed.
+const BLIND: Duration = Duration::from_secs(10);
+
 /// The rules of another proxy are complete once it has shown signs for this time.
 const COMPLETE: Duration = Duration::from_secs(10);
 
@@ -22,6 +25,7 @@ pub(crate) struct Decision {
     pause: Duration,
     /// When the last sign was seen, in standby.
     last_sign: Option<Instant>,
+    last_look: Option<Instant>,
     /// When the signs began, while the agent programs the node.
     returned: Option<Instant>,
     took_over: Option<Instant>,
@@ -33,16 +37,26 @@ impl Decision {
     pub(crate) fn begin(look: &Look, last: Option<LastRole>, now: Instant) -> (Self, bool) {
         let is_known = last == Some(LastRole::Programmed);
         let stands_by = look.other.is_some() || !is_known && (look.has_rules || last.is_some());
-        let decision = Self { pause: PAUSE, last_sign: stands_by.then_some(now), returned: None, took_over: None };
+        let decision = Self {
+            pause: PAUSE,
+            last_sign: stands_by.then_some(now),
+            last_look: Some(now),
+            returned: None,
+            took_over: None,
+        };
         (decision, stands_by)
     }
 
     /// True if an agent in standby takes over.
     pub(crate) fn takes_over(&mut self, look: &Look, now: Instant) -> bool {
-        if look.other.is_some() {
+        // Nobody knows what happened while this process could not look.
+        let was_blind = self.last_look.is_none_or(|last| now.saturating_duration_since(last) > BLIND);
+        self.last_look = Some(now);
+        if look.other.is_some() || was_blind {
             self.last_sign = Some(now);
         }
-        let has_gone = self.last_sign.is_none_or(|last| now.saturating_duration_since(last) >= self.pause);
+        let is_over = self.last_sign.is_none_or(|last| now.saturating_duration_since(last) >= self.pause);
+        let has_gone = is_over && look.is_whole;
         if has_gone {
             (self.took_over, self.returned) = (Some(now), None);
         }
@@ -64,7 +78,7 @@ impl Decision {
         if yields {
             let was_soon = self.took_over.is_some_and(|at| now.saturating_duration_since(at) < STABLE);
             self.pause = if was_soon { (self.pause * 2).min(MAX_PAUSE) } else { PAUSE };
-            self.last_sign = Some(now);
+            (self.last_sign, self.last_look) = (Some(now), Some(now));
         }
         yields
     }
@@ -76,7 +90,11 @@ mod tests {
     use crate::other_proxy::Other;
 
     fn seen() -> Look {
-        Look { other: Some(Other::kube_proxy(None)), ..Look::default() }
+        Look { other: Some(Other::kube_proxy(None)), ..nothing() }
+    }
+
+    fn nothing() -> Look {
+        Look { is_whole: true, ..Look::default() }
     }
 
     #[test]
@@ -102,22 +120,32 @@ mod tests {
         assert!(stands_by);
         // It shows a sign every 15 s.
         for second in 1..60 {
-            let look = if second % 15 == 0 { seen() } else { Look::default() };
+            let look = if second % 15 == 0 { seen() } else { nothing() };
             assert!(!decision.takes_over(&look, at(second)), "{second}");
         }
-        assert!(!decision.takes_over(&Look::default(), at(64)) && decision.takes_over(&Look::default(), at(65)));
+        assert!(!decision.takes_over(&nothing(), at(64)) && !decision.takes_over(&Look::default(), at(65)));
+        assert!(decision.takes_over(&nothing(), at(66)));
         // A process that ends at once writes no rules.
         assert!(!decision.yields(&seen(), Kinds::ALL, at(70)) && !decision.yields(&seen(), Kinds::ALL, at(90)));
         assert!(!decision.yields(&Look::default(), Kinds::ALL, at(91)));
         let writes = Look { has_rules: true, ..seen() };
         assert!(!decision.yields(&writes, Kinds::ALL, at(92)) && !decision.yields(&writes, Kinds::ALL, at(101)));
         assert!(decision.yields(&writes, Kinds::ALL, at(102)));
-        assert!(!decision.takes_over(&Look::default(), at(141)) && decision.takes_over(&Look::default(), at(142)));
+        let taken_over = (103..).find(|second| decision.takes_over(&nothing(), at(*second)));
+        assert_eq!(taken_over, Some(102 + 40));
         let healthy = Look { is_healthy: true, ..seen() };
         for (second, pause) in [(143, 80), (1000, 20)] {
             assert!(decision.yields(&healthy, Kinds::ALL, at(second)));
             assert_eq!(decision.pause, Duration::from_secs(pause));
         }
+    }
+
+    /// As while the machine is suspended.
+    #[test]
+    fn time_without_looks_does_not_count_as_absence() {
+        let begin = Instant::now();
+        let (mut decision, _) = Decision::begin(&seen(), None, begin);
+        assert!(!decision.takes_over(&nothing(), begin + 5 * PAUSE));
     }
 
     #[test]

@@ -85,13 +85,17 @@ pub(crate) struct Look {
     pub(crate) other: Option<Other>,
     /// True if its health page answers with success.
     pub(crate) is_healthy: bool,
-    /// True if there are such rules, whoever wrote them. False if they were not read.
+    /// False if rules were not read that might be a sign.
+    pub(crate) is_whole: bool,
+    /// True if there are rules of kube-proxy, whoever wrote them. False if they were not read.
     pub(crate) has_rules: bool,
 }
 
 /// When a look reads rules, which costs most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReadRules {
+    /// Never.
+    No,
     /// Without any other sign.
     Silent,
     /// With another sign, and only rules that this agent does not write itself.
@@ -134,7 +138,10 @@ impl Looker {
             (None, Some(None)) => Some(Other::unknown()),
             (None, None) => health.map(|_| Other::unknown()),
         };
+        look.is_whole = read != ReadRules::No || look.other.is_some();
         let kinds = match read {
+            ReadRules::No if look.other.is_none() => return look,
+            ReadRules::No => None,
             ReadRules::Silent => look.other.is_none().then_some(Kinds::ALL),
             ReadRules::Seen(kinds) => look.other.is_some().then_some(kinds),
         };

@@ -16,11 +16,11 @@ use crate::{
     options::{OnOtherProxy, Options, Standby},
 };
 
-/// The pause between two looks while the other proxy shows signs that cost little.
-const SEEN: Duration = Duration::from_secs(2);
+/// The pause between two looks in standby. Each third one reads rules, if there is no other sign.
+const IN_STANDBY: Duration = Duration::from_secs(2);
 
-/// The pause between two looks that read rules, or that find nothing while the agent programs.
-const SILENT: Duration = Duration::from_secs(5);
+/// The pause between two looks while the agent programs the node.
+const PROGRAMMING: Duration = Duration::from_secs(5);
 
 /// The role of the agent, and what it knows of the other proxy.
 pub(crate) struct OtherProxyWatch {
@@ -103,8 +103,9 @@ impl OtherProxyWatch {
     /// Waits until the other proxy has gone, or until more is known about it, and enters the next
     /// role. Meanwhile removes the rules that this process wrote before it yielded.
     pub(crate) async fn until_taken_over(&mut self) {
-        loop {
-            let look = self.look(ReadRules::Silent).await;
+        for number in 0_u64.. {
+            let read = if number.is_multiple_of(3) { ReadRules::Silent } else { ReadRules::No };
+            let look = self.look(read).await;
             let has_gone = self.decision.takes_over(&look, Instant::now());
             if has_gone && self.asked != Standby::Always {
                 return self.enter(None);
@@ -118,11 +119,10 @@ impl OtherProxyWatch {
                 self.has_leftovers = !self.clean(mode.to_owned()).await;
             }
             let known = self.standby.as_ref();
-            let is_seen = look.other.is_some();
             if let Some(other) = look.other.filter(|other| known.is_none_or(|known| other.says_more_than(known))) {
                 return self.enter(Some(other));
             }
-            sleep(if is_seen { SEEN } else { SILENT }).await;
+            sleep(IN_STANDBY).await;
         }
     }
 
@@ -132,7 +132,7 @@ impl OtherProxyWatch {
             std::future::pending::<()>().await;
         }
         loop {
-            sleep(SILENT).await;
+            sleep(PROGRAMMING).await;
             let look = self.look(ReadRules::Seen(kinds)).await;
             let yields = self.decision.yields(&look, kinds, Instant::now());
             if self.keeps {
