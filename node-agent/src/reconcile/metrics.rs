@@ -69,8 +69,6 @@ pub struct SyncMetrics {
     drifted_services: Arc<Mutex<BTreeSet<ServiceKey>>>,
     mode: Family<[(&'static str, String); 2], Gauge>,
     standby: Family<[(&'static str, String); 1], Gauge>,
-    /// 1 while the agent programs the node although another service proxy works on it, else 0.
-    pub(super) beside_other_proxy: Gauge,
     apply_duration: Family<Labels<1>, Histogram>,
     applies_failed: Family<Labels<1>, Counter>,
     services_planned: Counter,
@@ -113,7 +111,6 @@ impl Default for SyncMetrics {
             drifted_services: Arc::default(),
             mode: Family::default(),
             standby: Family::default(),
-            beside_other_proxy: Gauge::default(),
             apply_duration: Family::new_with_constructor(sync_histogram),
             applies_failed: Family::default(),
             services_planned: Counter::default(),
