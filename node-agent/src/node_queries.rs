@@ -17,7 +17,7 @@ use headgate_userspace::{ConnectionInfo, ConnectionList};
 use tokio::task::spawn_blocking;
 
 use crate::{
-    dataplane::nftables::Counts,
+    dataplane::{nftables::Counts, standby},
     http::Pages,
     session::outbox::{NodeAnswer, NodeKnowledge, PART_BYTES},
 };
@@ -55,6 +55,7 @@ impl Knowledge {
         let (progress, counts) = (progress.borrow().clone(), backlog.counts());
         let mut degraded = progress.status.degraded;
         degraded.extend(metrics.session.tls.problem.borrow().clone());
+        let programmed = progress.programmed.filter(|_| progress.status.backend != standby::NAME);
         let unix_ms = |at: SystemTime| at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         v1::NodeStatus {
             node: self.node.to_string(),
@@ -63,7 +64,7 @@ impl Knowledge {
             backend: progress.status.backend,
             degraded,
             received_version: metrics.session.version_received.get(),
-            programmed_version: progress.programmed.map_or(0, |programmed| programmed.target.version),
+            programmed_version: programmed.map_or(0, |programmed| programmed.target.version),
             waiting_changes: counts.service_changes_pending + counts.endpoint_changes_pending,
             synced_unix_ms: counts.synced_at.into_iter().flatten().max().map_or(0, unix_ms),
             last_error: progress.failure.map(|failure| failure.error).unwrap_or_default(),

@@ -22,7 +22,7 @@ use tracing::{info, warn};
 use crate::{
     backoff::Backoff,
     config_watch,
-    dataplane::{ConnectionProxy, DataplaneError, NodeDataplane, nftables::ServiceCounters, proxy_mode},
+    dataplane::{ConnectionProxy, DataplaneError, NodeDataplane, nftables::ServiceCounters, proxy_mode, standby},
     dataplane_choice,
     http::{self, Pages, listen::Server},
     instance,
@@ -32,6 +32,7 @@ use crate::{
     node_queries::{Explainer, Knowledge},
     observers::{conntrack::ConntrackCleaner, endpoint_checks, health_check_ports},
     options::{Configured, Options, OptionsError, ProxyMode},
+    other_proxy::OtherProxyWatch,
     persist::{self, Disk, Folder, Saver},
     reconcile::{Reconciler, Timing},
     session::{
@@ -96,13 +97,49 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
         claim = instance::claim() => claim.map_err(AgentError::Claim)?,
         () = shutdown.cancelled() => return Ok(()),
     };
-    prepare(&configured.settings)?;
-    let dataplane = dataplane_choice::build(&options, &configured.settings)?;
-    let shutdown = match dataplane.proxy() {
-        Some(proxy) => after_draining(proxy, options.userspace_drain_limit, shutdown),
-        None => shutdown,
-    };
-    run_configured(options, configured, dataplane, true, shutdown).await
+    prepare_process(&configured.settings);
+    let mut watch = OtherProxyWatch::begin(&options, &configured.settings).await;
+    loop {
+        // Each role is a run of its own: it ends when another role begins.
+        let (stop, mut tells_chains) = (shutdown.child_token(), false);
+        let (dataplane, role, ends): (Box<dyn NodeDataplane>, _, _) = match watch.standby() {
+            Some(other) => {
+                let dataplane = standby::dataplane(other.mode.as_deref());
+                (Box::new(dataplane), Role::StandsBy(other.to_string().into()), stop.clone())
+            }
+            None => {
+                sysctl::set_conntrack(Path::new("/"), &configured.settings.conntrack)?;
+                let dataplane = dataplane_choice::build(&options, &configured.settings)?;
+                let drain = |proxy| after_draining(proxy, options.userspace_drain_limit, stop.clone());
+                let ends = dataplane.proxy().map_or_else(|| stop.clone(), drain);
+                tells_chains = matches!(dataplane.name(), "nftables" | "userspace");
+                (dataplane, Role::Programs(watch.beside()), ends)
+            }
+        };
+        let run = run_configured(options.clone(), configured.clone(), dataplane, role, ends);
+        let change = async {
+            watch.changed(tells_chains).await;
+            stop.cancel();
+            std::future::pending().await
+        };
+        tokio::select! {
+            ended = run => ended?,
+            () = change => {}
+        }
+        if shutdown.is_cancelled() || !stop.is_cancelled() {
+            return Ok(());
+        }
+    }
+}
+
+/// What a run of the agent does on the node.
+enum Role {
+    /// It programs the node, perhaps beside another proxy.
+    Programs(watch::Receiver<Option<String>>),
+    /// It writes nothing, because this other proxy works on the node.
+    StandsBy(Arc<str>),
+    /// It programs with the caller's dataplane, and changes nothing else.
+    Embedded,
 }
 
 /// Returns a token that is cancelled after `shutdown`, when the connections of the proxy have ended
@@ -126,12 +163,16 @@ fn after_draining(proxy: Arc<dyn ConnectionProxy>, limit: Duration, shutdown: Ca
 /// files. Errors: a kernel parameter cannot be set. Only a warning is logged if another value
 /// cannot be set.
 pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
+    prepare_process(settings);
+    sysctl::set_conntrack(Path::new("/"), &settings.conntrack).map(drop)
+}
+
+fn prepare_process(settings: &Settings) {
     open_files::raise();
     let path = "/proc/self/oom_score_adj";
     if let Err(error) = std::fs::write(path, settings.oom_score_adj.to_string()) {
         warn!(%error, "cannot write {} to {path}; the agent runs with the present OOM score", settings.oom_score_adj);
     }
-    sysctl::set_conntrack(Path::new("/"), &settings.conntrack).map(drop)
 }
 
 /// Runs the agent until `shutdown` with the caller's dataplane. Changes no kernel parameter and no
@@ -142,14 +183,14 @@ pub async fn run_with(
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
     let configured = options.configured()?;
-    run_configured(options, configured, dataplane, false, shutdown).await
+    run_configured(options, configured, dataplane, Role::Embedded, shutdown).await
 }
 
 async fn run_configured(
     options: Options,
     configured: Configured,
     dataplane: Box<dyn NodeDataplane>,
-    cleans_conntrack: bool,
+    role: Role,
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
     let Configured { settings, file, .. } = configured;
@@ -172,13 +213,17 @@ async fn run_configured(
     // The guard stops all parts of the agent when this function returns, even with an error.
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
-    let (pages, mut tasks) = workers(&options, &settings, &mut parts, metrics, cleans_conntrack, &running)?;
+    if let Role::StandsBy(other) = &role {
+        parts.session.standby = Arc::clone(other);
+        metrics.sync.set_standby(other);
+    }
+    let (pages, mut tasks) = workers(&options, &settings, &mut parts, metrics, &role, &running)?;
     let Parts { state, reconciler, mut session, barriers, saver, .. } = parts;
     let enrolment = files.filter(|_| !options.enrolment_address.is_empty()).map(|files| {
         let (token, address) = (options.enrolment_token.clone(), options.enrolment_address.clone());
         Enrolment::new(files, token, address, Arc::clone(&state), pages.metrics.session.clone())
     });
-    let servers = servers(&options, &settings, &pages, &barriers)?;
+    let servers = servers(&options, &settings, &pages, &barriers, &role)?;
     tasks.extend(servers.into_iter().map(|server| server.run(running.clone()).boxed()));
     let has_certificate = CancellationToken::new();
     tasks.push(until(&running, certificates(enrolment, tls, has_certificate.clone())));
@@ -293,10 +338,11 @@ fn workers(
     settings: &Settings,
     parts: &mut Parts,
     metrics: Arc<Metrics>,
-    cleans_conntrack: bool,
+    role: &Role,
     running: &CancellationToken,
 ) -> std::io::Result<(Pages, Vec<BoxFuture<'static, ()>>)> {
     let Parts { state, reconciler, progress, .. } = parts;
+    let (stands_by, cleans_conntrack) = (matches!(role, Role::StandsBy(_)), matches!(role, Role::Programs(_)));
     let (backlog, patience) = (Arc::clone(state.backlog()), settings.sync_period.saturating_mul(2));
     let (mode, proxy) = (proxy_mode(reconciler.dataplane.name()), reconciler.dataplane.proxy());
     state.set_policy(node_policy(settings, mode));
@@ -315,12 +361,19 @@ fn workers(
     let of_ports = metrics.health_check_ports.clone();
     let (health_check_ports, health_check_server) =
         health_check_ports::new(of_ports, inputs.clone(), Arc::clone(&backlog), patience, Arc::clone(&connections));
-    let namespaces = options.health_check_namespaces.clone();
+    let namespaces = if stands_by { Vec::new() } else { options.health_check_namespaces.clone() };
     let (checked_endpoints, checker) =
         endpoint_checks::new(namespaces, options.check_timing(), Arc::clone(state), metrics.endpoint_checks.clone());
-    reconciler.observers = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
+    if !stands_by {
+        // In standby, the ports belong to the other proxy.
+        reconciler.observers.push(Box::new(health_check_ports));
+    }
+    reconciler.observers.push(Box::new(checked_endpoints));
     let mut tasks = vec![health_check_server.run(running.clone()).boxed(), checker.run(running.clone()).boxed()];
     tasks.push(until(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
+    if let Role::Programs(beside) = role {
+        reconciler.beside = beside.clone();
+    }
     reconciler.interfaces = interfaces.clone();
     if cleans_conntrack {
         let followed = interfaces.clone();
@@ -351,8 +404,13 @@ fn servers(
     settings: &Settings,
     pages: &Pages,
     barriers: &Arc<Barriers>,
+    role: &Role,
 ) -> Result<Vec<Server>, AgentError> {
-    let mut servers = http::servers(settings, pages);
+    // In standby, kube-proxy's addresses belong to the other proxy.
+    let (standby, mut servers) = match role {
+        Role::StandsBy(other) => (Some(&**other), Vec::new()),
+        Role::Programs(_) | Role::Embedded => (None, http::servers(settings, pages)),
+    };
     if let Some(address) = options.drain_address {
         let app = http::drain::router(Arc::clone(barriers), pages.interfaces.clone(), pages.metrics.drain.clone());
         let (what, setting) = ("/v1/drain", "--drain-address");
@@ -362,6 +420,8 @@ fn servers(
     if settings.bind_address_hard_fail {
         servers.iter_mut().try_for_each(Server::bind_now).map_err(AgentError::Bind)?;
     }
+    let address = options.standby_address.filter(|_| !matches!(role, Role::Embedded));
+    servers.extend(address.map(|address| http::probes(address, pages, standby)));
     Ok(servers)
 }
 

@@ -16,8 +16,9 @@ const SETTLED_MS: u64 = 1000;
 /// Formats nodes, one per row, in the given order. The table has a column SEEN if some nodes have
 /// no agent. Lines below explain why a node lags, is degraded or has no agent.
 pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Style) -> String {
-    // A node without an agent has only a programmed version, and only if it had an agent.
-    let number = |of: &AgentInfo, value: u64| match is_absent(of) && value == 0 {
+    // A node without an agent has only a programmed version, and only if it had an agent. One in
+    // standby has programmed nothing.
+    let number = |of: &AgentInfo, value: u64| match (is_absent(of) || is_standby(of)) && value == 0 {
         true => cell(""),
         false => cell(value.to_string()),
     };
@@ -37,7 +38,7 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
         ("STATE", ALWAYS, &state),
         (">PROGRAMMED", 3, &|of| number(of, of.programmed_version)),
         (">SENT", 4, &|of| number(of, of.sent_version)),
-        (">LAG", 1, &|of| cell(if is_absent(of) { String::new() } else { lag(of) })),
+        (">LAG", 1, &|of| cell(if is_absent(of) || is_standby(of) { String::new() } else { lag(of) })),
         ("BACKEND", 2, &|of| cell(&of.backend)),
         (">SEEN", only(agents.iter().any(is_absent), ALWAYS), &|of| cell(seen(of))),
         (">VERIFIED", only(some_verified, 5), &|of| verified(of, now_unix_ms)),
@@ -87,6 +88,11 @@ pub fn is_absent(agent: &AgentInfo) -> bool {
     agent.state == "no_agent"
 }
 
+/// Returns whether another service proxy works on the node.
+pub fn is_standby(agent: &AgentInfo) -> bool {
+    agent.state == "standby"
+}
+
 /// Describes a node without an agent.
 pub fn no_agent(node: &str, reason: &str) -> String {
     match reason {
@@ -118,6 +124,7 @@ fn lag(agent: &AgentInfo) -> String {
 fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
     match agent.state.as_str() {
         "no_agent" => ("no agent", Tone::Bad),
+        "standby" => ("standby", Tone::Attention),
         "waiting" => ("waiting", Tone::Attention),
         "cut_off" => ("cut off", Tone::Attention),
         _ if !agent.last_error.is_empty() => ("failing", Tone::Bad),
@@ -145,6 +152,7 @@ pub fn fleet(fleet: &FleetInfo) -> String {
         (fleet.failing, "failing"),
         (fleet.waiting, "waiting"),
         (fleet.cut_off, "at a replica that is cut off"),
+        (fleet.standby, "in standby"),
         (fleet.no_agent, "without an agent"),
     ];
     let all = fleet.up_to_date + others.iter().map(|(count, _)| count).sum::<u64>();

@@ -15,7 +15,38 @@ pub(crate) fn tables() -> Leftover {
 
 /// The tables of kube-proxy's mode nftables in both families, as a leftover.
 pub(crate) fn kube_proxys_tables() -> Leftover {
-    tables_of("kube-proxy's mode nftables", |family| TableName { name: "kube-proxy".into(), ..table_name(family) })
+    tables_of("kube-proxy's mode nftables", kube_proxys_table)
+}
+
+fn kube_proxys_table(family: Family) -> TableName {
+    TableName { name: "kube-proxy".into(), ..table_name(family) }
+}
+
+/// Calls `take` with a text for each object in the tables of kube-proxy's mode nftables, without
+/// elements that packets add. Errors: the kernel cannot be read.
+pub(crate) fn kube_proxys_objects(take: &mut dyn FnMut(&str)) -> Result<(), DataplaneError> {
+    if !NF_TABLES.is_present() {
+        return Ok(());
+    }
+    let mut read = || -> Result<(), NftablesError> {
+        let mut kernel = Nftables::open()?;
+        for name in Family::BOTH.map(kube_proxys_table) {
+            if kernel.table(&name)?.is_none() {
+                continue;
+            }
+            // The kernel never reuses a handle, and a rule is never changed.
+            kernel.chains(&name)?.iter().for_each(|chain| take(&chain.object.name));
+            kernel.rules(&name, None)?.iter().for_each(|rule| take(&format!("{} {}", rule.object.chain, rule.handle)));
+            for set in kernel.sets(&name)?.into_iter().map(|set| set.object) {
+                if !set.flags.dynamic && !set.flags.timeout {
+                    let elements = kernel.elements(&name, &set.name)?.into_iter();
+                    elements.for_each(|element| take(&format!("{} {:?} {:?}", set.name, element.key, element.data)));
+                }
+            }
+        }
+        Ok(())
+    };
+    read().map_err(|error| failure("reading the tables of kube-proxy's mode nftables", &error))
 }
 
 fn tables_of(owner: &'static str, table: fn(Family) -> TableName) -> Leftover {

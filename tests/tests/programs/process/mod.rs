@@ -18,6 +18,7 @@ mod refused;
 mod rig;
 mod settings;
 mod stale;
+mod standby;
 mod sync;
 mod unheard;
 mod verify;
