@@ -15,7 +15,12 @@ pub(crate) fn tables() -> Leftover {
 
 /// The tables of kube-proxy's mode nftables in both families, as a leftover.
 pub(crate) fn kube_proxys_tables() -> Leftover {
-    tables_of("kube-proxy's mode nftables", |family| TableName { name: "kube-proxy".into(), ..table_name(family) })
+    tables_of("kube-proxy's mode nftables", kube_proxys_table)
+}
+
+/// The name of the table of kube-proxy's mode nftables in a family.
+pub(crate) fn kube_proxys_table(family: Family) -> TableName {
+    TableName { name: "kube-proxy".into(), ..table_name(family) }
 }
 
 fn tables_of(owner: &'static str, table: fn(Family) -> TableName) -> Leftover {
