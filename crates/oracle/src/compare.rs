@@ -9,6 +9,8 @@ use headgate_core::{
     frontends::Frontend,
 };
 
+use crate::kube_proxy::{IS_CONTESTED, as_kube_proxy};
+
 /// The maximum number of differences that a comparison lists.
 pub const MAX_DIFFERENCES: usize = 1000;
 
@@ -21,6 +23,11 @@ pub struct Comparison {
     pub total: u64,
     /// The differences, at most [`MAX_DIFFERENCES`].
     pub differences: Vec<Difference>,
+    /// Where the rules of kube-proxy do something else by design, at most [`MAX_DIFFERENCES`], and
+    /// their number. Not part of `total` and `differences`.
+    pub by_design: Vec<Difference>,
+    /// See `by_design`.
+    pub by_design_total: u64,
     /// The parts of the kernel's rules that the decoder does not understand. Sentences.
     pub not_understood: Vec<String>,
 }
@@ -60,12 +67,31 @@ impl Comparison {
         }
     }
 
+    /// Moves what was found since `mark` to the differences by design, with the reason.
+    fn is_by_design(&mut self, (total, count): (u64, usize), reason: &str) {
+        self.by_design_total += self.total - total;
+        self.total = total;
+        for mut difference in self.differences.drain(count..) {
+            difference.sentence += &format!(" ({reason})");
+            if self.by_design.len() < MAX_DIFFERENCES {
+                self.by_design.push(difference);
+            }
+        }
+    }
+
+    fn mark(&self) -> (u64, usize) {
+        (self.total, self.differences.len())
+    }
+
     /// Adds the result of the other family.
     pub fn merge(&mut self, other: Self) {
         self.frontends += other.frontends;
         self.total += other.total;
         self.differences.extend(other.differences);
         self.differences.truncate(MAX_DIFFERENCES);
+        self.by_design.extend(other.by_design);
+        self.by_design.truncate(MAX_DIFFERENCES);
+        self.by_design_total += other.by_design_total;
         self.not_understood.extend(other.not_understood);
     }
 
@@ -134,16 +160,35 @@ impl Comparer {
         if self.is_broken {
             return;
         }
+        let mode = self.found.of_kube_proxy.unwrap_or(settings.mode);
+        let settings = &NodeSettings { mode, ..settings.clone() };
         for key in keys.into_iter().filter(|key| is_verified(key)) {
             let wanted = expected(state, [key], self.found.family, facts, settings);
             for (frontend, entry) in &wanted.entries {
                 let found = self.found.entries.remove(frontend).unwrap_or_default();
                 if !wanted.unverified.contains(frontend) && self.is_compared(frontend) {
                     self.comparison.frontends += 1;
-                    self.comparison.add_entry(Some(key), *frontend, entry, &found);
+                    self.entry(state, key, *frontend, entry, &found);
                     self.node_port_addresses(state, key, *frontend, entry);
                 }
             }
+        }
+    }
+
+    fn entry(&mut self, state: &State, key: &Arc<ServiceKey>, frontend: Frontend, expected: &Entry, found: &Entry) {
+        let (mark, all) = (self.comparison.mark(), &mut self.comparison);
+        let Some(mode) = self.found.of_kube_proxy else {
+            return all.add_entry(Some(key), frontend, expected, found);
+        };
+        if state.frontends().is_contested(&frontend) {
+            all.add_entry(Some(key), frontend, expected, found);
+            return all.is_by_design(mark, IS_CONTESTED);
+        }
+        let (theirs, reasons) = as_kube_proxy(state, key, frontend, mode, expected, found);
+        all.add_entry(Some(key), frontend, &theirs, found);
+        if all.mark() == mark && !reasons.is_empty() {
+            all.add_entry(Some(key), frontend, expected, found);
+            all.is_by_design(mark, &reasons.join("; "));
         }
     }
 
@@ -173,8 +218,11 @@ impl Comparer {
         for (frontend, entry) in left.iter().filter(|_| !self.is_broken) {
             let key = owner(state.frontends(), frontend);
             if key.map_or(is_settled, is_verified) && self.is_compared(frontend) {
-                let key = key.and_then(|key| state.key(key));
+                let (key, mark) = (key.and_then(|key| state.key(key)), self.comparison.mark());
                 self.comparison.add_entry(key, *frontend, &Entry::default(), entry);
+                if self.found.of_kube_proxy.is_some() && state.frontends().is_contested(frontend) {
+                    self.comparison.is_by_design(mark, IS_CONTESTED);
+                }
             }
         }
         // The Services of a state have no order, and a list with an order is easier to read.

@@ -154,7 +154,7 @@ pub fn decode(dump: &IpvsDump, family: Family, detector: Option<&LocalDetector>)
     }
     for chain in unknown {
         table.problems.insert(Problem::NotUnderstood(format!(
-            "cannot verify what chain {chain} ({family}) does: it contains a rule that Headgate does not write"
+            "cannot verify what chain {chain} ({family}) does: it contains a rule that Headgate does not know"
         )));
     }
     table

@@ -6,6 +6,7 @@
 mod compare;
 pub mod iptables;
 pub mod ipvs;
+mod kube_proxy;
 pub mod nftables;
 mod outcome;
 

@@ -17,6 +17,7 @@ mod kernel_modules;
 mod leftovers;
 pub mod metrics;
 pub mod nftables;
+pub mod other_rules;
 pub mod standby;
 pub mod userspace;
 pub(crate) mod xtables;

@@ -17,3 +17,4 @@ mod node_addresses;
 mod packets;
 mod replacements;
 mod rule_text;
+mod shadow;

@@ -14,6 +14,7 @@ use crate::{
         view::Destination,
         view::{Outcome, ServicePortView},
     },
+    explain::Mode,
     model::{Family, ServiceKey, TrafficPolicy},
     state::{
         Form,
@@ -261,6 +262,9 @@ pub struct Table {
     pub unverified: BTreeSet<Frontend>,
     /// The dataplane leaves out ports of SCTP and reports this. They are not compared.
     pub leaves_out_sctp: bool,
+    /// The mode of the kube-proxy that wrote the rules. `None` for rules of Headgate, and in an
+    /// expected table.
+    pub of_kube_proxy: Option<Mode>,
     /// What is wrong with the dump as a whole. Empty in an expected table.
     pub problems: BTreeSet<Problem>,
 }
@@ -275,6 +279,7 @@ impl Table {
             node_ports_at: NodePortsAt::Unknown,
             unverified: BTreeSet::new(),
             leaves_out_sctp: false,
+            of_kube_proxy: None,
             problems: BTreeSet::new(),
         }
     }

@@ -268,6 +268,14 @@ fn lose(place: Place, Candidate { key, claim, .. }: &Candidate, dirty: &mut Dirt
 }
 
 impl FrontendOwners {
+    /// True if a Service claims the frontend, or its address, and does not get it. The cost grows
+    /// with the number of Services that do not get a frontend.
+    pub fn is_contested(&self, frontend: &Frontend) -> bool {
+        let place = Place::Frontend(*frontend);
+        let places = place.address().map(Place::Address).into_iter().chain([place]).collect::<Vec<_>>();
+        self.lost.values().any(|lost| places.iter().any(|place| lost.contains_key(place)))
+    }
+
     /// Replaces the claims of a Service. Adds to `dirty` the other Services that gain or lose a
     /// frontend, and the frontends that change hands. The cost depends on the claims of this
     /// Service, and not on those of the others.

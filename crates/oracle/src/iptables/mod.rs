@@ -16,6 +16,7 @@ use std::{
 
 use headgate_core::{
     Family,
+    explain::Mode,
     forwarding::{Admitted, Entry, Fate, Origin, Table},
     frontends::Frontend,
     iptables::{RulesTable, names},
@@ -38,14 +39,26 @@ pub(super) const FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 /// The other chains of Headgate in filter.
 const OTHERS: [&str; 4] = [names::LOCALNET_GUARD, names::GATE_INPUT, names::NODE_PORTS, names::FORWARD];
 
+/// A base chain, and the chains to which it must lead.
+type Needed<'a> = (RulesTable, &'a str, &'a [&'a str]);
+
 /// The chains that each base chain must lead to. Each serves groups of Services.
-const NEEDED: [(RulesTable, &str, &[&str]); 5] = [
+const NEEDED: [Needed<'static>; 5] = [
     (RulesTable::Nat, "PREROUTING", &[SERVICES]),
     (RulesTable::Nat, "OUTPUT", &[SERVICES]),
     (RulesTable::Filter, "INPUT", &[FIREWALL, EXTERNAL]),
     (RulesTable::Filter, "FORWARD", &[FIREWALL, SERVICES, EXTERNAL]),
     (RulesTable::Filter, "OUTPUT", &[FIREWALL, SERVICES, EXTERNAL]),
 ];
+
+/// Decodes the rules of kube-proxy in mode iptables. `detector` is how rules recognise pods.
+pub fn decode_kube_proxy(rules: &Rules, family: Family, detector: Option<&LocalDetector>) -> Table {
+    // kube-proxy has no rule for connections of the node itself to the chain EXTERNAL.
+    let [one, two, three, four, (table, base, _)] = NEEDED;
+    let needed = [one, two, three, four, (table, base, &[FIREWALL, SERVICES])];
+    let table = decode_needing(&needed, rules, family, detector, &BTreeSet::new());
+    Table { of_kube_proxy: Some(Mode::Iptables), ..table }
+}
 
 /// Decodes the rules of mode iptables. `detector` is how rules recognise pods of the node.
 /// `listeners` are those of the proxy, in mode userspace.
@@ -55,8 +68,18 @@ pub fn decode(
     detector: Option<&LocalDetector>,
     listeners: &BTreeSet<SocketAddr>,
 ) -> Table {
+    decode_needing(&NEEDED, rules, family, detector, listeners)
+}
+
+fn decode_needing(
+    needed: &[Needed<'_>],
+    rules: &Rules,
+    family: Family,
+    detector: Option<&LocalDetector>,
+    listeners: &BTreeSet<SocketAddr>,
+) -> Table {
     let mut table = Table::new(family);
-    rules.check_bases(&NEEDED, family, &mut table.problems);
+    rules.check_bases(needed, family, &mut table.problems);
     let translated = translations(rules, detector, None, &mut table);
     let to_proxy = (!listeners.is_empty()).then(|| translations(rules, detector, Some(&closed_gates), &mut table));
     let [input, forward, output] = ["INPUT", "FORWARD", "OUTPUT"].map(|base| {

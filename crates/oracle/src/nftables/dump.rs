@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
+use std::net::IpAddr;
+
 use headgate_core::{Family, Protocol, address_from_bytes, frontends::Frontend};
+use ipnet::{IpNet, IpSubnets, Ipv4Subnets, Ipv6Subnets};
 use nftables_netlink::{
     BaseChain, DataType, Element, ElementData, Expression, Hook, Set, TableName, ValueType, Verdict,
 };
@@ -37,8 +40,10 @@ pub struct DumpedSet {
     pub verdicts: BTreeMap<Vec<u8>, Verdict>,
     /// Packets add elements, which expire. The decoder needs no such elements.
     pub is_recorded: bool,
-    /// The decoder does not understand such keys.
+    /// The keys are ranges.
     pub(super) has_ranges: bool,
+    /// The ranges, if they are of addresses. The decoder does not understand others.
+    pub(super) ranges: Vec<IpNet>,
 }
 
 /// The key of an element, followed by its data.
@@ -85,7 +90,8 @@ impl NftablesDump {
         for set in sets {
             let has_address = set.key == at_address;
             if has_address || set.key == at_node {
-                all.extend(set.range(&[]).filter_map(|(key, _)| self.frontend(key, has_address)));
+                let keys = set.range(&[]).map(|(key, _)| key).chain(set.verdicts.keys().map(Vec::as_slice));
+                all.extend(keys.filter_map(|key| self.frontend(key, has_address)));
             }
         }
         all
@@ -108,6 +114,23 @@ impl NftablesDump {
     }
 }
 
+/// The networks from `first` to `end`, which is the first address after them if `is_after`.
+fn subnets(first: Vec<u8>, end: &[u8], is_after: bool) -> Vec<IpNet> {
+    let before = u8::from(is_after);
+    let subnets = match [address_from_bytes(&first), address_from_bytes(end)] {
+        [Some(IpAddr::V4(first)), Some(IpAddr::V4(end))] => {
+            let last = u32::from(end).saturating_sub(before.into());
+            IpSubnets::from(Ipv4Subnets::new(first, last.into(), 0))
+        }
+        [Some(IpAddr::V6(first)), Some(IpAddr::V6(end))] => {
+            let last = u128::from(end).saturating_sub(before.into());
+            IpSubnets::from(Ipv6Subnets::new(first, last.into(), 0))
+        }
+        _ => return Vec::new(),
+    };
+    subnets.collect()
+}
+
 /// The number of a protocol in the IP header.
 pub(super) fn protocol_number(protocol: Protocol) -> u8 {
     match protocol {
@@ -126,6 +149,31 @@ impl DumpedSet {
             verdicts: BTreeMap::new(),
             is_recorded: set.flags.timeout || set.flags.dynamic,
             has_ranges: set.flags.interval,
+            ranges: Vec::new(),
+        }
+    }
+
+    /// True if the keys are ranges of addresses, which [`Self::set_ranges`] takes.
+    pub fn has_ranges_of_addresses(&self) -> bool {
+        let is_address = |of| self.key == ValueType::from(of);
+        self.has_ranges && (is_address(DataType::Ipv4Address) || is_address(DataType::Ipv6Address))
+    }
+
+    /// Sets the ranges of addresses. The kernel lists the beginning of each, and the first address
+    /// after it, unless none follows.
+    pub fn set_ranges(&mut self, mut elements: Vec<Element>) {
+        elements.sort_by(|one, other| (&one.key.0, !one.interval_end).cmp(&(&other.key.0, !other.interval_end)));
+        let mut first = None;
+        for Element { key, interval_end, .. } in elements {
+            match first.take() {
+                Some(start) if interval_end => self.ranges.extend(subnets(start, &key.0, true)),
+                _ if interval_end => {}
+                _ => first = Some(key.0),
+            }
+        }
+        if let Some(start) = first {
+            let last = vec![u8::MAX; start.len()];
+            self.ranges.extend(subnets(start, &last, false));
         }
     }
 

@@ -31,8 +31,9 @@ const MAX_DEPTH: usize = 16;
 /// The maximum number of results of a random number or a hash that are followed.
 const MAX_RESULTS: u32 = 1 << 16;
 
-/// The set of the addresses that answer NodePorts. Other sets contain addresses of Services.
-const NODE_PORT_ADDRESSES: &str = "node-port-addresses";
+/// The sets of the addresses that answer NodePorts, of Headgate and of kube-proxy. Other sets
+/// contain addresses of Services.
+const NODE_PORT_ADDRESSES: [&str; 2] = ["node-port-addresses", "nodeport-ips"];
 
 /// The set of the addresses of the node, which exists if rules cannot ask the routing table. Rules
 /// then list the addresses that answer NodePorts, also if all do.
@@ -202,8 +203,16 @@ impl<'a> Interpreter<'a> {
                     true
                 }
                 Expression::Compare { register, comparison, value } => {
-                    self.compare(&registers.key(*register, value.0.len()), *comparison, value, packet)
+                    let key = registers.key(*register, value.0.len());
+                    match self.source_range(&key, value) {
+                        Some(range) if *comparison == Comparison::NotEqual && is_drop(rest) => {
+                            return drops_others([range]);
+                        }
+                        _ => self.compare(&key, *comparison, value, packet),
+                    }
                 }
+                // The expression sets a property such as a mark, which rules read after routing.
+                Expression::Unknown { name, .. } if name == "meta" => true,
                 Expression::Counter { .. } | Expression::NoTrack | Expression::Log { .. } => true,
                 Expression::Lookup { set, key, result } => {
                     match self.lookup((set, *key, result), rest, &mut registers, at) {
@@ -341,8 +350,8 @@ impl<'a> Interpreter<'a> {
         let is_pod = packet.origin == Origin::Pod;
         let ordering = match key {
             Key::Known(bytes) => Some(bytes.as_slice().cmp(&value.0)),
-            Key::EndsWithSource(start, prefix_length) if start.is_empty() => {
-                let range = address_from_bytes(&value.0).and_then(|address| IpNet::new(address, *prefix_length).ok());
+            Key::EndsWithSource(..) => {
+                let range = self.source_range(key, value);
                 let is_pods = matches!(self.detector, Some(LocalDetector::Cidr(cidr)) if Some(cidr.trunc()) == range);
                 (is_pods && is_pod).then_some(Ordering::Equal)
             }
@@ -371,6 +380,14 @@ impl<'a> Interpreter<'a> {
         }
     }
 
+    /// The range that a rule compares with the source address.
+    fn source_range(&self, key: &Key, value: &Value) -> Option<IpNet> {
+        let Key::EndsWithSource(start, prefix_length) = key else { return None };
+        let mut address = value.0.clone();
+        address.resize(self.dump.address_bytes(), 0);
+        IpNet::new(address_from_bytes(&address).filter(|_| start.is_empty())?, *prefix_length).ok()
+    }
+
     /// Looks up an element. Returns whether the packet still meets the rule, or its outcome.
     fn lookup(
         &mut self,
@@ -380,12 +397,21 @@ impl<'a> Interpreter<'a> {
         at: At<'_>,
     ) -> ControlFlow<Outcome, bool> {
         let dump = self.dump;
-        let Some(set) = dump.sets.get(name).filter(|set| !set.has_ranges) else {
+        let Some(set) = dump.sets.get(name) else {
             return ControlFlow::Continue(self.not_understood(at.chain));
         };
         let key = registers.key(from, set.key_bytes());
+        if set.has_ranges {
+            return self.lookup_range(set, &key, result, rest, at);
+        }
         let found = match (&key, result) {
             _ if self.full == Some(name) => Some(&[][..]),
+            (_, LookupResult::Present) if set.is_recorded => {
+                let mut outcome = self.rule(rest, *registers, at);
+                outcome.recorded.append(&mut outcome.endpoints);
+                outcome.goes_on = true;
+                return ControlFlow::Break(outcome);
+            }
             // A new client is not recorded.
             _ if set.is_recorded => None,
             (Key::Known(key), LookupResult::Verdict) => match set.verdicts.get(key) {
@@ -393,7 +419,7 @@ impl<'a> Interpreter<'a> {
                 None => None,
             },
             (Key::Known(key), _) => set.get(key),
-            (Key::NodeAddress, _) if name == NODE_PORT_ADDRESSES => self.node_address(set),
+            (Key::NodeAddress, _) if NODE_PORT_ADDRESSES.contains(&name) => self.node_address(set),
             // The source is an address of the node.
             (Key::EndsWithSource(start, _), _) if start.is_empty() => {
                 let is_known = at.packet.origin == Origin::Node && !set.elements.is_empty();
@@ -426,6 +452,34 @@ impl<'a> Interpreter<'a> {
         })
     }
 
+    /// Looks up an address in a set of ranges.
+    fn lookup_range(
+        &mut self,
+        set: &DumpedSet,
+        key: &Key,
+        result: &LookupResult,
+        rest: &[Expression],
+        at: At<'_>,
+    ) -> ControlFlow<Outcome, bool> {
+        let is_inside = match key {
+            _ if !set.has_ranges_of_addresses() => None,
+            Key::EndsWithSource(start, _) if start.is_empty() && *result == LookupResult::Absent && is_drop(rest) => {
+                return ControlFlow::Break(drops_others(set.ranges.iter().copied()));
+            }
+            Key::Known(bytes) => {
+                address_from_bytes(bytes).map(|address| set.ranges.iter().any(|range| range.contains(&address)))
+            }
+            // The ranges are of addresses of Services.
+            Key::NodeAddress => Some(false),
+            _ => None,
+        };
+        ControlFlow::Continue(match (is_inside, result) {
+            (Some(is_inside), LookupResult::Present) => is_inside,
+            (Some(is_inside), LookupResult::Absent) => !is_inside,
+            _ => self.not_understood(at.chain),
+        })
+    }
+
     /// Whether the set of addresses that answer NodePorts contains the destination: the decoder
     /// assumes one of the addresses in the set.
     fn node_address<'s>(&mut self, set: &'s DumpedSet) -> Option<&'s [u8]> {
@@ -437,6 +491,17 @@ impl<'a> Interpreter<'a> {
             Some(if lists_all { NodePortsAt::Listed(addresses) } else { NodePortsAt::Only(addresses) });
         is_known.then_some(&[])
     }
+}
+
+/// True if the rest of a rule drops the packet.
+fn is_drop(rest: &[Expression]) -> bool {
+    let mut rest = rest.iter().filter(|expression| !matches!(expression, Expression::Counter { .. }));
+    matches!(rest.next(), Some(Expression::Verdict(Verdict::Drop)))
+}
+
+/// The packets of clients outside of these ranges are dropped.
+fn drops_others(ranges: impl IntoIterator<Item = IpNet>) -> Outcome {
+    Outcome { goes_on: true, admitted: ranges.into_iter().collect(), ..Outcome::ends(Ending::Drop) }
 }
 
 fn mask_register(registers: &mut Registers, from: Register, to: Register, mask: &Value, xor: &Value) {

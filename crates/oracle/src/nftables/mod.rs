@@ -11,6 +11,7 @@ use std::collections::BTreeSet;
 
 use headgate_core::{
     Protocol,
+    explain::Mode,
     forwarding::{Admitted, Entry, Fate, NodePortsAt, Origin, Problem, Table},
     frontends::Frontend,
     view::LocalDetector,
@@ -32,6 +33,11 @@ const MAX_STEPS: u64 = 1000;
 /// if rules that send TCP connections to the proxy are missing.
 pub fn decode(dump: &NftablesDump, detector: Option<&LocalDetector>, gate: Option<&str>) -> Table {
     decode_within(dump, detector, gate, dump.size().saturating_mul(MAX_STEPS))
+}
+
+/// Decodes the table of kube-proxy in mode nftables. See [`decode`].
+pub fn decode_kube_proxy(dump: &NftablesDump, detector: Option<&LocalDetector>) -> Table {
+    Table { of_kube_proxy: Some(Mode::Nftables), ..decode(dump, detector, None) }
 }
 
 /// Like [`decode`], with a maximum number of steps. A step executes a rule or an expression, or
@@ -91,7 +97,7 @@ pub fn decode_within(
     }
     for chain in interpreter.unknown {
         table.problems.insert(Problem::NotUnderstood(format!(
-            "cannot verify what chain {chain} of the table {} does: it contains something that Headgate does not write",
+            "cannot verify what chain {chain} of the table {} does: it contains something that Headgate does not know",
             dump.name
         )));
     }

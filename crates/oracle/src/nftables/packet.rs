@@ -125,16 +125,17 @@ impl Packet {
         let (source, destination) = if bytes == 4 { (12, 16) } else { (8, 24) };
         match *expression {
             Expression::Payload { base: PayloadBase::Network, offset, length, to }
-                if offset == source && length as usize == bytes =>
+                if offset == source && length as usize <= bytes =>
             {
-                registers.mask_source(to, bytes, u8::try_from(bytes * 8).unwrap_or(u8::MAX));
+                // `nft` loads the first bytes for a range whose prefix ends with a byte.
+                registers.mask_source(to, length as usize, u8::try_from(length * 8).unwrap_or(u8::MAX));
             }
             Expression::Payload { base: PayloadBase::Network, offset, length, to }
-                if offset == destination && length as usize == bytes =>
+                if offset == destination && length as usize <= bytes =>
             {
                 match self.frontend {
-                    Frontend::Address(address, ..) => registers.load(to, &Value::from(address).0),
-                    Frontend::NodePort(..) => registers.fill(to, bytes, |_| Word::NodeAddress),
+                    Frontend::Address(address, ..) => registers.load(to, &Value::from(address).0[..length as usize]),
+                    Frontend::NodePort(..) => registers.fill(to, length as usize, |_| Word::NodeAddress),
                 }
             }
             Expression::Payload { base: PayloadBase::Transport, offset: 2, length: 2, to } => {

@@ -7,7 +7,10 @@ use nftables_netlink::{ElementData, Nftables, NftablesError, SetData, TableName}
 
 /// Reads a table. The result is `None` if the table does not exist. Does not read the elements that
 /// packets add. Errors: the errors of `kernel`.
-pub(super) fn read(kernel: &mut Nftables, name: &TableName) -> Result<Option<NftablesDump>, NftablesError> {
+pub(in crate::dataplane) fn read(
+    kernel: &mut Nftables,
+    name: &TableName,
+) -> Result<Option<NftablesDump>, NftablesError> {
     let listed = kernel.chains(name)?.into_iter();
     let chains = listed.map(|chain| (chain.object.name, DumpedChain { base: chain.object.base, rules: Vec::new() }));
     let mut chains: BTreeMap<String, DumpedChain> = chains.collect();
@@ -28,6 +31,8 @@ pub(super) fn read(kernel: &mut Nftables, name: &TableName) -> Result<Option<Nft
                 _ => None,
             });
             dumped.verdicts = verdicts.collect();
+        } else if dumped.has_ranges_of_addresses() {
+            dumped.set_ranges(kernel.elements(name, &set.name)?);
         } else if !dumped.is_recorded {
             dumped.elements = kernel.elements_as(name, &set.name, pack)?;
         }

@@ -18,7 +18,8 @@ pub(crate) fn kube_proxys_tables() -> Leftover {
     tables_of("kube-proxy's mode nftables", kube_proxys_table)
 }
 
-fn kube_proxys_table(family: Family) -> TableName {
+/// The name of the table of kube-proxy's mode nftables in a family.
+pub(crate) fn kube_proxys_table(family: Family) -> TableName {
     TableName { name: "kube-proxy".into(), ..table_name(family) }
 }
 

@@ -3,7 +3,7 @@
 //! sync ([`bulk`]) and large changes of few Services ([`NftablesPlan::cut`]).
 
 mod datagrams;
-mod dump;
+pub(super) mod dump;
 mod elements;
 mod expressions;
 mod gate;
@@ -45,7 +45,7 @@ use watch::foreign_change;
 
 pub(super) use datagrams::{Redirect, can_redirect, change_redirects};
 pub(super) use gate::Gate;
-pub(crate) use leftover::{kube_proxys_objects, kube_proxys_tables, tables};
+pub(crate) use leftover::{kube_proxys_objects, kube_proxys_table, kube_proxys_tables, tables};
 pub use nftables_netlink::Feature;
 pub use service_counters::{Counts, ServiceCounters, read_counters};
 pub(super) use watch::{Syncs, Watch};
@@ -124,7 +124,7 @@ pub struct TableStep {
     replaces_table: bool,
 }
 
-fn failure(what: &str, error: &NftablesError) -> DataplaneError {
+pub(super) fn failure(what: &str, error: &NftablesError) -> DataplaneError {
     let kind = match error {
         NftablesError::Missing => ErrorKind::Unavailable,
         NftablesError::Refused(_) => match error.refusal_code() {
