@@ -200,11 +200,12 @@ impl World {
             }
             Fault::StuckWatch => self.shared.api.freeze(Kind::EndpointSlice),
             Fault::NodeAgain => {
-                if rng.bool() {
+                if rng.u8(0..3) > 0 {
                     self.kill_agent(node, false);
                 }
                 self.shared.change(|source, api| source.delete_node(api, node));
-                let (shared, pause) = (Arc::clone(&self.shared), Duration::from_millis(rng.u64(0..3000)));
+                // Replicas look for nodes to forget once a second.
+                let (shared, pause) = (Arc::clone(&self.shared), Duration::from_millis(rng.u64(0..2000)));
                 self.client.spawn(async move {
                     sleep(pause).await;
                     shared.change(|source, api| source.put_node(api, node));
