@@ -360,9 +360,9 @@ impl World {
         }
         self.shared.tell(format!("start the agent of {}", NODES[node]));
         let token = CancellationToken::new();
-        // Replicas announce the last place. Two of the places are named when the world has healed.
-        let seeds = 0..PLACES - 1;
-        let urls = seeds.map(|place| format!("http://{}", SocketAddr::new(replica_host(place), AGENTS_PORT)));
+        // Replicas announce the other places. Two places are named when the world has healed.
+        let seeds = [node, node + 1].map(|seed| replica_host(seed % PLACES));
+        let urls = seeds.into_iter().map(|host| format!("http://{}", SocketAddr::new(host, AGENTS_PORT)));
         let control_planes: Result<Vec<_>, _> = urls.map(|url| ControlPlane::parse(&url, true)).collect();
         let config = SessionConfig {
             node_name: NODES[node].into(),

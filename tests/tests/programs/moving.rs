@@ -150,6 +150,17 @@ impl World {
         Ok(())
     }
 
+    /// What a replica says of itself and the others.
+    fn status(&self, replica: u8) -> Result<String> {
+        let mut command = Command::new(program("headgatectl")?);
+        command.arg(format!("--server=https://192.0.2.{replica}:7444")).arg("--tls-server-name=headgate.example");
+        for (option, file) in [("ca", "ca.crt"), ("cert", "readers/me.crt"), ("key", "readers/me.key")] {
+            command.arg(format!("--tls-{option}={}", self.path(&format!("certs/{file}"))));
+        }
+        command.arg("status");
+        self.control.output(command)
+    }
+
     /// Waits until the kernel of each node has the ClusterIP 10.96.0.`last`.
     fn until_programmed(&self, last: u8) -> Result<()> {
         self.put(
@@ -209,6 +220,8 @@ fn move_all(world: &mut World) -> Result<()> {
         world.until_programmed(new)?;
     }
     world.agents.iter_mut().try_for_each(Process::check_running)?;
+    let status = world.status(4)?;
+    ensure!(!status.contains("replica-1") && !status.contains("never joined"), "replica-1 said goodbye: {status}");
 
     // The seed has gone, and the agent finds the others by the list on its disk.
     world.agents.remove(1).kill()?;

@@ -376,6 +376,8 @@ impl Replicas {
         let departed = |state: Option<Departed>| state.unwrap_or(Departed { at: now, version: 0 });
         let nodes: Vec<_> = joined.nodes.into_iter().map(|(node, (_, state))| (node, departed(state))).collect();
         if says_goodbye {
+            // The end of its stream to this replica is no news.
+            self.known().callers.remove(&joined.identity.epoch);
             tracing::info!(
                 replica = name,
                 nodes = nodes.len(),
