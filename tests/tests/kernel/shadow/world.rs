@@ -50,7 +50,7 @@ pub(super) fn catalogue() -> Vec<(u8, u16, Vec<u8>)> {
         // A NodePort.
         (0, 0b01, vec![0, 1]),
         // A load balancer with policy Local, source ranges and affinity.
-        (1, 0b1011_0110, vec![0, 1, 64]),
+        (1, 0b1101_1010, vec![0, 1, 64]),
         // External addresses without endpoints.
         (2, 0b1000_0010, vec![]),
         // Policy Local for ClusterIPs, and no endpoint on the node.
@@ -62,7 +62,7 @@ pub(super) fn catalogue() -> Vec<(u8, u16, Vec<u8>)> {
         // Endpoints with hints for zones.
         (6, 0b0, vec![128, 129, 192]),
         // Two addresses of the load balancer, and source ranges that admit the node.
-        (7, 0b11_0010, vec![0, 64]),
+        (8, 0b11_0010, vec![0, 64]),
     ]
 }
 
@@ -103,7 +103,7 @@ fn service(number: u8, bits: u16) -> (Service, Value) {
     let ports =
         vec![port("web", Protocol::Tcp, 80, node_port(30000)), port("dns", Protocol::Udp, 53, node_port(30100))];
     let v6 = |net: &str| format!("{net}{number:x}").parse::<IpAddr>().unwrap();
-    let cluster_ips = vec![IpAddr::from([10, 96, 1, number]), v6("fd00:10:96::1:")];
+    let cluster_ips = vec![IpAddr::from([10, 96, 1, number]), v6("fd00:10:96::1")];
     let mut service = Service::new(key(number), cluster_ips, ports);
     let policy = |is_local| if is_local { TrafficPolicy::Local } else { TrafficPolicy::Cluster };
     service.internal_traffic_policy = policy(bit(2));
@@ -156,7 +156,8 @@ fn object(service: &Service, of_type: &str) -> Value {
         spec["externalTrafficPolicy"] = service.external_traffic_policy.to_string().into();
     }
     if !service.load_balancer_source_ranges.is_empty() {
-        spec["loadBalancerSourceRanges"] = json!(service.load_balancer_source_ranges);
+        spec["loadBalancerSourceRanges"] =
+            json!(service.load_balancer_source_ranges.iter().map(ToString::to_string).collect::<Vec<_>>());
     }
     if service.health_check_node_port != 0 {
         spec["healthCheckNodePort"] = service.health_check_node_port.into();
@@ -266,7 +267,20 @@ impl World {
     pub(super) fn set_service(&mut self, number: u8, bits: u16) -> Result<()> {
         self.remove_service(number)?;
         let (service, object) = service(number, bits);
-        self.send(Method::POST, &Kind::Service.collection_path(Some(NAMESPACE)), "application/json", &object)?;
+        let path = Kind::Service.collection_path(Some(NAMESPACE));
+        // The API server may not have released the address of the Service before.
+        let attempts = (0..20).map(|attempt| {
+            std::thread::sleep(std::time::Duration::from_millis(50 * attempt));
+            self.send(Method::POST, &path, "application/json", &object)
+        });
+        let mut last = Ok(());
+        for attempt in attempts {
+            last = attempt;
+            if last.is_ok() {
+                break;
+            }
+        }
+        last?;
         if !service.load_balancer_ips.is_empty() {
             let path = Kind::Service.object_path(NAMESPACE, &service.key.name) + "/status";
             let status = json!({ "status": object["status"] });
