@@ -10,7 +10,7 @@ use crate::answer::{Failure, Session};
 use crate::args::{Args, Command, MigrateArgs, Output, Selected};
 use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
-use crate::{agents, dashboard, drain, explain, migrate, node, verify, wait};
+use crate::{agents, cleanup, dashboard, drain, explain, migrate, node, verify, wait};
 
 /// Runs one command and writes its answer to `out`, until the reader closes the pipe.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
@@ -18,6 +18,8 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
         Command::Certs(certs) => local(certs::make(certs), args.output, out),
         Command::Ca(ca) => local(rotation::run(ca), args.output, out),
         Command::Migrate(MigrateArgs::Check(check)) => migrate::check(check, args.output, style, out),
+        Command::Migrate(MigrateArgs::Run(wanted)) => migrate::run::run(args, wanted, style, out).await,
+        Command::Cleanup(wanted) => cleanup::run(wanted, out).await,
         Command::Dashboard(wanted) => dashboard::run(args, wanted, out).await,
         _ => ask(args, style, out).await,
     };
@@ -56,7 +58,9 @@ async fn ask(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failu
         Command::Wait(wanted) => wait::run(session, wanted, selected).await,
         Command::Drain(wanted) => drain::run(session, wanted).await,
         // These commands contact no server, or connect themselves.
-        Command::Certs(_) | Command::Ca(_) | Command::Migrate(_) | Command::Dashboard(_) => Ok(()),
+        Command::Certs(_) | Command::Ca(_) | Command::Migrate(_) | Command::Cleanup(_) | Command::Dashboard(_) => {
+            Ok(())
+        }
     }
 }
 
