@@ -49,6 +49,7 @@ pub(crate) async fn first_node(session: &mut Session<'_>) -> Result<String, Fail
     agents.map(|agent| agent.node).min().ok_or_else(none)
 }
 
+/// The rows of one node, or of all nodes if `node` is empty.
 pub(crate) async fn list(session: &mut Session<'_>, node: &str) -> Result<Vec<AgentInfo>, Failure> {
     let request = ListAgentsRequest { node: node.to_owned(), only_this_replica: false };
     let answer = session.replica.client.list_agents(request).await;

@@ -39,6 +39,12 @@ pub enum Failure {
     /// Only Nodes without an agent are missing, or there is no Node at all.
     #[error("{0}")]
     Absent(String),
+    /// The API server cannot be reached, or refuses.
+    #[error("{0}")]
+    Cluster(String),
+    /// `migrate run`: only a person can stop kube-proxy in this cluster.
+    #[error("{0}")]
+    ByHand(String),
     /// Standard output cannot be written.
     #[error("cannot write the answer: {0}")]
     Output(#[from] io::Error),
@@ -50,13 +56,16 @@ impl Failure {
     /// - 1: no replica answers, or another error; `verify`: differences, or nodes that are not
     ///   verified
     /// - 2: the command line is wrong
-    /// - 3: `wait`, `drain`: nodes have not done in time what was waited for
+    /// - 3: `wait`, `drain`, `cleanup`: nodes have not done in time what was waited for; `migrate
+    ///   run`: stopped at a doubt
     /// - 4: `wait`, `verify`: only Nodes without an agent are missing, or there is no Node
+    /// - 5: `migrate run`: only a person can stop kube-proxy in this cluster
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,
             Self::TimedOut(_) => 3,
             Self::Absent(_) => 4,
+            Self::ByHand(_) => 5,
             _ => 1,
         }
     }

@@ -7,21 +7,26 @@ use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser};
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
 use crate::certs::{CertsArgs, rotation::CaAction};
+use crate::cleanup::CleanupArgs;
+use crate::migrate::run::RunArgs;
 use crate::{complete, units};
 
 /// The exit codes of most commands.
 const EXIT_CODES: &str = "Exit codes: 0 if the command succeeds, 1 for an error, 2 for a wrong command line";
 /// The exit codes of all commands.
 const ALL_EXIT_CODES: &str = "Exit codes: 0 if the command succeeds; 1 for an error, for example if no replica answers, \
-    or `verify` finds differences; 2 for a wrong command line; 3 if nodes have not done in time what `wait` or `drain` \
-    waits for; 4 if only Nodes without an agent are missing in `wait` or `verify`";
+    or `verify` finds differences; 2 for a wrong command line; 3 if nodes have not done in time what `wait`, `drain` or \
+    `cleanup` waits for, or if `migrate run` stops at a doubt; 4 if only Nodes without an agent are missing in `wait` or \
+    `verify`; 5 if only a person can go on with `migrate run`";
+/// The default of `--server`.
+pub(crate) const DEFAULT_SERVER: &str = "unix:/run/headgate/inspect.sock,http://127.0.0.1:7444";
 /// Why lists have no option for labels.
 const LABELS: &str = "There is no option for labels, because the control plane keeps none. By labels, kubectl selects: \
     kubectl get services -l app=web";
 /// The heading of the options that say which replica answers.
 const CONNECTION: &str = "Connection";
 /// The commands that contact no server.
-const LOCAL: [&str; 5] = ["ca", "certs", "completion", "man", "migrate"];
+const LOCAL: [&str; 4] = ["ca", "certs", "completion", "man"];
 
 /// Shows what a Headgate control plane serves, and what every node has programmed
 #[derive(Debug, Parser)]
@@ -44,7 +49,7 @@ pub struct Args {
         value_name = "URL",
         help_heading = CONNECTION,
         value_delimiter = ',',
-        default_value = "unix:/run/headgate/inspect.sock,http://127.0.0.1:7444"
+        default_value = DEFAULT_SERVER
     )]
     pub server: Vec<String>,
     /// The TLS options.
@@ -65,7 +70,7 @@ pub fn command() -> clap::Command {
     command.mut_subcommands(|command| match command.get_name() {
         // Their descriptions name the exit codes.
         "drain" | "verify" => command,
-        "migrate" => command.args(&hidden),
+        "migrate" => command.mut_subcommand("check", |check| check.args(&hidden)),
         "wait" => command.mut_arg("service", |service| service.required(true)),
         "explain" => command.mut_arg("service", |service| service.required(true)).after_help(EXIT_CODES),
         "counters" | "connections" => {
@@ -200,9 +205,19 @@ pub enum Command {
     /// Create a certificate authority, or replace it while the programs run. Contacts no server
     #[command(subcommand)]
     Ca(CaAction),
-    /// Prepare the move from kube-proxy. Contacts no server
+    /// Move the nodes of a cluster from kube-proxy to Headgate, and back
     #[command(subcommand)]
     Migrate(MigrateArgs),
+    /// Remove everything that Headgate has left on the nodes, and that another proxy now does
+    ///
+    /// Creates a DaemonSet of the agent's image, with your kubeconfig. Its pods wait on each node
+    /// until another service proxy has written its rules, and then remove those of Headgate. On a
+    /// node without another proxy they remove nothing, because nothing else would forward.
+    ///
+    /// Exit codes: 0 if every node is clean, or without --wait if the DaemonSet was created; 1 for
+    /// an error; 2 for a wrong command line; 3 if nodes are not clean in time. Standard error names
+    /// them, with the reasons.
+    Cleanup(CleanupArgs),
     /// Show the state of the replica: source, version, counts, rejected objects, and the other
     /// replicas
     Status {
@@ -285,6 +300,19 @@ pub enum MigrateArgs {
     /// Exit codes: 0 if the agent accepts the settings, 1 if it rejects a value, a flag or another
     /// argument, or if there is no configuration, 2 for a wrong command line.
     Check(CheckArgs),
+    /// Move nodes from kube-proxy to Headgate in batches, or back
+    ///
+    /// Labels the nodes of a batch, so that kube-proxy leaves them, and waits until the agents have
+    /// taken over. Then each node of the batch must be up to date and verified, and the ClusterIPs
+    /// of the API and of the cluster DNS must answer the node as often as before. The command stops
+    /// at the first doubt. The labels are all that it remembers: run it again to go on. It uses
+    /// your kubeconfig and your rights, as kubectl does.
+    ///
+    /// Exit codes: 0 if all selected nodes are moved; 1 for an error, for example if the API server
+    /// or all replicas refuse; 2 for a wrong command line; 3 if it stopped at a doubt, which
+    /// standard error describes, with the remedy; 5 if kube-proxy is no DaemonSet that a command
+    /// may change: standard output says what to do by hand.
+    Run(RunArgs),
 }
 
 /// The settings to check.

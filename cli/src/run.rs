@@ -11,7 +11,7 @@ use crate::answer::{Failure, Session, data};
 use crate::args::{self, Args, Command, MigrateArgs, Output, Selected};
 use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
-use crate::{agents, complete, dashboard, drain, explain, list, migrate, node, verify, version, wait};
+use crate::{agents, cleanup, complete, dashboard, drain, explain, list, migrate, node, verify, version, wait};
 
 /// How often --watch may print.
 const REDRAW: Duration = Duration::from_secs(1);
@@ -28,6 +28,8 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
         Command::Certs(certs) => local(certs::make(certs), args, style, out),
         Command::Ca(ca) => local(rotation::run(ca), args, style, out),
         Command::Migrate(MigrateArgs::Check(check)) => migrate::check(check, args.output, style, out),
+        Command::Migrate(MigrateArgs::Run(wanted)) => migrate::run::run(args, wanted, style, out).await,
+        Command::Cleanup(wanted) => cleanup::run(wanted, out).await,
         Command::Dashboard { port } => dashboard::run(args, *port, out).await,
         Command::Version => version::run(args, style, out).await,
         Command::Completion { shell } => complete::script(shell, out),

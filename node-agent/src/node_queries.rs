@@ -2,6 +2,7 @@
 //! (`discovery.proto`, rule 17).
 
 mod explain;
+mod probe;
 mod verify;
 
 use std::{
@@ -119,6 +120,10 @@ impl NodeKnowledge for Knowledge {
                 blocking(move || explainer.answer(&query, &progress))
             }
             node_query::Kind::Verify(query) => self.verifier.clone().answer(query).boxed(),
+            node_query::Kind::Probe(v1::ProbeQuery {}) => {
+                let targets = self.explainer.state.with_facts(|state, _| probe::targets(state));
+                probe::answer(targets, self.pages.metrics.clone()).boxed()
+            }
         }
     }
 }

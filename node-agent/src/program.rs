@@ -1,5 +1,7 @@
 //! What the programs that contain an agent share: the log, the signals, and the tasks that end.
 
+mod cleanup;
+
 use std::io::{IsTerminal as _, stderr};
 
 use anyhow::{Context as _, anyhow};
@@ -56,7 +58,10 @@ pub fn run_task(options: &Options) -> anyhow::Result<bool> {
         settings::write_defaults(path)?;
         info!(path = %path.display(), "wrote the default configuration");
     } else if options.cleanup {
-        clean(options)?;
+        match options.cleanup_stay {
+            None => clean(options, false)?,
+            Some(when) => cleanup::stay(options, when)?,
+        }
     } else if options.init_only {
         let settings = options.configured()?.settings;
         if let Some(other) = other_proxy::that_works(options, &settings) {
@@ -72,8 +77,10 @@ pub fn run_task(options: &Options) -> anyhow::Result<bool> {
     Ok(true)
 }
 
-fn clean(options: &Options) -> anyhow::Result<()> {
-    if let Some(process) = instance::running().context("--cleanup: looking for an agent on this node")? {
+/// Removes everything of Headgate. Beside another proxy, an agent stands by and writes nothing.
+fn clean(options: &Options, is_beside_proxy: bool) -> anyhow::Result<()> {
+    let agent = instance::running().context("--cleanup: looking for an agent on this node")?;
+    if let Some(process) = agent.filter(|_| !is_beside_proxy) {
         anyhow::bail!(
             "--cleanup: an agent of Headgate runs on this node (process {process}), and would write its rules again: stop the agent, and repeat --cleanup"
         );
@@ -91,7 +98,7 @@ fn clean(options: &Options) -> anyhow::Result<()> {
     if let Some(sentence) = iptables::left_settings() {
         warn!("{sentence}");
     }
-    if let Some(folder) = options.state_folder() {
+    if let Some(folder) = options.state_folder().filter(|_| agent.is_none()) {
         let help = || format!("--cleanup: removing the saved state in {}", folder.display());
         persist::remove(folder).with_context(help)?;
     }

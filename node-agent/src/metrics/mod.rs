@@ -6,12 +6,15 @@ mod services;
 mod userspace;
 
 use headgate_listener::{ClosedConnections, ProcessMetrics};
-use prometheus_client::registry::Unit;
+use prometheus_client::{
+    metrics::{counter::Counter, family::Family},
+    registry::Unit,
+};
 
 use self::{kube_proxy::KubeProxyMetrics, services::ServiceMetrics, userspace::UserspaceMetrics};
 use crate::{
     interfaces::InterfaceMetrics,
-    metric_registry::{AGENT, MetricRegistry},
+    metric_registry::{AGENT, Labels, MetricRegistry},
     observers::{
         conntrack::ConntrackMetrics, endpoint_checks::EndpointCheckMetrics, health_check_ports::HealthCheckMetrics,
     },
@@ -42,6 +45,8 @@ pub struct Metrics {
     pub endpoint_checks: EndpointCheckMetrics,
     /// Requests of pods that stop.
     pub drain: DrainMetrics,
+    /// Probes of ClusterIPs (`ProbeQuery`).
+    pub(crate) probes: Family<Labels<1>, Counter>,
     /// Connections to HTTP ports that were closed because of limits.
     pub http_closed: ClosedConnections,
     /// Other metrics of kube-proxy.
@@ -78,6 +83,8 @@ impl Metrics {
         metrics.health_check_ports.register(registry);
         metrics.endpoint_checks.register(registry);
         metrics.drain.register(registry);
+        let help = "Probes of the ClusterIPs of the API and of the cluster DNS, for `headgatectl migrate run`";
+        registry.adder(AGENT).counter("probes", "result (answered, failed)", help, metrics.probes.clone());
         let help = "Connections to HTTP ports that were closed because of limits, by port (health, metrics, drain or health_check_node_port) and reason: evicted (a new connection needed the place), or refused (not accepted, for example because of too many open files)";
         let closed = metrics.http_closed.clone();
         registry.adder(AGENT).counter("http_connections_closed", "port, reason", help, closed);

@@ -266,6 +266,12 @@ pub struct Options {
         hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub cleanup: bool,
 
+    /// With --cleanup, for a DaemonSet: stay when the node is clean, and create the file
+    /// /tmp/headgate-is-clean for the probe. beside-proxy: clean only once another service proxy has
+    /// written its rules, beside an agent that stands by, too; always: clean in any case
+    #[arg(long, value_name = "WHEN", value_enum, requires = "cleanup")]
+    pub cleanup_stay: Option<CleanupStay>,
+
     /// What to log, such as info or headgate_node_agent=debug
     #[arg(long, value_name = "FILTER", default_value = "info", env = "HEADGATE_LOG")]
     pub log: String,
@@ -290,6 +296,14 @@ pub enum Standby {
     Always,
     /// Never: the agent programs the node at once, and removes the rules of kube-proxy.
     Never,
+}
+/// When a pod of a DaemonSet cleans its node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum CleanupStay {
+    /// Once another service proxy has written its rules.
+    BesideProxy,
+    /// In any case.
+    Always,
 }
 
 /// What the agent does when another service proxy returns.

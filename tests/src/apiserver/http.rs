@@ -19,8 +19,9 @@ use super::{
     watch,
 };
 
-/// The beginning of a field selector.
+/// The beginnings of field selectors.
 const NOT_ADDRESS: &str = "spec.clusterIP!=";
+const OF_NODE: &str = "spec.nodeName=";
 
 /// The body of an answer.
 pub type Body = UnsyncBoxBody<Bytes, io::Error>;
@@ -109,9 +110,9 @@ where
             let answer = watch::open(shared, socket, kind, params);
             return Ok(answer.unwrap_or_else(|failure| respond(StatusCode::OK, line("ERROR", &failure.body))));
         }
-        let pod = Kind::of_object_path(path).filter(|(kind, ..)| *kind == Kind::Pod);
-        let pod = pod.and_then(|(kind, namespace, name)| shared.lock().get(kind, &key(kind, namespace, name)));
-        return pod.map(|pod| respond(StatusCode::OK, pod.to_string())).ok_or_else(status::not_found);
+        let found = Kind::of_object_path(path);
+        let found = found.and_then(|(kind, namespace, name)| shared.lock().get(kind, &key(kind, namespace, name)));
+        return found.map(|object| respond(StatusCode::OK, object.to_string())).ok_or_else(status::not_found);
     }
     let bytes = body.collect().await.map_err(|error| status::bad_request(&error.to_string()))?.to_bytes();
     let object = serde_json::from_slice(&bytes).map_err(|error| status::bad_request(&error.to_string()));
@@ -132,7 +133,52 @@ where
             })?;
             Ok(respond(StatusCode::OK, pod.to_string()))
         }
-        _ => Err(status::not_found()),
+        _ => write(shared, head, object),
+    }
+}
+
+/// Merge patches of Nodes and DaemonSets, and new and deleted DaemonSets.
+fn write(shared: &Arc<Shared>, head: &Parts, object: Result<Value, Failure>) -> Result<Response<Body>, Failure> {
+    let (path, named) = (head.uri.path(), Kind::of_object_path(head.uri.path()));
+    let is_merge = head.headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind == "application/merge-patch+json");
+    let written = match (&head.method, named) {
+        (&Method::PATCH, Some((kind @ (Kind::Node | Kind::DaemonSet), namespace, name))) if is_merge => {
+            let (key, patch) = (key(kind, namespace, name), object?);
+            shared.change(|state| {
+                let before = state.get(kind, &key).ok_or_else(status::not_found)?;
+                let version = &patch["metadata"]["resourceVersion"];
+                if !version.is_null() && *version != before["metadata"]["resourceVersion"] {
+                    return Err(failure(409, "Conflict", "the object has been modified"));
+                }
+                let mut after = (*before).clone();
+                merge(&mut after, &patch);
+                Ok(state.replace(kind, key, after))
+            })?
+        }
+        (&Method::POST, _) if matches!(Kind::of_path(path), Some((Kind::DaemonSet, Some(_)))) => {
+            let object = object?;
+            shared.change(|state| state.apply(object))?
+        }
+        (&Method::DELETE, Some((Kind::DaemonSet, namespace, name))) => {
+            shared.change(|state| state.delete(Kind::DaemonSet, key(Kind::DaemonSet, namespace, name)))?
+        }
+        _ => return Err(status::not_found()),
+    };
+    Ok(respond(StatusCode::OK, written.to_string()))
+}
+
+/// Applies a merge patch (RFC 7386).
+fn merge(target: &mut Value, patch: &Value) {
+    let Value::Object(fields) = patch else { return target.clone_from(patch) };
+    if !target.is_object() {
+        *target = json!({});
+    }
+    for (name, value) in fields {
+        if !value.is_null() {
+            merge(&mut target[name], value);
+        } else if let Some(object) = target.as_object_mut() {
+            object.remove(name);
+        }
     }
 }
 
@@ -204,8 +250,8 @@ fn refusal(failure: &Failure) -> Response<Body> {
     response
 }
 
-/// The query of a list or a watch. The two selectors are those of Headgate's watch loop: objects
-/// without a label, and Services with another `clusterIP`.
+/// The query of a list or a watch. Label selectors have terms `NAME`, `NAME=VALUE` and `!NAME`. Field
+/// selectors are those that Headgate sends: Services with another `clusterIP`, and pods of a node.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub(super) struct Params {
@@ -241,12 +287,15 @@ impl Params {
             let message = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan";
             return Err(failure(422, "Invalid", message));
         }
-        let has_field_selectors = kind == Kind::Service && options.service_field_selectors;
+        let has_field_selectors = match kind {
+            Kind::Service => options.service_field_selectors,
+            kind => kind == Kind::Pod,
+        };
         if !params.field_selector.is_empty() && !has_field_selectors {
             return Err(status::bad_request("field label not supported: spec.clusterIP"));
         }
-        let is_selector = |text: &str, start: &str| text.is_empty() || text.starts_with(start);
-        let are_known = is_selector(&params.label_selector, "!") && is_selector(&params.field_selector, NOT_ADDRESS);
+        let start = if kind == Kind::Pod { OF_NODE } else { NOT_ADDRESS };
+        let are_known = params.field_selector.is_empty() || params.field_selector.starts_with(start);
         let is_match = matches!(&*params.resource_version_match, "" | "NotOlderThan");
         let is_version = params.resource_version.is_empty() || params.version().is_some();
         if !are_known || !is_match || !is_version || (params.token.is_some() && params.page().is_none()) {
@@ -269,10 +318,16 @@ impl Params {
 
     /// Whether an object is in the namespace and matches the selectors.
     pub(super) fn selects(&self, object: &Value) -> bool {
-        let has = |label: &str| object["metadata"]["labels"].get(label).is_some();
+        let label = |name: &str| object["metadata"]["labels"].get(name);
+        let has = |term: &str| match (term.strip_prefix('!'), term.split_once('=')) {
+            (Some(name), _) => label(name).is_none(),
+            (None, Some((name, value))) => label(name).is_some_and(|found| found == value),
+            (None, None) => label(term).is_some(),
+        };
         let is = |address: &str| object["spec"]["clusterIP"].as_str().unwrap_or_default() == address;
         self.namespace.as_deref().is_none_or(|namespace| object["metadata"]["namespace"] == namespace)
-            && !self.label_selector.strip_prefix('!').is_some_and(has)
+            && self.label_selector.split(',').filter(|term| !term.is_empty()).all(has)
             && !self.field_selector.strip_prefix(NOT_ADDRESS).is_some_and(is)
+            && self.field_selector.strip_prefix(OF_NODE).is_none_or(|node| object["spec"]["nodeName"] == node)
     }
 }

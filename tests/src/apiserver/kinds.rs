@@ -15,6 +15,12 @@ pub enum Kind {
     ServiceCidr,
     /// `v1` Pod, namespaced. Clients may patch the conditions of pods.
     Pod,
+    /// `apps/v1` DaemonSet, namespaced. No controller acts on it.
+    DaemonSet,
+    /// `v1` ConfigMap, namespaced.
+    ConfigMap,
+    /// `v1` Secret, namespaced.
+    Secret,
 }
 
 impl Kind {
@@ -22,7 +28,16 @@ impl Kind {
     pub const ALL: [Self; 4] = [Self::Service, Self::Node, Self::EndpointSlice, Self::ServiceCidr];
 
     /// All kinds that the stand-in serves.
-    pub const SERVED: [Self; 5] = [Self::Service, Self::Node, Self::EndpointSlice, Self::ServiceCidr, Self::Pod];
+    pub const SERVED: [Self; 8] = [
+        Self::Service,
+        Self::Node,
+        Self::EndpointSlice,
+        Self::ServiceCidr,
+        Self::Pod,
+        Self::DaemonSet,
+        Self::ConfigMap,
+        Self::Secret,
+    ];
 
     /// The `apiVersion` and `kind` of objects, the path of the collection in the whole cluster, and
     /// whether objects live in a namespace.
@@ -37,6 +52,9 @@ impl Kind {
                 ("networking.k8s.io/v1", "ServiceCIDR", "/apis/networking.k8s.io/v1/servicecidrs", false)
             }
             Self::Pod => ("v1", "Pod", "/api/v1/pods", true),
+            Self::DaemonSet => ("apps/v1", "DaemonSet", "/apis/apps/v1/daemonsets", true),
+            Self::ConfigMap => ("v1", "ConfigMap", "/api/v1/configmaps", true),
+            Self::Secret => ("v1", "Secret", "/api/v1/secrets", true),
         }
     }
 
@@ -85,11 +103,12 @@ impl Kind {
         found.map(|kind| (kind, namespace))
     }
 
-    /// The kind, the namespace and the name of the object with this path. The kind is namespaced.
+    /// The kind, the namespace and the name of the object with this path. The namespace is empty if
+    /// the kind is cluster-scoped.
     pub(super) fn of_object_path(path: &str) -> Option<(Self, &str, &str)> {
         let (collection, name) = path.rsplit_once('/')?;
         let (kind, namespace) = Self::of_path(collection)?;
-        Some((kind, namespace?, name))
+        Some((kind, namespace.unwrap_or_default(), name))
     }
 
     /// The required fields of this kind with zero values. The real server encodes whole Go structs,
@@ -101,6 +120,8 @@ impl Kind {
             Self::EndpointSlice => json!({"addressType": "", "endpoints": null, "ports": null}),
             Self::ServiceCidr => json!({"spec": {}, "status": {}}),
             Self::Pod => json!({"spec": {"containers": null}, "status": {}}),
+            Self::DaemonSet => json!({"spec": {"selector": null, "template": {}}, "status": {}}),
+            Self::ConfigMap | Self::Secret => json!({}),
         }
     }
 }

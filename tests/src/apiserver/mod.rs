@@ -5,8 +5,9 @@
 //! use its handle. Objects are JSON, and every write gets a new version from one global counter.
 //! The server follows <https://kubernetes.io/docs/reference/using-api/api-concepts/> and, for
 //! details, the code of `k8s.io/apiserver`. Over HTTP it accepts only what Headgate sends: lists
-//! and watches with the options of its watch loop, reads of single pods, reviews of tokens, and
-//! patches of the conditions of pods. Tests write objects through the handle.
+//! and watches with the options of its watch loop, reads of single objects, reviews of tokens,
+//! patches of the conditions of pods, and what `headgatectl migrate run` and `cleanup` write. Tests
+//! write objects through the handle.
 //!
 //! [`ApiUnderTest`] is a common interface to this server and to a real `kube-apiserver`, so that
 //! tests can run against both.

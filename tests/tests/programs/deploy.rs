@@ -2,6 +2,7 @@
 //! documented rights, and use only options that the programs have.
 
 mod agents;
+mod modes;
 mod ready_everywhere;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -63,7 +64,7 @@ fn chart(settings: &Value) -> Command {
         .map(|url| url.strip_prefix("https://").unwrap().strip_suffix(":7443").unwrap())
         .collect();
     let mut command = Command::new(tool("helm"));
-    command.args(["template", "headgate", "--namespace", "headgate-system"]).arg(deploy().join("chart"));
+    command.args(["template", "headgate", "--namespace", "headgate-system", "--no-hooks"]).arg(deploy().join("chart"));
     command.args(["--set".to_owned(), format!("controlPlane.addresses={{{}}}", hosts.join(","))]);
     command.args(["--set".to_owned(), format!("clusterCIDRs={{{}}}", text("clusterCidr"))]);
     command.args(["--set".to_owned(), format!("apiServer.host={}", text("apiServerHost"))]);
@@ -113,6 +114,7 @@ fn the_chart_names_missing_and_wrong_values() {
         ("nodeAgent.nodeSelector.wanted=true", "nodeAgent.nodeSelector.wanted: Invalid type. Expected: string"),
         ("nodeAgent.proxyMode=nftable", "nodeAgent.proxyMode must be one of the following"),
         ("controlPlane.replica=3", "Additional property replica is not allowed"),
+        ("mode=off", "mode must be one of the following"),
     ] {
         let output = chart(&settings).args(["--set", value]).output().unwrap();
         let error = String::from_utf8_lossy(&output.stderr);
@@ -244,7 +246,8 @@ fn strings(value: &Value) -> BTreeSet<&str> {
 
 #[test]
 fn kustomizations_list_every_manifest() {
-    for name in ["base", "trial", "production", "ready-everywhere", "labelled-nodes"] {
+    for name in ["base", "trial", "production", "ready-everywhere", "labelled-nodes", "standby", "cleanup", "restarts"]
+    {
         let folder = deploy().join("kustomize").join(name);
         let kustomization = documents_of(&folder.join("kustomization.yaml"));
         let entries = |field: &str| kustomization[0][field].as_array().into_iter().flatten();
@@ -487,7 +490,7 @@ fn run_without_cluster(commands: &str, folder: &Path) -> usize {
                 format!("{command} --help")
             }
             "helm" if command.starts_with("helm install") => command.replace("helm install", "helm template"),
-            "docker" | "helm" | "kubectl" | "mkdir" | "openssl" | "(umask" | "deploy/back-to-kube-proxy" => continue,
+            "docker" | "helm" | "kubectl" | "mkdir" | "openssl" | "(umask" => continue,
             other => panic!("{other} is neither a known program nor a tool of clusters: {command}"),
         };
         run(Command::new("sh").args(["-ec", &checked]).env("PATH", &path).current_dir(folder));
@@ -509,7 +512,7 @@ fn programs_accept_the_commands_of_the_pages() {
     let migration = page("docs/migration.md");
     assert!(migration.contains("The commands with `kubectl` and `helm` need a cluster."));
     for (text, count) in
-        [(section, 4), (short, 1), (&migration, 5), (&page("docs/security.md"), 2), (&page("docs/tls.md"), 1)]
+        [(section, 7), (short, 3), (&migration, 6), (&page("docs/security.md"), 2), (&page("docs/tls.md"), 1)]
     {
         assert_eq!(run_without_cluster(&commands(text), &repository), count, "{text}");
     }

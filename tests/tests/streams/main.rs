@@ -10,6 +10,7 @@ mod files_source;
 mod fleet;
 mod fuzz;
 mod identity;
+mod migrate;
 mod overview;
 mod query_node;
 mod ready_everywhere;

@@ -39,7 +39,7 @@ fn view(node: &str) -> NodeView {
 }
 
 /// What a truthful agent answers, whose kernel forwards as its resources require.
-fn truth(client: &Client, node: &str, query: &v1::VerifyQuery, run: u64) -> v1::Verification {
+pub(crate) fn truth(client: &Client, node: &str, query: &v1::VerifyQuery, run: u64) -> v1::Verification {
     let (state, view) = (&client.held.state, view(node));
     let mut table = Digests::default();
     state.entries().for_each(|(key, _)| view.add_table(state, key, true, &mut table));

