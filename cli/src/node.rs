@@ -23,7 +23,11 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &NodeArgs) -> Result<
                 }
             }
             // This command asks for nothing else.
-            Part::Counters(_) | Part::Connections(_) | Part::Explanation(_) | Part::Verification(_) | Part::Probes(_) => {}
+            Part::Counters(_)
+            | Part::Connections(_)
+            | Part::Explanation(_)
+            | Part::Verification(_)
+            | Part::Probes(_) => {}
             Part::Status(status) => session.show(&status, |style| render::node(&status, now_unix_ms(), style))?,
         }
     }

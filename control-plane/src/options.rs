@@ -135,13 +135,13 @@ pub struct Options {
     /// The control plane's replicas, which together say what all nodes have programmed:
     /// service:NAMESPACE/NAME, a Service in the source that selects the replicas and is not
     /// headless, so that replicas may move; then all replicas have the same port for
-    /// --inspect-listen. Or HOST:PORT of each replica, or of a name that leads to all, with the port
-    /// of --inspect-listen. Repeat the option, or separate values by commas. The list may include
-    /// this replica. Write "none" if there is only one replica. Without this option, pods that stop
-    /// get no answer (docs/drain.md), and nobody knows which Nodes never had an agent. Replicas tell
-    /// agents where the others are. Over TLS, replicas use --tls-cert and --tls-key as clients, and
-    /// --tls-client-ca checks their certificates, which need the URI headgate://replica/NAME; their
-    /// addresses do not matter
+    /// --inspect-listen. Or HOST:PORT of each replica, or of a name that leads to all, with the
+    /// port of --inspect-listen. Repeat the option, or separate values by commas. The list may
+    /// include this replica. Write "none" if there is only one replica. Without this option, pods
+    /// that stop get no answer (docs/drain.md), and nobody knows which Nodes never had an agent.
+    /// Replicas tell agents where the others are. Over TLS, replicas use --tls-cert and --tls-key
+    /// as clients, and --tls-client-ca checks their certificates, which need the URI
+    /// headgate://replica/NAME; their addresses do not matter
     #[arg(long, value_name = "HOST:PORT", value_delimiter = ',', value_parser = peer)]
     pub peers: Vec<PeerOption>,
 

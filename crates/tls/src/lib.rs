@@ -1,7 +1,8 @@
 //! TLS for both sides of a Headgate connection, with PEM files ([`Files`]) that may change while a
 //! program runs: [`Reloader`] then builds a new rustls configuration. [`Denied`] holds what a
 //! server refuses although an authority has signed it. [`replica_verifier`] is how agents and
-//! replicas verify replicas. Errors, and [`explain`] after a failed handshake, name the fault and the remedy.
+//! replicas verify replicas. Errors, and [`explain`] after a failed handshake, name the fault and
+//! the remedy.
 
 mod denied;
 mod explain;

@@ -81,8 +81,8 @@ pub struct Options {
     pub node_name: Option<String>,
 
     /// URLs of control plane replicas: https://HOST:7443, or http://ADDRESS:PORT together with
-    /// --insecure-loopback. Repeat the flag, or separate URLs by commas. One is enough, because each
-    /// replica tells where the others are, and the agent keeps this list in --state-dir. Each
+    /// --insecure-loopback. Repeat the flag, or separate URLs by commas. One is enough, because
+    /// each replica tells where the others are, and the agent keeps this list in --state-dir. Each
     /// address of a host name counts as one replica. The resolver of the node must know the name:
     /// cluster DNS is behind rules that the agent writes. The agent uses one replica at a time
     #[arg(
@@ -224,8 +224,8 @@ pub struct Options {
         hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub init_only: bool,
 
-    /// Folder for the last good state and the list of replicas. An agent that starts while no control
-    /// plane answers programs this state. Empty: neither is saved
+    /// Folder for the last good state and the list of replicas. An agent that starts while no
+    /// control plane answers programs this state. Empty: neither is saved
     #[arg(long, value_name = "FOLDER", default_value = "/var/lib/headgate", overrides_with = "state_dir",
         value_parser = clap::builder::OsStringValueParser::new().map(PathBuf::from))]
     pub state_dir: PathBuf,

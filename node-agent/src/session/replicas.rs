@@ -117,8 +117,8 @@ impl Replicas {
         }
     }
 
-    /// Warns if names depend on rules that this agent writes itself: if they are missing, nobody can
-    /// tell the agent which ones.
+    /// Warns if names depend on rules that this agent writes itself: if they are missing, nobody
+    /// can tell the agent which ones.
     pub(super) async fn check_name_servers(&self) {
         if self.control_planes.iter().all(|at| at.host_and_port().0.parse::<IpAddr>().is_ok()) {
             return;

@@ -197,7 +197,8 @@ impl Replicas {
         }
     }
 
-    /// Waits until this replica knows where the others are. Only a Service says it later than names.
+    /// Waits until this replica knows where the others are. The endpoints of a Service have to be
+    /// listed first.
     pub(super) async fn until_listed(&self) {
         while self.settings.service.is_some() && !self.is_listed() {
             sleep(PAUSE).await;
