@@ -146,7 +146,7 @@ impl Cluster {
         // The chart has the ports of agents; readers ask at the next one.
         let servers: Vec<String> = urls.split(',').map(|url| url.replace(":7443", ":7444")).collect();
         let replica = client::connect(&servers, &tls).await.map_err(Failure::Connect)?;
-        Ok(Session { replica, output: Output::Table, style, out })
+        Ok(Session { style, ..Session::new(replica, Output::Table, out) })
     }
 }
 

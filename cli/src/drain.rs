@@ -5,7 +5,7 @@ use serde_json::json;
 
 use crate::answer::{Failure, Session};
 use crate::args::DrainArgs;
-use crate::render::{counted, plain};
+use crate::render::{counted, plain, thousands};
 use crate::units::milliseconds;
 
 pub(crate) async fn run(session: &mut Session<'_>, wanted: &DrainArgs) -> Result<(), Failure> {
@@ -41,8 +41,8 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &DrainArgs) -> Result
     } else {
         let mut text = format!("{result}\n");
         if answer.standby_count > 0 {
-            let (nodes, standby) = (thousands(answer.confirmed_count), thousands(answer.standby_count));
-            text = format!("{result} on {nodes} nodes, not known on {standby} in standby\n");
+            let nodes = counted(answer.confirmed_count, "node");
+            text = format!("{result} on {nodes}, not known on {} in standby\n", thousands(answer.standby_count));
         }
         if !answer.reason.is_empty() {
             text += &format!("{}\n", plain(&answer.reason));
