@@ -50,6 +50,9 @@ pub struct Load {
     /// 40 %
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 250)]
     pub ack_interval_ms: u64,
+    /// Number of replicas in the bench `everywhere`, which share the agents
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub replicas: usize,
 }
 
 impl Load {
@@ -58,14 +61,19 @@ impl Load {
     /// # Errors
     /// A part of the stage does not start.
     pub(super) fn stage(&self, agents: usize, services: Option<u32>) -> Result<Stage> {
-        Stage::set(Setup {
+        Stage::set(self.setup(agents, services))
+    }
+
+    /// The settings of a stage for `agents` agents.
+    pub(super) fn setup(&self, agents: usize, services: Option<u32>) -> Setup {
+        Setup {
             services: services.unwrap_or(10_000),
             endpoints: 10,
             agents,
             full_agents: self.full_agents,
             settings: Settings { ack_interval: Duration::from_millis(self.ack_interval_ms), ..Settings::default() },
             is_pinned: true,
-        })
+        }
     }
 
     pub(super) fn time(&self) -> Duration {
@@ -81,7 +89,7 @@ pub(super) fn apart<T: Send>(bench: impl FnOnce() -> Result<T> + Send) -> Result
 
 /// Prints a warning if other programs, other virtual machines or a busy load generator make the
 /// times of a phase unreliable.
-fn warn(phase: &Phase, agents: usize) {
+pub(super) fn warn(phase: &Phase, agents: usize) {
     if phase.foreign_share() > FOREIGN {
         let percent = phase.foreign_share() * 100.0;
         println!(
@@ -130,7 +138,7 @@ fn measure(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let joined = stage.replicas[0].cpu()?.since(&cpu);
     std::thread::sleep(SETTLING);
     let idle = stage.replicas[0].resident_bytes()?;
-    let phase = Phase::run(&mut stage, 0, load.time(), load.rate)?;
+    let phase = Phase::run(&mut stage, load.time(), load.rate)?;
     stage.replicas[0].check_running()?;
     stage.compare_digests()?;
     check_deliveries(&phase, agents)?;

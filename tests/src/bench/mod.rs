@@ -6,6 +6,7 @@
 //! fail if a check fails. Benches do not check absolute times, because machines differ.
 
 pub mod clock;
+pub mod everywhere;
 pub mod fleet;
 pub mod iptables;
 pub mod ipvs;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail, ensure};
 use clap::Parser;
 use headgate_tests::bench::{
-    fleet, iptables, ipvs, memory, nft_latency, nft_memory, nft_replace, nftables,
+    everywhere, fleet, iptables, ipvs, memory, nft_latency, nft_memory, nft_replace, nftables,
     report::{Figure, publish},
     rollouts, snapshots, storm, under_attack, userspace, wire,
 };
@@ -50,6 +50,11 @@ type Bench = fn(&Arguments) -> Result<Vec<Figure>>;
 
 const BENCHES: &[(&str, &str, Bench)] = &[
     ("fleet", "thousands of agents at one replica: latency, CPU time and memory", |a| fleet::run(&a.load, a.services)),
+    (
+        "everywhere",
+        "from the trigger of a change to the last of thousands of agents, by the bench and by the replicas; fails if they disagree or a goal is missed",
+        |a| everywhere::run(&a.load, a.services),
+    ),
     ("wire", "bytes of an endpoint's change for a node, alone and in bursts; fails if a goal is missed", |_| {
         wire::run()
     }),

@@ -35,6 +35,9 @@ pub struct BareWrites {
     /// The times from the start of a round until the reader has received a message of the round, in
     /// microseconds.
     pub latency: Histogram,
+    /// The times from the start of a round until the reader has received all messages of the round,
+    /// in microseconds.
+    pub last: Histogram,
 }
 
 /// Writes `rounds` messages to each connection, `rate` rounds a second. The writer uses the
@@ -49,10 +52,10 @@ pub fn measure(machines: &Machines, connections: usize, rounds: u32, rate: u32) 
         let reader = scope.spawn(move || read_all(read, rounds, rate, start));
         let writer = scope.spawn(|| write_all(&written, rounds, rate, start));
         let writer = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        let latency = reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        let (latency, last) = reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         let (cpu, with_interrupts) = writer?;
         let each = |seconds: f64| seconds * 1e6 / (connections as f64 * f64::from(rounds));
-        Ok(BareWrites { cpu_us: each(cpu), cpu_with_interrupts_us: each(with_interrupts), latency })
+        Ok(BareWrites { cpu_us: each(cpu), cpu_with_interrupts_us: each(with_interrupts), latency, last })
     })
 }
 
@@ -100,7 +103,9 @@ fn write_all(streams: &[TcpStream], rounds: u32, rate: u32, start: Instant) -> R
     Ok((cpu, core.with_interrupts(cpu)))
 }
 
-fn read_all(streams: Vec<TcpStream>, rounds: u32, rate: u32, start: Instant) -> Result<Histogram> {
+/// Reads all messages. Returns the latencies of all messages, and those of the last message of each
+/// round.
+fn read_all(streams: Vec<TcpStream>, rounds: u32, rate: u32, start: Instant) -> Result<(Histogram, Histogram)> {
     pin_this_thread(LOAD_CORE)?;
     let mut poll = Poll::new().context("creating an epoll instance")?;
     let mut streams: Vec<_> = streams.into_iter().map(|stream| (mio::net::TcpStream::from_std(stream), 0)).collect();
@@ -108,7 +113,7 @@ fn read_all(streams: Vec<TcpStream>, rounds: u32, rate: u32, start: Instant) -> 
         poll.registry().register(stream, Token(index), Interest::READABLE)?;
     }
     let (mut events, mut buffer) = (Events::with_capacity(1024), [0; 4096]);
-    let mut latency = Histogram::default();
+    let (mut latency, mut last) = (Histogram::default(), vec![0; rounds as usize]);
     let mut missing = streams.len() * rounds as usize;
     while missing > 0 {
         poll.poll(&mut events, Some(PATIENCE))?;
@@ -125,9 +130,11 @@ fn read_all(streams: Vec<TcpStream>, rounds: u32, rate: u32, start: Instant) -> 
                         let before = *had / MESSAGE_BYTES;
                         *had += length;
                         for round in before..*had / MESSAGE_BYTES {
-                            let round = u32::try_from(round).context("more messages arrived than were written")?;
-                            let taken = now.saturating_duration_since(begins(start, round, rate));
-                            latency.record(u64::try_from(taken.as_micros()).unwrap_or(u64::MAX));
+                            let last = last.get_mut(round).context("more messages arrived than were written")?;
+                            let taken = now.saturating_duration_since(begins(start, u32::try_from(round)?, rate));
+                            let taken = u64::try_from(taken.as_micros()).unwrap_or(u64::MAX);
+                            latency.record(taken);
+                            *last = taken.max(*last);
                             missing -= 1;
                         }
                     }
@@ -137,5 +144,7 @@ fn read_all(streams: Vec<TcpStream>, rounds: u32, rate: u32, start: Instant) -> 
             }
         }
     }
-    Ok(latency)
+    let mut lasts = Histogram::default();
+    last.into_iter().for_each(|taken| lasts.record(taken));
+    Ok((latency, lasts))
 }

@@ -70,7 +70,7 @@ impl Gauge {
             return;
         }
         for version in before.slices() + 1..=after.slices() {
-            if let Some(microseconds) = self.timetable.microseconds(version, now) {
+            if let Some(microseconds) = self.timetable.receive(version, now) {
                 self.latency.record(microseconds);
             }
         }

@@ -1,47 +1,70 @@
-//! Measures the latency from the write of a change at the API server until an agent has the change.
+//! Measures the latency from the write of a change at the API server until agents have the change.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
-/// The times of writes, by resourceVersion. The source writes the times, and the fleet's thread
-/// reads them.
+/// The times of writes and receipts, by resourceVersion. The source adds the writes, and the
+/// fleet's thread adds the receipts.
 #[derive(Debug)]
 pub struct Timetable {
     origin: Instant,
-    /// Nanoseconds since `origin`, indexed by the version modulo the length. 0 means no time.
-    writes: Box<[AtomicU64]>,
+    /// Indexed by the version modulo the length.
+    slots: Box<[Slot]>,
+}
+
+/// A write and its receipts. Times are nanoseconds since the origin; 0 means no time.
+#[derive(Debug, Default)]
+struct Slot {
+    written: AtomicU64,
+    last_receipt: AtomicU64,
+    receipts: AtomicU64,
 }
 
 impl Default for Timetable {
     fn default() -> Self {
-        Self { origin: Instant::now(), writes: (0..1 << 16).map(|_| AtomicU64::new(0)).collect() }
+        Self { origin: Instant::now(), slots: (0..1 << 16).map(|_| Slot::default()).collect() }
     }
 }
 
 impl Timetable {
-    fn slot(&self, version: u64) -> &AtomicU64 {
+    fn slot(&self, version: u64) -> &Slot {
         // The remainder is below 65,536, so it fits.
-        &self.writes[usize::try_from(version % self.writes.len() as u64).unwrap_or_default()]
+        &self.slots[usize::try_from(version % self.slots.len() as u64).unwrap_or_default()]
+    }
+
+    fn nanoseconds(&self, at: Instant) -> u64 {
+        u64::try_from(at.saturating_duration_since(self.origin).as_nanos()).unwrap_or(u64::MAX)
     }
 
     /// Sets the time of the write with `version` to now. Call this function just before the write.
     pub fn write(&self, version: u64) {
-        let nanoseconds = u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.slot(version).store(nanoseconds, Ordering::Release);
+        self.slot(version).written.store(self.nanoseconds(Instant::now()), Ordering::Release);
     }
 
     /// Removes the time of a write, so that the write is not measured.
     pub fn forget(&self, version: u64) {
-        self.slot(version).store(0, Ordering::Release);
+        self.slot(version).written.store(0, Ordering::Release);
     }
 
-    /// Microseconds from the write of `version` to `now`; `None` for a write without a time.
-    pub(super) fn microseconds(&self, version: u64, now: Instant) -> Option<u64> {
-        let written = self.slot(version).load(Ordering::Acquire);
-        let now = u64::try_from(now.duration_since(self.origin).as_nanos()).unwrap_or(u64::MAX);
+    /// Notes that an agent has received `version` at `now`. Returns the microseconds since the
+    /// write; `None` for a write without a time.
+    pub(super) fn receive(&self, version: u64, now: Instant) -> Option<u64> {
+        let (slot, now) = (self.slot(version), self.nanoseconds(now));
+        slot.last_receipt.fetch_max(now, Ordering::Relaxed);
+        slot.receipts.fetch_add(1, Ordering::Release);
+        let written = slot.written.load(Ordering::Acquire);
         (written != 0).then(|| now.saturating_sub(written) / 1_000)
+    }
+
+    /// The number of agents that have received `version` while receipts were measured, and when the
+    /// last of them received it.
+    #[must_use]
+    pub fn receipts(&self, version: u64) -> (u64, Instant) {
+        let slot = self.slot(version);
+        let receipts = slot.receipts.load(Ordering::Acquire);
+        (receipts, self.origin + Duration::from_nanos(slot.last_receipt.load(Ordering::Relaxed)))
     }
 }
 

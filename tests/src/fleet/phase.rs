@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 
 use super::{
     latency::Histogram,
-    rig::{CpuTime, LOAD_CORE, SERVER_CORE},
+    rig::{CpuTime, LOAD_CORE, Replica, SERVER_CORE},
     stage::Stage,
 };
 
@@ -25,9 +25,9 @@ pub struct Phase {
     pub bytes: u64,
     /// The number of ACKs that agents sent.
     pub acks: u64,
-    /// The CPU time of the replica.
+    /// The CPU time of all replicas.
     pub server: CpuTime,
-    /// The CPU time of the replica's core.
+    /// The CPU time of the replicas' core.
     pub server_core: CpuTime,
     /// The CPU time of the fleet's thread, in seconds.
     pub load_seconds: f64,
@@ -39,15 +39,16 @@ pub struct Phase {
 
 impl Phase {
     /// Makes `rate` changes a second for some time, and waits until every healthy agent has
-    /// everything. Measures the replica with the index `replica`.
+    /// everything.
     ///
     /// # Errors
     /// An agent does not get everything, or finds a violation of the contract.
-    pub fn run(stage: &mut Stage, replica: usize, time: Duration, rate: u32) -> Result<Self> {
+    pub fn run(stage: &mut Stage, time: Duration, rate: u32) -> Result<Self> {
         let before = stage.fleet.ask(|worker| (worker.summary(), worker.cpu(), drop(worker.record(true))))?;
         let start = Instant::now();
         let at = |stage: &Stage| -> Result<_> {
-            let server = stage.replicas.get(replica).context("no such replica")?.cpu()?;
+            let add = |sum: CpuTime, replica: &Replica| Ok::<_, anyhow::Error>(sum.plus(&replica.cpu()?));
+            let server = stage.replicas.iter().try_fold(CpuTime::default(), add)?;
             let core = |core| if stage.setup().is_pinned { CpuTime::of_core(core) } else { Ok(CpuTime::default()) };
             Ok((server, core(SERVER_CORE)?, core(LOAD_CORE)?))
         };
@@ -80,13 +81,13 @@ impl Phase {
         self.latency.quantile_ms(share)
     }
 
-    /// CPU seconds of the replica, including interrupts on its core.
+    /// CPU seconds of the replicas, including interrupts on their core.
     #[must_use]
     pub fn server_seconds(&self) -> f64 {
         self.server_core.with_interrupts(self.server.busy())
     }
 
-    /// The number of agents that the replica's core could serve at this rate of changes, if CPU
+    /// The number of agents that the replicas' core could serve at this rate of changes, if CPU
     /// time were the only limit.
     #[must_use]
     pub fn agents_by_cpu(&self, agents: usize) -> f64 {

@@ -153,6 +153,8 @@ pub struct ReplicaSetup<'a> {
     pub files: &'a ServerFiles,
     /// The core to which the process is pinned, if any.
     pub core: Option<usize>,
+    /// The value of `--peers`, if any.
+    pub peers: Option<&'a str>,
 }
 
 /// A running replica: a process of the real program.
@@ -164,27 +166,26 @@ pub struct Replica {
 }
 
 impl Replica {
-    /// Starts a replica on the replicas' machine, with its files in `folder`. Waits until the
-    /// replica is ready.
+    /// Waits until the replica is ready.
     ///
     /// # Errors
     /// The replica is not ready within a minute.
-    pub fn start(machines: &Machines, folder: &Path, setup: &ReplicaSetup<'_>) -> Result<Self> {
-        let mut replica = Self::spawn(machines, folder, setup)?;
+    pub fn wait_until_ready(&mut self, machines: &Machines) -> Result<()> {
         let until = std::time::Instant::now() + START_LIMIT;
         loop {
-            replica.process.check_running()?;
-            if replica.page(machines, "/readyz").is_ok_and(|page| page.starts_with("HTTP/1.1 200")) {
-                return Ok(replica);
+            self.process.check_running()?;
+            if self.page(machines, "/readyz").is_ok_and(|page| page.starts_with("HTTP/1.1 200")) {
+                return Ok(());
             }
             if std::time::Instant::now() > until {
-                bail!("{} does not serve; its log ends with:\n{}", setup.name, replica.process.log_tail());
+                bail!("{} does not serve; its log ends with:\n{}", self.address, self.process.log_tail());
             }
             std::thread::sleep(Duration::from_millis(50));
         }
     }
 
-    /// Starts a replica without waiting until it is ready.
+    /// Starts a replica on the replicas' machine, with its files in `folder`, without waiting until
+    /// it is ready.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -209,6 +210,7 @@ impl Replica {
         command.arg("--kubeconfig").arg(&kubeconfig);
         command.arg("--tls-cert").arg(&setup.files.cert).arg("--tls-key").arg(&setup.files.key);
         command.arg("--tls-client-ca").arg(&setup.files.client_ca);
+        command.args(setup.peers.map(|peers| format!("--peers={peers}")));
         let log = folder.join(format!("{}.log", setup.name));
         let process = Process::start(setup.name, machines.server(), command, &log)?;
         Ok(Self { process, address, metrics })
@@ -264,6 +266,21 @@ impl Replica {
         let page = self.page(machines, "/metrics")?;
         let is_sample = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with([' ', '{']));
         Ok(page.lines().filter(is_sample).filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
+    }
+
+    /// The buckets of a histogram without labels: their upper bounds, and the number of values up
+    /// to each bound.
+    ///
+    /// # Errors
+    /// The page cannot be read.
+    pub fn buckets(&self, machines: &Machines, name: &str) -> Result<Vec<(f64, u64)>> {
+        let page = self.page(machines, "/metrics")?;
+        let prefix = format!("{name}_bucket{{le=\"");
+        let bucket = |line: &str| {
+            let (bound, count) = line.strip_prefix(&prefix)?.split_once("\"} ")?;
+            Some((bound.parse().ok()?, count.parse().ok()?))
+        };
+        Ok(page.lines().filter_map(bucket).collect())
     }
 
     /// The CPU time so far.
@@ -356,6 +373,18 @@ impl CpuTime {
     #[must_use]
     pub fn with_interrupts(&self, process_seconds: f64) -> f64 {
         (process_seconds + self.interrupts).min(self.busy()).max(process_seconds)
+    }
+
+    /// The sum of two CPU times.
+    #[must_use]
+    pub fn plus(&self, other: &Self) -> Self {
+        Self {
+            user: self.user + other.user,
+            system: self.system + other.system,
+            interrupts: self.interrupts + other.interrupts,
+            idle: self.idle + other.idle,
+            stolen: self.stolen + other.stolen,
+        }
     }
 
     /// The difference from an earlier reading.

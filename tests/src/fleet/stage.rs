@@ -1,6 +1,6 @@
 //! The complete environment of a fleet: machines, a source, replicas and agents.
 
-use std::{sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
 
@@ -9,7 +9,7 @@ use super::{
     certificates::{Authority, ServerFiles},
     latency::Timetable,
     rig::{self, LOAD_CORE, Machines, Replica, ReplicaSetup, SERVER_CORE},
-    source::Source,
+    source::{Source, StartSource},
 };
 
 /// Longest wait until all agents have everything, at the start and after the last change.
@@ -56,13 +56,26 @@ pub struct Stage {
     started: usize,
 }
 
+/// The port for agents of the replica that was started with this number.
+fn port(number: usize) -> Result<u16> {
+    u16::try_from(7443 + 10 * number).context("too many replicas")
+}
+
 impl Stage {
-    /// Starts the machines and the source. Replicas and agents are started later. With
-    /// [`Setup::is_pinned`], the calling thread is pinned to the load's core.
+    /// Starts the machines, and a stand-in API server as the source. Replicas and agents are started
+    /// later. With [`Setup::is_pinned`], the calling thread is pinned to the load's core.
     ///
     /// # Errors
     /// A part does not start.
     pub fn set(setup: Setup) -> Result<Self> {
+        Self::set_with(setup, Source::start)
+    }
+
+    /// As [`Self::set`], with a source that `start` starts.
+    ///
+    /// # Errors
+    /// As [`Self::set`].
+    pub fn set_with(setup: Setup, start: StartSource) -> Result<Self> {
         if setup.is_pinned {
             rig::pin_this_thread(LOAD_CORE)?;
         }
@@ -72,7 +85,7 @@ impl Stage {
         let machines = Machines::create(setup.is_pinned)?;
         let files = authority.write_server_files(folder.path(), machines.server_address())?;
         let timetable = Arc::new(Timetable::default());
-        let source = Source::start(machines.server(), Arc::clone(&timetable), setup.services, setup.endpoints)?;
+        let source = start(machines.server(), Arc::clone(&timetable), setup.services, setup.endpoints)?;
         let core = setup.is_pinned.then_some(LOAD_CORE);
         let fleet = Fleet::start(setup.settings.clone(), Arc::clone(&authority), timetable, machines.agents(), core)?;
         Ok(Self { fleet, replicas: Vec::new(), source, machines, authority, files, folder, setup, started: 0 })
@@ -84,17 +97,39 @@ impl Stage {
     /// # Errors
     /// The replica does not serve in time.
     pub fn start_replica(&mut self) -> Result<usize> {
+        self.spawn_replica(None)?;
+        let last = self.replicas.len() - 1;
+        self.replicas[last].wait_until_ready(&self.machines)?;
+        Ok(last)
+    }
+
+    /// Starts replicas that know each other, and waits until all have listed the source.
+    ///
+    /// # Errors
+    /// A replica does not serve in time.
+    pub fn start_joined_replicas(&mut self, count: usize) -> Result<()> {
+        let inspect = |number: usize| -> Result<String> {
+            Ok(SocketAddr::new(self.machines.server_address(), port(number)? + 1).to_string())
+        };
+        let addresses = (self.started..self.started + count).map(inspect).collect::<Result<Vec<_>>>()?;
+        let peers = if count == 1 { "none".to_owned() } else { addresses.join(",") };
+        (0..count).try_for_each(|_| self.spawn_replica(Some(&peers)))?;
+        self.replicas.iter_mut().try_for_each(|replica| replica.wait_until_ready(&self.machines))
+    }
+
+    fn spawn_replica(&mut self, peers: Option<&str>) -> Result<()> {
         let name = format!("replica-{}", self.started);
         let setup = ReplicaSetup {
             name: &name,
-            port: u16::try_from(7443 + 10 * self.started).context("too many replicas")?,
-            kubeconfig: &self.source.api().kubeconfig(),
+            port: port(self.started)?,
+            kubeconfig: &self.source.kubeconfig(),
             files: &self.files,
             core: self.setup.is_pinned.then_some(SERVER_CORE),
+            peers,
         };
-        self.replicas.push(Replica::start(&self.machines, self.folder.path(), &setup)?);
+        self.replicas.push(Replica::spawn(&self.machines, self.folder.path(), &setup)?);
         self.started += 1;
-        Ok(self.replicas.len() - 1)
+        Ok(())
     }
 
     /// Writes the files for a client's options `--tls-ca`, `--tls-cert` and `--tls-key`. Returns
