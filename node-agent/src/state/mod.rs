@@ -999,6 +999,20 @@ mod tests {
         assert!(!state.is_unconfirmed());
     }
 
+    /// The agent warns if its own rules lead to its name server.
+    #[test]
+    fn a_name_server_that_is_a_service_is_found_although_it_is_reserved() {
+        let port = ServicePort { name: "".into(), protocol: Protocol::Udp, port: 53, node_port: 0 };
+        let key = ServiceKey::new("kube-system", "kube-dns");
+        let service = Service::new(key.clone(), vec![[10, 96, 0, 10].into()], vec![port]);
+        let state = AgentState::new("node-1");
+        state.apply(StateUpdate { epoch: 1, version: 1, changes: vec![service.into()], ..StateUpdate::default() });
+        let [server, other] = [10, 11].map(|last| (Protocol::Udp, SocketAddr::from(([10, 96, 0, last], 53))));
+        state.depends_on("name servers", [server, other].into());
+        assert_eq!(state.owner_of(server), Some((key, [10, 96, 0, 10].into())));
+        assert_eq!(state.owner_of(other), None);
+    }
+
     #[test]
     fn signals_come_before_work_in_their_order_and_each_once() {
         let now = Instant::now();
