@@ -4,8 +4,7 @@
 
 use std::{
     fs,
-    io::{BufRead as _, BufReader, Read as _},
-    net::TcpStream,
+    io::{BufRead as _, BufReader},
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
