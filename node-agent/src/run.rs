@@ -102,10 +102,10 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
     loop {
         // Each role is a run of its own: it ends when another role begins.
         let (stop, mut tells_chains) = (shutdown.child_token(), false);
-        let (dataplane, role, ends): (Box<dyn NodeDataplane>, _, _) = match watch.standby() {
+        let (dataplane, role, ends) = match watch.standby() {
             Some(other) => {
-                let dataplane = standby::dataplane(other.mode.as_deref());
-                (Box::new(dataplane), Role::StandsBy(other.to_string().into()), stop.clone())
+                let dataplane: Box<dyn NodeDataplane> = Box::new(standby::dataplane(other.mode.as_deref()));
+                (dataplane, Role::StandsBy(other.to_string().into()), stop.clone())
             }
             None => {
                 sysctl::set_conntrack(Path::new("/"), &configured.settings.conntrack)?;

@@ -33,8 +33,8 @@ pub(crate) struct Decision {
 
 impl Decision {
     /// The first decision: true if the agent stands by. `last` says whether the last run programmed
-    /// the node. An agent that stood by before, or that finds
-    /// rules of kube-proxy and does not know who wrote them, waits for signs first.
+    /// the node. An agent that stood by before, or that finds rules of kube-proxy and does not
+    /// know who wrote them, waits for signs first.
     pub(crate) fn begin(look: &Look, last: Option<bool>, now: Instant) -> (Self, bool) {
         let stands_by = look.other.is_some() || last == Some(false) || last.is_none() && look.has_rules;
         let decision = Self {
@@ -63,8 +63,8 @@ impl Decision {
         has_gone
     }
 
-    /// True if another proxy has returned, and its rules are complete, so that an agent that
-    /// programs the node may yield. It may not tell kube-proxy's chains from its own.
+    /// True if an agent that programs the node yields: another proxy has returned, and its rules are
+    /// complete. An agent with chains of iptables cannot tell kube-proxy's from its own.
     pub(crate) fn yields(&mut self, look: &Look, tells_chains: bool, now: Instant) -> bool {
         let Some(other) = &look.other else {
             self.returned = None;

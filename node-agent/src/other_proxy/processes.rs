@@ -1,6 +1,6 @@
 //! Finds processes of service proxies in `/proc`.
 
-use std::{fs, io, path::Path};
+use std::{fs, io, os::unix::fs::MetadataExt as _, path::Path};
 
 /// The names of programs that are service proxies, whatever their arguments are: kube-proxy (also
 /// that of RKE2), and the node program of OVN-Kubernetes.
@@ -25,8 +25,14 @@ pub(super) fn find() -> Option<String> {
             KUBE_ROUTER => !arguments().split(|byte| *byte == 0).any(|argument| argument == NO_PROXY),
             name => PROXIES.contains(&name),
         };
-        (is_one && !arguments().is_empty() && is_in(&process, own.as_deref())).then(|| name.to_owned())
+        (is_one && is_of_root(&process) && !arguments().is_empty() && is_in(&process, own.as_deref()))
+            .then(|| name.to_owned())
     })
+}
+
+/// Other users may give their programs any name.
+fn is_of_root(process: &Path) -> bool {
+    fs::metadata(process).is_ok_and(|process| process.uid() == 0)
 }
 
 fn is_in(process: &Path, own: Option<&Path>) -> bool {

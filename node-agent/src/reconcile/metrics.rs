@@ -138,9 +138,6 @@ impl SyncMetrics {
         add.gauge("mode_info", "backend, reason", help, self.mode.clone());
         let help = "1 while the agent stands by, because another service proxy works on the node. Served only at --standby-address";
         add.gauge("standby", "proxy", help, self.standby.clone());
-        let help =
-            "1 while the agent programs the node although another service proxy works on it (--on-other-proxy=keep)";
-        add.gauge("beside_other_proxy", "", help, self.beside_other_proxy.clone());
         let help = "Time from the start of a sync until the kernel has accepted the rules";
         add.histogram("apply_duration_seconds", "kind (partial, full)", help, self.apply_duration.clone());
         let help = "Attempts to program the kernel that failed";
