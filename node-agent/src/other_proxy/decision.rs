@@ -16,7 +16,8 @@ const STABLE: Duration = Duration::from_secs(600);
 /// The longest time between two looks during which a sign cannot have been missed.
 const BLIND: Duration = Duration::from_secs(10);
 
-/// The rules of another proxy are complete once it has shown signs for this time.
+/// The rules of another proxy have been written for this time when the agent yields. kube-proxy
+/// writes those of one IP family after the other.
 const COMPLETE: Duration = Duration::from_secs(10);
 
 /// What the looks so far say.
@@ -26,7 +27,7 @@ pub(crate) struct Decision {
     /// When the last sign was seen, in standby.
     last_sign: Option<Instant>,
     last_look: Option<Instant>,
-    /// When the signs began, while the agent programs the node.
+    /// Since when another proxy has written its rules, while the agent programs the node.
     returned: Option<Instant>,
     took_over: Option<Instant>,
 }
@@ -66,14 +67,15 @@ impl Decision {
     /// True if an agent that programs the node yields: another proxy has returned, and its rules are
     /// complete. An agent with chains of iptables cannot tell kube-proxy's from its own.
     pub(crate) fn yields(&mut self, look: &Look, tells_chains: bool, now: Instant) -> bool {
-        let Some(other) = &look.other else {
+        let is_complete = look.other.as_ref().is_some_and(|other| {
+            let is_untold = other.program != Other::KUBE_PROXY || !tells_chains;
+            look.has_synced.unwrap_or(look.has_rules || is_untold)
+        });
+        if !is_complete {
             self.returned = None;
             return false;
-        };
-        let since = *self.returned.get_or_insert(now);
-        let is_untold = other.program != Other::KUBE_PROXY || !tells_chains;
-        let has_lasted = now.saturating_duration_since(since) >= COMPLETE;
-        let yields = look.is_healthy || has_lasted && (look.has_rules || is_untold);
+        }
+        let yields = now.saturating_duration_since(*self.returned.get_or_insert(now)) >= COMPLETE;
         if yields {
             let was_soon = self.took_over.is_some_and(|at| now.saturating_duration_since(at) < STABLE);
             self.pause = if was_soon { (self.pause * 2).min(MAX_PAUSE) } else { PAUSE };
@@ -131,9 +133,12 @@ mod tests {
         assert!(decision.yields(&writes, true, at(102)));
         let taken_over = (103..).find(|second| decision.takes_over(&nothing(), at(*second)));
         assert_eq!(taken_over, Some(102 + 40));
-        let healthy = Look { is_healthy: true, ..seen() };
+        let synced = |is_so| Look { has_synced: Some(is_so), has_rules: true, ..seen() };
         for (second, pause) in [(143, 80), (1000, 20)] {
-            assert!(decision.yields(&healthy, true, at(second)));
+            assert!(!decision.yields(&synced(false), true, at(second)));
+            assert!(!decision.yields(&synced(false), true, at(second + 20)), "it cannot reach its API server");
+            assert!(!decision.yields(&synced(true), true, at(second + 21)));
+            assert!(decision.yields(&synced(true), true, at(second + 31)));
             assert_eq!(decision.pause, Duration::from_secs(pause));
         }
     }

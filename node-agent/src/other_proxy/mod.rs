@@ -78,8 +78,8 @@ impl fmt::Display for Other {
 pub(crate) struct Look {
     /// The other proxy, if there is any sign of it.
     pub(crate) other: Option<Other>,
-    /// True if its health page answers with success.
-    pub(crate) is_healthy: bool,
+    /// Whether it has written its rules, if it says so.
+    pub(crate) has_synced: Option<bool>,
     /// False if rules were not read that might be a sign.
     pub(crate) is_whole: bool,
     /// True if there are rules of kube-proxy, whoever wrote them. False if they were not read.
@@ -126,14 +126,15 @@ impl Looker {
     /// Looks once. Blocks for some seconds if a page does not answer.
     pub(crate) fn look(&mut self, read: ReadRules) -> Look {
         let mode = self.metrics.iter().find_map(|address| pages::mode(*address));
-        let health = self.health.iter().find_map(|address| pages::health(*address));
+        let serves_health = self.health.iter().any(|address| pages::is_serving_health(*address));
         let seen = match (processes::find(), mode) {
             (Some(program), mode) => Some(Other { program, mode: mode.flatten() }),
             (None, Some(Some(mode))) => Some(Other::of(Other::KUBE_PROXY, Some(&mode))),
-            (None, mode) => mode.map(drop).or(health.map(drop)).map(|()| Other::of(Other::UNKNOWN, None)),
+            (None, mode) => (mode.is_some() || serves_health).then(|| Other::of(Other::UNKNOWN, None)),
         };
         let is_whole = read != ReadRules::No || seen.is_some();
-        let mut look = Look { other: seen, is_healthy: health == Some(true), is_whole, has_rules: false };
+        let has_synced = seen.as_ref().and_then(|_| self.metrics.iter().find_map(|at| pages::has_synced(*at)));
+        let mut look = Look { other: seen, has_synced, is_whole, has_rules: false };
         let read = match read {
             ReadRules::All if look.other.is_none() => rules::read(true, true),
             ReadRules::Beside { chains } if look.other.is_some() => rules::read(chains, false),

@@ -10,6 +10,10 @@ use crate::http::AGENT_HEADER;
 
 /// How long a proxy may take to answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// The longest page that is read: the metrics of a large cluster.
+const MAX_BYTES: u64 = 8 << 20;
+/// kube-proxy's metric, with a line for each IP family that has synced.
+const LAST_SYNC: &str = "kubeproxy_sync_proxy_rules_last_timestamp_seconds";
 
 struct Page {
     status: String,
@@ -24,7 +28,7 @@ fn get(address: SocketAddr, path: &str) -> io::Result<Page> {
     stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
     stream.write_all(format!("GET {path} HTTP/1.0\r\nHost: {address}\r\n\r\n").as_bytes())?;
     let mut answer = String::new();
-    stream.take(4096).read_to_string(&mut answer)?;
+    stream.take(MAX_BYTES).read_to_string(&mut answer)?;
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
     let is_ours = head.lines().any(|line| line.to_ascii_lowercase().starts_with(AGENT_HEADER));
     let status = head.lines().next().unwrap_or_default().to_owned();
@@ -44,10 +48,20 @@ pub(super) fn mode(address: SocketAddr) -> Option<Option<String>> {
     ask(address, "/proxyMode", |page| (page.is_ok() && is_mode(&page.body)).then_some(page.body))
 }
 
-/// `Some` if a program that is not Headgate listens where kube-proxy serves health checks: whether
-/// it answers with success.
-pub(super) fn health(address: SocketAddr) -> Option<bool> {
-    ask(address, "/healthz", |page| page.is_ok().then_some(())).map(|answer| answer.is_some())
+/// True if a program that is not Headgate listens where kube-proxy serves health checks.
+pub(super) fn is_serving_health(address: SocketAddr) -> bool {
+    ask(address, "/healthz", |_| None::<()>).is_some()
+}
+
+/// Whether kube-proxy has written its rules, as its metrics say; `None` if they say nothing about
+/// it. Its health page answers with success before it has written any.
+pub(super) fn has_synced(address: SocketAddr) -> Option<bool> {
+    let is_synced = |line: &str| {
+        let at = line.strip_prefix(LAST_SYNC)?.rsplit(' ').next()?.parse::<f64>().ok()?;
+        Some(at > 0.0)
+    };
+    let read = |page: Page| page.body.lines().filter_map(is_synced).max().or_else(|| page.is_ok().then_some(false));
+    ask(address, "/metrics", read).flatten()
 }
 
 /// `None` if nobody listens, or an agent of Headgate.
@@ -93,16 +107,36 @@ mod tests {
     fn a_program_at_the_addresses_of_kube_proxy_counts_unless_it_is_headgate() {
         let page = "HTTP/1.0 200 OK\r\nDate: now\r\n\r\niptables";
         assert_eq!(answered(page, mode), Some(Some("iptables".to_owned())));
-        assert_eq!(answered(page, health), Some(true));
+        assert!(answered(page, is_serving_health));
         let ours = "HTTP/1.0 200 OK\r\nX-Headgate-Agent: 1\r\n\r\niptables";
-        assert_eq!((answered(ours, mode), answered(ours, health)), (None, None));
+        assert_eq!((answered(ours, mode), answered(ours, is_serving_health)), (None, false));
         for answer in ["HTTP/1.0 404 Not Found\r\n\r\nnone", "HTTP/1.0 200 OK\r\n\r\n<html>", "", "220 ready\r\n"] {
             assert_eq!(answered(answer, mode), Some(None), "{answer:?}");
         }
-        assert_eq!(answered("HTTP/1.0 503 Service Unavailable\r\n\r\n", health), Some(false));
+        assert!(answered("HTTP/1.0 503 Service Unavailable\r\n\r\n", is_serving_health));
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        assert_eq!((mode(closed), health(closed)), (None, None));
+        assert_eq!((mode(closed), is_serving_health(closed), has_synced(closed)), (None, false, None));
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-        assert_eq!(health(silent.local_addr().unwrap()), Some(false));
+        assert!(is_serving_health(silent.local_addr().unwrap()));
+    }
+
+    #[test]
+    fn the_metrics_say_whether_kube_proxy_has_written_its_rules() {
+        for (metrics, expected) in [
+            (
+                "# TYPE kubeproxy_sync_proxy_rules_last_timestamp_seconds gauge\nkubeproxy_sync_proxy_rules_last_timestamp_seconds 1.7e+09\n",
+                Some(true),
+            ),
+            ("kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv4\"} 1.7e+09\n", Some(true)),
+            (
+                "# HELP kubeproxy_sync_proxy_rules_last_timestamp_seconds text 7\nkubeproxy_sync_proxy_rules_last_timestamp_seconds 0\n",
+                Some(false),
+            ),
+            ("process_start_time_seconds 1\n", Some(false)),
+        ] {
+            let answer: &'static str = format!("HTTP/1.0 200 OK\r\n\r\n{metrics}").leak();
+            assert_eq!(answered(answer, has_synced), expected, "{metrics}");
+        }
+        assert_eq!(answered("HTTP/1.0 404 Not Found\r\n\r\n", has_synced), None);
     }
 }

@@ -2,10 +2,7 @@
 //! node, and stay.
 
 use std::{
-    fs,
-    io::{self, Read as _, Write as _},
-    net::{SocketAddr, TcpStream},
-    thread,
+    fs, thread,
     time::{Duration, Instant},
 };
 
@@ -13,7 +10,10 @@ use anyhow::Context as _;
 use tracing::info;
 
 use super::clean;
-use crate::options::{CleanupStay, Options};
+use crate::{
+    options::{CleanupStay, Options},
+    other_proxy::{Looker, ReadRules},
+};
 
 /// How long a pod waits for another proxy, before it ends with the reason. The kubelet starts it
 /// again.
@@ -21,22 +21,16 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_secs(1);
 /// The time between kube-proxy's rules of its first IP family and those of the other.
 const OTHER_FAMILY: Duration = Duration::from_secs(10);
-/// How long a proxy may take to answer.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest page of metrics that is read.
-const MAX_METRICS_BYTES: u64 = 8 << 20;
 /// What the probe of the pod looks for.
 const IS_CLEAN: &str = "/tmp/headgate-is-clean";
 
 /// Cleans the node, and returns only with an error, which says why it is not clean.
 pub(super) fn stay(options: &Options, when: CleanupStay) -> anyhow::Result<()> {
     if when == CleanupStay::BesideProxy {
-        let address = options.configured()?.settings.metrics_bind_address;
-        let address =
-            address.context("--cleanup-stay: write the address of kube-proxy's metrics as --metrics-bind-address")?;
-        let until = Instant::now() + PATIENCE;
-        while !metrics(address).is_ok_and(|page| is_of_complete_proxy(&page)) {
-            anyhow::ensure!(Instant::now() < until, "{}", nothing_else(address));
+        let settings = options.configured()?.settings;
+        let (mut looker, until) = (Looker::new(&settings), Instant::now() + PATIENCE);
+        while looker.look(ReadRules::No).has_synced != Some(true) {
+            anyhow::ensure!(Instant::now() < until, NOTHING_ELSE);
             thread::sleep(PAUSE);
         }
         thread::sleep(OTHER_FAMILY);
@@ -49,48 +43,6 @@ pub(super) fn stay(options: &Options, when: CleanupStay) -> anyhow::Result<()> {
     }
 }
 
-fn nothing_else(address: SocketAddr) -> String {
-    format!(
-        "--cleanup-stay: no other service proxy has written its rules on this node (its metrics at {address} would say so), so Headgate's \
-         rules stay, because nothing else would forward. Let kube-proxy return first (headgatectl migrate run --back), or remove them in \
-         any case (--cleanup-stay=always)"
-    )
-}
-
-fn metrics(address: SocketAddr) -> io::Result<String> {
-    let mut stream = TcpStream::connect_timeout(&address, ANSWER_TIMEOUT)?;
-    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
-    stream.write_all(format!("GET /metrics HTTP/1.0\r\nHost: {address}\r\n\r\n").as_bytes())?;
-    let mut page = String::new();
-    stream.take(MAX_METRICS_BYTES).read_to_string(&mut page)?;
-    Ok(page)
-}
-
-/// Whether a page of metrics belongs to another proxy, which has written its rules. kube-proxy's
-/// health page answers before the first sync, and an agent of Headgate serves the same metrics.
-fn is_of_complete_proxy(page: &str) -> bool {
-    let synced = |line: &str| {
-        let value = line.strip_prefix("kubeproxy_sync_proxy_rules_last_timestamp_seconds")?.rsplit(' ').next()?;
-        value.parse::<f64>().ok().filter(|at| *at > 0.0)
-    };
-    !page.lines().any(|line| line.starts_with("headgate_")) && page.lines().any(|line| synced(line).is_some())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_another_proxy_that_has_written_its_rules_counts() {
-        const METRIC: &str = "kubeproxy_sync_proxy_rules_last_timestamp_seconds";
-        for (page, is_complete) in [
-            (format!("HTTP/1.0 200 OK\r\n\r\n# TYPE {METRIC} gauge\n{METRIC} 1.7e+09\n"), true),
-            (format!("{METRIC}{{ip_family=\"IPv4\"}} 0\n{METRIC}{{ip_family=\"IPv6\"}} 1.7e+09\n"), true),
-            (format!("# HELP {METRIC} text 7\n{METRIC} 0\n"), false),
-            (format!("{METRIC} 1.7e+09\nheadgate_agent_info 1\n"), false),
-            ("HTTP/1.0 404 Not Found\r\n\r\n".to_owned(), false),
-        ] {
-            assert_eq!(is_of_complete_proxy(&page), is_complete, "{page}");
-        }
-    }
-}
+const NOTHING_ELSE: &str = "--cleanup-stay: no other service proxy says in its metrics that it has written its rules on this node, so Headgate's \
+    rules stay, because nothing else would forward. Let kube-proxy return first (headgatectl migrate run --back), write the address of its \
+    metrics as --metrics-bind-address, or remove the rules in any case (--cleanup-stay=always)";

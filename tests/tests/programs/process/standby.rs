@@ -89,8 +89,11 @@ fn echo(mut stream: TcpStream) {
 fn page(mut stream: TcpStream) {
     let mut request = [0; 512];
     let length = stream.read(&mut request).unwrap_or_default();
-    let is_mode = String::from_utf8_lossy(&request[..length]).starts_with("GET /proxyMode");
-    let body = if is_mode { "iptables" } else { "{}" };
+    let body = match String::from_utf8_lossy(&request[..length]).split(' ').nth(1) {
+        Some("/proxyMode") => "iptables",
+        Some("/metrics") => "kubeproxy_sync_proxy_rules_last_timestamp_seconds 1.7e+09\n",
+        _ => "{}",
+    };
     let _ = write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}", body.len());
 }
 
