@@ -177,7 +177,7 @@ fn last_changes(stage: &Stage) -> Result<Vec<ChangeTime>> {
     let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(&ca)?)).identity(identity);
     let url = format!("https://{}", stage.replicas[0].inspect_address());
     let endpoint = Endpoint::from_shared(url)?.tls_config(tls)?;
-    stage.machines.agents().run(|| {
+    stage.machines.agents().run(move || {
         let runtime = runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
             let mut inspect = InspectClient::new(endpoint.connect().await.context("connecting to the replica")?);

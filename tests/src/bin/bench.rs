@@ -52,7 +52,7 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("fleet", "thousands of agents at one replica: latency, CPU time and memory", |a| fleet::run(&a.load, a.services)),
     (
         "everywhere",
-        "from the trigger of a change to the last of thousands of agents, by the bench and by the replicas; fails if they disagree or a goal is missed",
+        "from a change's trigger to the last of thousands of agents; fails if replicas disagree or a goal is missed",
         |a| everywhere::run(&a.load, a.services),
     ),
     ("wire", "bytes of an endpoint's change for a node, alone and in bursts; fails if a goal is missed", |_| {
