@@ -70,7 +70,9 @@ pub(super) fn catalogue() -> Vec<(u8, u16, Vec<u8>)> {
 pub(super) fn state_of_catalogue() -> State {
     let mut state = with_kubernetes();
     for (number, bits, endpoints) in catalogue() {
-        let mut apply = |change| drop(state.apply(change, &mut Dirty::default()));
+        let mut apply = |change| {
+            state.apply(change, &mut Dirty::default());
+        };
         apply(Change::from(service(number, bits).0));
         endpoints.into_iter().flat_map(|form| endpoint(number, form)).for_each(|endpoint| {
             apply(Change::Endpoint(key(number), endpoint));
