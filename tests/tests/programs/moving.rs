@@ -209,7 +209,7 @@ fn move_all(world: &mut World) -> Result<()> {
         let replica = world.replicas.remove(&old).context("no replica")?;
         // A node that is drained, and nodes that crash. The address has gone as well.
         if old == 1 {
-            drop(replica.terminate()?)
+            replica.terminate().map(drop)?
         } else {
             replica.kill()?
         }
