@@ -4,7 +4,7 @@
 
 use std::{
     collections::{BTreeSet, VecDeque},
-    fmt, io,
+    fmt, io, iter,
     net::{IpAddr, SocketAddr},
     slice,
     sync::Arc,
@@ -47,23 +47,24 @@ const MAX_ANNOUNCED: usize = 64;
 /// How long a name server may delay an agent that knows replicas without it.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The addresses that the replica `by` announces, as far as the agent may connect to them. `None`
-/// if there are none: the earlier ones stay.
+/// The addresses that the replica `by` announces, as far as the agent may connect to them. The
+/// first is its own, for which the agent keeps the one at which it has reached the replica. `None`
+/// if nothing is announced: the earlier ones stay.
 pub(super) fn announced(texts: &[String], by: &Replica) -> Option<BTreeSet<SocketAddr>> {
-    let own = by.address.filter(|_| by.control_plane.socket().is_none())?;
-    let usable = texts.iter().take(MAX_ANNOUNCED).filter_map(|text| {
+    let own = by.address.filter(|_| by.control_plane.socket().is_none() && !texts.is_empty())?;
+    let is_local = own.ip().to_canonical().is_loopback();
+    let others = texts.iter().take(MAX_ANNOUNCED).skip(1).filter_map(|text| {
         let at: SocketAddr = text.parse().ok()?;
-        let ip = if at.ip().is_unspecified() { own.ip() } else { at.ip() }.to_canonical();
-        let is_here = ip.is_loopback() && own.ip().to_canonical().is_loopback();
-        let is_usable = at.port() != 0 && (is_here || unreachable(ip, AddressUse::Other).is_none());
-        let at = SocketAddr::new(ip, at.port());
+        let at = SocketAddr::new(at.ip().to_canonical(), at.port());
+        let is_here = is_local && at.ip().is_loopback();
+        let is_usable = at.port() != 0 && (is_here || unreachable(at.ip(), AddressUse::Other).is_none());
         let target = Replica::at(at, slice::from_ref(&by.control_plane)).filter(|_| is_usable);
         if target.is_none() {
             debug!(%by, text, "a replica announces an address to which this agent may not connect");
         }
         target.map(|_| at)
     });
-    Some(usable.collect()).filter(|usable: &BTreeSet<_>| !usable.is_empty())
+    Some(iter::once(own).chain(others).collect())
 }
 
 impl Replica {
@@ -310,7 +311,9 @@ mod tests {
         ];
         let named = by("https://seed.example:7443", "10.0.0.1:7443");
         assert_eq!(heard(&named, &texts).unwrap(), ["10.0.0.1:7443", "10.0.0.8:7443", "10.0.0.9:7443"]);
-        assert_eq!(heard(&named, &["127.0.0.1:7443"]), None, "the earlier list stays");
+        assert_eq!(heard(&named, &["[::]:7443", "127.0.0.1:7443", "0.0.0.0:7443"]).unwrap(), ["10.0.0.1:7443"]);
+        let relayed = by("https://seed.example:443", "10.0.0.1:443");
+        assert_eq!(heard(&relayed, &["192.168.0.1:7443"]).unwrap(), ["10.0.0.1:443"], "this is where it answers");
         assert_eq!(heard(&named, &[]), None, "most heartbeats carry no list");
         // Without TLS, only addresses of tests.
         let plain = by("http://192.0.2.1:7443", "192.0.2.1:7443");
