@@ -63,8 +63,8 @@ impl Decision {
         has_gone
     }
 
-    /// True if an agent that programs the node yields: another proxy has returned, and its rules are
-    /// complete. An agent with chains of iptables cannot tell kube-proxy's from its own.
+    /// True if an agent that programs the node yields: another proxy has returned, and its rules
+    /// are complete. An agent with chains of iptables cannot tell kube-proxy's from its own.
     pub(crate) fn yields(&mut self, look: &Look, tells_chains: bool, now: Instant) -> bool {
         let Some(other) = &look.other else {
             self.returned = None;

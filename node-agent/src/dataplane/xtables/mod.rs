@@ -121,8 +121,8 @@ fn rules(variant: Variant, clean_up: fn(&Programs) -> Result<(), DataplaneError>
 /// Chains of the kubelet, whose names begin like those of kube-proxy.
 const OF_KUBELET: [&str; 4] = ["KUBE-KUBELET-CANARY", "KUBE-IPTABLES-HINT", "KUBE-FIREWALL", "KUBE-MARK-DROP"];
 
-/// Calls `take` with each line of `iptables-save` that is a chain of kube-proxy or a rule in it, for
-/// both families and all variants that are installed. Errors: a table cannot be read.
+/// Calls `take` with each line of `iptables-save` that is a chain of kube-proxy or a rule in it,
+/// for both families and all variants that are installed. Errors: a table cannot be read.
 pub(crate) fn kube_proxys_chains(take: &mut dyn FnMut(&str)) -> Result<(), DataplaneError> {
     let variants: &[Variant] =
         if NF_TABLES.is_present() { &[Variant::Legacy, Variant::Nft] } else { &[Variant::Legacy] };
