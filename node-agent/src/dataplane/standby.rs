@@ -1,5 +1,5 @@
-//! The dataplane of an agent in standby, while another service proxy works on the node. It plans and
-//! writes nothing. It only reads the rules of the other proxy, to verify them.
+//! The dataplane of an agent in standby, while another service proxy works on the node. It plans
+//! and writes nothing. It only reads the rules of the other proxy, to verify them.
 
 use headgate_core::{Dirty, Family, NodeFacts, State, StateSource, forwarding};
 
@@ -11,8 +11,8 @@ use super::{
 /// The name of the dataplane.
 pub const NAME: &str = "standby";
 
-/// Returns a dataplane that reads the rules of a proxy in this mode, and writes nothing. `None`: the
-/// mode is not known.
+/// Returns a dataplane that reads the rules of a proxy in this mode, and writes nothing. `None`:
+/// the mode is not known.
 pub fn dataplane(mode: Option<&str>) -> DualStack<StandbyFamily> {
     let rules = OtherRules { mode: mode.map(str::to_owned) };
     DualStack::assemble(NAME, rules, Vec::new(), Family::BOTH.into(), StandbyFamily)
@@ -26,8 +26,8 @@ pub struct OtherRules {
 }
 
 impl OtherRules {
-    /// Reads what the other proxy forwards in a family. Writes nothing, and makes the kernel load no
-    /// module. Errors: the rules cannot be read, or nobody knows how.
+    /// Reads what the other proxy forwards in a family. Writes nothing, and makes the kernel load
+    /// no module. Errors: the rules cannot be read, or nobody knows how.
     fn decode(&mut self, family: Family) -> Result<forwarding::Table, DataplaneError> {
         let mode = self.mode.as_deref().unwrap_or("an unknown mode");
         let text = format!("the rules of a service proxy in {mode} cannot be read for {family}");

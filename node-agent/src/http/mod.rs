@@ -90,7 +90,8 @@ pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
     servers
 }
 
-/// The header in all answers at kube-proxy's addresses, by which another agent of Headgate is known.
+/// The header in all answers at kube-proxy's addresses, by which another agent of Headgate is
+/// known.
 pub(crate) const AGENT_HEADER: &str = "x-headgate-agent";
 
 async fn marked(mut response: Response) -> Response {

@@ -64,8 +64,8 @@ impl Decision {
         has_gone
     }
 
-    /// True if an agent that programs the node yields: another proxy has returned, and its rules are
-    /// complete. An agent with chains of iptables cannot tell kube-proxy's from its own.
+    /// True if an agent that programs the node yields: another proxy has returned, and its rules
+    /// are complete. An agent with chains of iptables cannot tell kube-proxy's from its own.
     pub(crate) fn yields(&mut self, look: &Look, tells_chains: bool, now: Instant) -> bool {
         let is_complete = look.other.as_ref().is_some_and(|other| {
             let is_untold = other.program != Other::KUBE_PROXY || !tells_chains;

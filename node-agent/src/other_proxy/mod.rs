@@ -13,7 +13,7 @@ mod processes;
 mod rules;
 mod watch;
 
-use std::{fmt, fs, net::SocketAddr, path::Path, time::Instant};
+use std::{fmt, fs, net::SocketAddr, path::Path};
 
 use headgate_settings::Settings;
 use tracing::warn;
@@ -174,15 +174,12 @@ fn has_programmed(folder: &Path) -> Option<bool> {
 const PROGRAMMED: &str = "programmed";
 const STOOD_BY: &str = "stood by";
 
-/// The other proxy, if an agent with these options would stand by now. Looks once, so rules without
-/// any other sign count, unless the last run of an agent programmed the node.
+/// The other proxy, if pages or processes show one, so that `--init-only` sets nothing. Old rules
+/// are no sign: an earlier run of Headgate may have written them.
 pub(crate) fn that_works(options: &Options, settings: &Settings) -> Option<Other> {
-    let look = match options.standby {
-        Standby::Never => return None,
-        Standby::Always => return Some(Other::of(Other::NONE, None)),
-        Standby::Auto => Looker::new(settings).look(ReadRules::All),
-    };
-    let last = options.state_folder().and_then(has_programmed);
-    let (_, stands_by) = Decision::begin(&look, last, Instant::now());
-    stands_by.then(|| look.other.unwrap_or_else(|| Other::of(Other::KUBE_PROXY, None)))
+    match options.standby {
+        Standby::Never => None,
+        Standby::Always => Some(Other::of(Other::NONE, None)),
+        Standby::Auto => Looker::new(settings).look(ReadRules::No).other,
+    }
 }

@@ -280,8 +280,8 @@ mod tests {
         assert_eq!(verdict(round, &[], &[]).missing().collect::<Vec<_>>(), ["a"]);
     }
 
-    /// Another replica that knows better counts more, and a replica that may not know its agents yet
-    /// says nothing.
+    /// Another replica that knows better counts more, and a replica that may not know its agents
+    /// yet says nothing.
     #[test]
     fn nodes_in_standby_count_apart() {
         let in_standby = |mut said: v1::QuestionAnswer| {

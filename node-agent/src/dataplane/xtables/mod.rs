@@ -118,11 +118,13 @@ fn rules(variant: Variant, clean_up: fn(&Programs) -> Result<(), DataplaneError>
     })
 }
 
-/// Chains of the kubelet, whose names begin like those of kube-proxy.
-const OF_KUBELET: [&str; 4] = ["KUBE-KUBELET-CANARY", "KUBE-IPTABLES-HINT", "KUBE-FIREWALL", "KUBE-MARK-DROP"];
+/// Chains of the kubelet, and the one that `--init-only` writes, whose names begin like those of
+/// kube-proxy.
+const OF_OTHERS: [&str; 5] =
+    ["KUBE-KUBELET-CANARY", "KUBE-IPTABLES-HINT", "KUBE-FIREWALL", "KUBE-MARK-DROP", "KUBE-LOCALNET-GUARD"];
 
-/// Calls `take` with each line of `iptables-save` that is a chain of kube-proxy or a rule in it, for
-/// both families and all variants that are installed. Errors: a table cannot be read.
+/// Calls `take` with each line of `iptables-save` that is a chain of kube-proxy or a rule in it,
+/// for both families and all variants that are installed. Errors: a table cannot be read.
 pub(crate) fn kube_proxys_chains(take: &mut dyn FnMut(&str)) -> Result<(), DataplaneError> {
     let variants: &[Variant] =
         if NF_TABLES.is_present() { &[Variant::Legacy, Variant::Nft] } else { &[Variant::Legacy] };
@@ -131,7 +133,7 @@ pub(crate) fn kube_proxys_chains(take: &mut dyn FnMut(&str)) -> Result<(), Datap
             let read = programs.save(table, |line| {
                 let chain = line.strip_prefix("-A ").or_else(|| line.strip_prefix(':')).unwrap_or_default();
                 let chain = chain.split(' ').next().unwrap_or_default();
-                if chain.starts_with("KUBE-") && !OF_KUBELET.contains(&chain) {
+                if chain.starts_with("KUBE-") && !OF_OTHERS.contains(&chain) {
                     take(line);
                 }
             });

@@ -121,7 +121,7 @@ fn the_program_of_one_node_trusts_no_other_user_of_the_node() {
     let listening = rig.tool("ss", &["-Hltn"]);
     let ports: Vec<&str> =
         listening.lines().filter_map(|line| line.split_whitespace().nth(3)?.rsplit(':').next()).collect();
-    assert!(ports.iter().all(|port| ["10256", "10249", "7480"].contains(port)), "{listening}");
+    assert!(ports.iter().all(|port| ["10256", "10249", "10262", "7480"].contains(port)), "{listening}");
     // Another user cannot open the socket, also if the path to it is open.
     fs::set_permissions(rig.path(""), fs::Permissions::from_mode(0o755)).unwrap();
     fs::set_permissions(rig.path("run"), fs::Permissions::from_mode(0o755)).unwrap();
