@@ -107,8 +107,9 @@ impl Cluster {
         self.send("DELETE", path, "application/json", Some(&options)).await.map(drop)
     }
 
-    /// Connects to a replica. If the command line names neither a server nor TLS files, and Helm has
-    /// made the certificates of a trial, signs a reader's certificate for a day with their authority.
+    /// Connects to a replica. If the command line names neither a server nor TLS files, and Helm
+    /// has made the certificates of a trial, signs a reader's certificate for a day with their
+    /// authority.
     pub(crate) async fn session<'a>(
         &self,
         args: &Args,

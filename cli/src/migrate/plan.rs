@@ -141,7 +141,7 @@ const RKE2: &str = "RKE2 runs kube-proxy as a static pod. One node after the oth
   3. rm -f /var/lib/rancher/rke2/agent/pod-manifests/kube-proxy.yaml
 Within 30 s after kube-proxy has ended, the agent takes over. Back: remove the line, and restart.";
 const STATIC_POD: &str = "kube-proxy is a static pod, which only its node can stop. One node after the other:
-  mv /etc/kubernetes/manifests/kube-proxy* /root/   # or the folder staticPodPath of the kubelet
+  mv /etc/kubernetes/manifests/kube-proxy* /etc/kubernetes/   # or the folder staticPodPath of the kubelet
 Within 30 s after kube-proxy has ended, the agent takes over. Back: move the file back.";
 const EKS: &str =
     "kube-proxy is an add-on of EKS, which writes its DaemonSet again. Give the DaemonSet to yourself, and

@@ -33,8 +33,8 @@ pub struct RunArgs {
     /// Nodes that move together: a number, or a part of the selected nodes
     #[arg(long, value_name = "N|N%", default_value = "5%", value_parser = plan::batch)]
     pub batch: Batch,
-    /// What stops the move if any node of the fleet has it: differences between kernel and state, or
-    /// an agent that fails
+    /// What stops the move if any node of the fleet has it: differences between kernel and state,
+    /// or an agent that fails
     #[arg(long, value_name = "STATES", value_enum, value_delimiter = ',', default_value = "drift,failing")]
     pub pause_on: Vec<PauseOn>,
     /// Only these nodes
@@ -227,8 +227,12 @@ impl Move<'_> {
         let pending = |wanted: bool| names.iter().filter(move |name| is_labelled(name) == wanted).cloned();
         for name in pending(true).collect::<Vec<_>>() {
             let is_settled = is_settled(rows.get(&name), back, self.agents_follow_labels).is_ok();
-            // Nobody knows whether it answered when an earlier run stopped.
-            if !is_settled || !back && !self.probes(&name).await.is_ok_and(|after| compared(None, &after).is_ok()) {
+            let is_verified = back || rows.get(&name).is_some_and(|row| row.verified_unix_ms > 0);
+            // Nobody knows whether it was verified and answered when an earlier run stopped.
+            if !is_settled
+                || !is_verified
+                || !back && !self.probes(&name).await.is_ok_and(|after| compared(None, &after).is_ok())
+            {
                 self.unconfirmed.insert(name);
             }
         }

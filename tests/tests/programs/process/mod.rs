@@ -4,6 +4,7 @@
 
 mod all_in_one;
 mod attacks;
+mod cleanup;
 mod config;
 mod counters;
 mod degraded;
