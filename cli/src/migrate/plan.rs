@@ -17,7 +17,7 @@ pub struct Batch {
 }
 
 /// Parses `10` or `5%`.
-pub(super) fn batch(text: &str) -> Result<Batch, &'static str> {
+pub(crate) fn batch(text: &str) -> Result<Batch, &'static str> {
     let (number, is_percent) = text.strip_suffix('%').map_or((text, false), |percent| (percent, true));
     let number = number.parse().ok().filter(|number| *number > 0 && (!is_percent || *number <= 100));
     let usage = "write a number of nodes above 0, such as 10, or a part of them from 1% to 100%";

@@ -12,8 +12,7 @@ use std::{
 use anyhow::Context as _;
 use tracing::info;
 
-use super::clean;
-use crate::options::{CleanupStay, Options};
+use crate::options::Options;
 
 /// How long a pod waits for another proxy, before it ends with the reason. The kubelet starts it
 /// again.
@@ -28,20 +27,22 @@ const MAX_METRICS_BYTES: u64 = 8 << 20;
 /// What the probe of the pod looks for.
 const IS_CLEAN: &str = "/tmp/headgate-is-clean";
 
-/// Cleans the node, and returns only with an error, which says why it is not clean.
-pub(super) fn stay(options: &Options, when: CleanupStay) -> anyhow::Result<()> {
-    if when == CleanupStay::BesideProxy {
-        let address = options.configured()?.settings.metrics_bind_address;
-        let address =
-            address.context("--cleanup-stay: write the address of kube-proxy's metrics as --metrics-bind-address")?;
-        let until = Instant::now() + PATIENCE;
-        while !metrics(address).is_ok_and(|page| is_of_complete_proxy(&page)) {
-            anyhow::ensure!(Instant::now() < until, "{}", nothing_else(address));
-            thread::sleep(PAUSE);
-        }
-        thread::sleep(OTHER_FAMILY);
+/// Waits until another proxy has written its rules. The error says that none has.
+pub(super) fn until_replaced(options: &Options) -> anyhow::Result<()> {
+    let address = options.configured()?.settings.metrics_bind_address;
+    let address =
+        address.context("--cleanup-stay: write the address of kube-proxy's metrics as --metrics-bind-address")?;
+    let until = Instant::now() + PATIENCE;
+    while !metrics(address).is_ok_and(|page| is_of_complete_proxy(&page)) {
+        anyhow::ensure!(Instant::now() < until, "{}", nothing_else(address));
+        thread::sleep(PAUSE);
     }
-    clean(options, when == CleanupStay::BesideProxy)?;
+    thread::sleep(OTHER_FAMILY);
+    Ok(())
+}
+
+/// Tells the probe that the node is clean, and returns only with an error.
+pub(super) fn stay() -> anyhow::Result<()> {
     fs::write(IS_CLEAN, "").with_context(|| format!("--cleanup-stay: writing {IS_CLEAN}"))?;
     info!("this node is clean");
     loop {
