@@ -1,5 +1,7 @@
 //! Command-line arguments.
 
+mod moves;
+
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
@@ -7,9 +9,9 @@ use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser};
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
 use crate::certs::{CertsArgs, rotation::CaAction};
-use crate::cleanup::CleanupArgs;
-use crate::migrate::run::RunArgs;
 use crate::{complete, units};
+
+pub use self::moves::{CleanupArgs, ClusterArgs, PauseOn, RunArgs};
 
 /// The exit codes of most commands.
 const EXIT_CODES: &str = "Exit codes: 0 if the command succeeds, 1 for an error, 2 for a wrong command line";

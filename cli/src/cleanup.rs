@@ -7,38 +7,15 @@ use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
 use crate::answer::Failure;
-use crate::cluster::{Cluster, ClusterArgs};
+use crate::args::CleanupArgs;
+use crate::cluster::Cluster;
 use crate::render::plain;
-use crate::units;
 
 /// The DaemonSet, as kustomize creates it.
 const MANIFEST: &str = include_str!("../../deploy/kustomize/cleanup/cleanup.yaml");
 /// The option of the agent that decides whether it cleans nodes without another proxy.
 const OPTION: &str = "--cleanup-stay=";
 const PAUSE: Duration = Duration::from_secs(1);
-
-/// What to clean.
-#[derive(Debug, clap::Args)]
-pub struct CleanupArgs {
-    /// All nodes. For one node, run `headgate-node-agent --cleanup` there
-    #[arg(long, required = true)]
-    pub all: bool,
-    /// Wait until every node is clean, and then remove the DaemonSet
-    #[arg(long)]
-    pub wait: bool,
-    /// Clean also nodes on which no other service proxy runs. No Service answers them afterwards
-    #[arg(long)]
-    pub without_proxy: bool,
-    /// The image of the agent. Default: that of the DaemonSet headgate-node-agent
-    #[arg(long, value_name = "IMAGE")]
-    pub image: Option<String>,
-    /// The longest wait
-    #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = units::parse_duration)]
-    pub timeout: Duration,
-    /// The API server.
-    #[command(flatten)]
-    pub cluster: ClusterArgs,
-}
 
 pub(crate) async fn run(wanted: &CleanupArgs, out: &mut dyn Write) -> Result<(), Failure> {
     let cluster = Cluster::open(&wanted.cluster).await?;

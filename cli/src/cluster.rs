@@ -3,7 +3,6 @@
 
 use std::fmt::Display;
 use std::io::{self, Write};
-use std::path::PathBuf;
 
 use data_encoding::BASE64;
 use hyper::Request;
@@ -17,7 +16,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::answer::{Failure, Session};
-use crate::args::{Args, DEFAULT_SERVER, Output, TlsArgs};
+use crate::args::{Args, ClusterArgs, DEFAULT_SERVER, Output, TlsArgs};
 use crate::certs::{self, CertsArgs};
 use crate::client;
 use crate::render::Style;
@@ -27,21 +26,6 @@ const MERGE_PATCH: &str = "application/merge-patch+json";
 
 /// The name in the certificate of a reader that the command makes for itself.
 const READER: &str = "headgatectl";
-
-/// How to reach the API server.
-#[derive(Debug, Clone, clap::Args)]
-pub struct ClusterArgs {
-    /// Kubeconfig file. Default: the files of the variable KUBECONFIG, or ~/.kube/config, or the
-    /// service account of the pod
-    #[arg(long, value_name = "FILE")]
-    pub kubeconfig: Option<PathBuf>,
-    /// Context of the kubeconfig. Default: the current one
-    #[arg(long, value_name = "NAME")]
-    pub context: Option<String>,
-    /// Namespace in which Headgate is installed
-    #[arg(long, value_name = "NAMESPACE", default_value = "headgate-system")]
-    pub install_namespace: String,
-}
 
 /// A client of the API server.
 pub(crate) struct Cluster(Client);
@@ -107,8 +91,9 @@ impl Cluster {
         self.send("DELETE", path, "application/json", Some(&options)).await.map(drop)
     }
 
-    /// Connects to a replica. If the command line names neither a server nor TLS files, and Helm has
-    /// made the certificates of a trial, signs a reader's certificate for a day with their authority.
+    /// Connects to a replica. If the command line names neither a server nor TLS files, and Helm
+    /// has made the certificates of a trial, signs a reader's certificate for a day with their
+    /// authority.
     pub(crate) async fn session<'a>(
         &self,
         args: &Args,

@@ -1,8 +1,8 @@
 //! `headgatectl migrate`: checks the settings of a kube-proxy for the node agent, and [`run`] moves
 //! nodes.
 
-mod plan;
-pub mod run;
+pub(crate) mod plan;
+pub(crate) mod run;
 
 use std::{
     fs,

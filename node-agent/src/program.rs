@@ -14,7 +14,7 @@ use tracing_subscriber::EnvFilter;
 use crate::{
     dataplane::iptables,
     dataplane_choice, instance,
-    options::{LogFormat, Options},
+    options::{CleanupStay, LogFormat, Options},
     other_proxy::{self, Looker, ReadRules},
     persist, run,
 };
@@ -58,9 +58,13 @@ pub fn run_task(options: &Options) -> anyhow::Result<bool> {
         settings::write_defaults(path)?;
         info!(path = %path.display(), "wrote the default configuration");
     } else if options.cleanup {
-        match options.cleanup_stay {
-            None => clean(options, false)?,
-            Some(when) => cleanup::stay(options, when)?,
+        let is_beside_proxy = options.cleanup_stay == Some(CleanupStay::BesideProxy);
+        if is_beside_proxy {
+            cleanup::until_replaced(options)?;
+        }
+        clean(options, is_beside_proxy)?;
+        if options.cleanup_stay.is_some() {
+            cleanup::stay()?;
         }
     } else if options.init_only {
         let settings = options.configured()?.settings;

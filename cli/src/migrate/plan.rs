@@ -17,7 +17,7 @@ pub struct Batch {
 }
 
 /// Parses `10` or `5%`.
-pub(super) fn batch(text: &str) -> Result<Batch, &'static str> {
+pub(crate) fn batch(text: &str) -> Result<Batch, &'static str> {
     let (number, is_percent) = text.strip_suffix('%').map_or((text, false), |percent| (percent, true));
     let number = number.parse().ok().filter(|number| *number > 0 && (!is_percent || *number <= 100));
     let usage = "write a number of nodes above 0, such as 10, or a part of them from 1% to 100%";
@@ -141,7 +141,7 @@ const RKE2: &str = "RKE2 runs kube-proxy as a static pod. One node after the oth
   3. rm -f /var/lib/rancher/rke2/agent/pod-manifests/kube-proxy.yaml
 Within 30 s after kube-proxy has ended, the agent takes over. Back: remove the line, and restart.";
 const STATIC_POD: &str = "kube-proxy is a static pod, which only its node can stop. One node after the other:
-  mv /etc/kubernetes/manifests/kube-proxy* /root/   # or the folder staticPodPath of the kubelet
+  mv /etc/kubernetes/manifests/kube-proxy* /etc/kubernetes/   # or the folder staticPodPath of the kubelet
 Within 30 s after kube-proxy has ended, the agent takes over. Back: move the file back.";
 const EKS: &str =
     "kube-proxy is an add-on of EKS, which writes its DaemonSet again. Give the DaemonSet to yourself, and

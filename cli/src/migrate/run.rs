@@ -12,10 +12,10 @@ use headgate_settings::{ProxyMode, migration};
 use serde_json::Value;
 use tokio::time::{Instant, sleep};
 
-use super::plan::{self, Batch};
+use super::plan;
 use crate::answer::{Failure, Session};
-use crate::args::{Args, Output};
-use crate::cluster::{Cluster, ClusterArgs};
+use crate::args::{Args, Output, PauseOn, RunArgs};
+use crate::cluster::Cluster;
 use crate::render::{Style, plain, thousands};
 use crate::units::{self, milliseconds};
 use crate::{agents, node};
@@ -26,51 +26,6 @@ const PAUSE: Duration = Duration::from_secs(1);
 const PROBES: usize = 3;
 /// The Service that every cluster has.
 const API: &str = "default/kubernetes";
-
-/// How to move.
-#[derive(Debug, clap::Args)]
-pub struct RunArgs {
-    /// Nodes that move together: a number, or a part of the selected nodes
-    #[arg(long, value_name = "N|N%", default_value = "5%", value_parser = plan::batch)]
-    pub batch: Batch,
-    /// What stops the move if any node of the fleet has it: differences between kernel and state, or
-    /// an agent that fails
-    #[arg(long, value_name = "STATES", value_enum, value_delimiter = ',', default_value = "drift,failing")]
-    pub pause_on: Vec<PauseOn>,
-    /// Only these nodes
-    #[arg(long, value_name = "NODE", value_delimiter = ',', conflicts_with = "selector")]
-    pub nodes: Vec<String>,
-    /// Only nodes that this label selector selects
-    #[arg(short = 'l', long, value_name = "SELECTOR", default_value = "", hide_default_value = true)]
-    pub selector: String,
-    /// Go back to kube-proxy
-    #[arg(long)]
-    pub back: bool,
-    /// Only print what would be done
-    #[arg(long)]
-    pub dry_run: bool,
-    /// The longest wait for a batch
-    #[arg(long, value_name = "DURATION", default_value = "3m", value_parser = units::parse_duration)]
-    pub timeout: Duration,
-    /// The DaemonSet of kube-proxy
-    #[arg(long, value_name = "NAMESPACE/NAME", default_value = "kube-system/kube-proxy")]
-    pub kube_proxy: String,
-    /// The DaemonSet of kube-proxy is not managed any more, although it looks like an add-on
-    #[arg(long)]
-    pub unmanaged: bool,
-    /// The API server.
-    #[command(flatten)]
-    pub cluster: ClusterArgs,
-}
-
-/// A state of a node that stops the move.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum PauseOn {
-    /// The last verification found differences.
-    Drift,
-    /// The agent cannot program its node, or rejects a resource.
-    Failing,
-}
 
 /// The answers and the probes of each Service.
 type Answers = BTreeMap<String, (u32, u32)>;
@@ -227,8 +182,12 @@ impl Move<'_> {
         let pending = |wanted: bool| names.iter().filter(move |name| is_labelled(name) == wanted).cloned();
         for name in pending(true).collect::<Vec<_>>() {
             let is_settled = is_settled(rows.get(&name), back, self.agents_follow_labels).is_ok();
-            // Nobody knows whether it answered when an earlier run stopped.
-            if !is_settled || !back && !self.probes(&name).await.is_ok_and(|after| compared(None, &after).is_ok()) {
+            let is_verified = back || rows.get(&name).is_some_and(|row| row.verified_unix_ms > 0);
+            // Nobody knows whether it was verified and answered when an earlier run stopped.
+            if !is_settled
+                || !is_verified
+                || !back && !self.probes(&name).await.is_ok_and(|after| compared(None, &after).is_ok())
+            {
                 self.unconfirmed.insert(name);
             }
         }

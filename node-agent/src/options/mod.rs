@@ -267,8 +267,8 @@ pub struct Options {
     pub cleanup: bool,
 
     /// With --cleanup, for a DaemonSet: stay when the node is clean, and create the file
-    /// /tmp/headgate-is-clean for the probe. beside-proxy: clean only once another service proxy has
-    /// written its rules, beside an agent that stands by, too; always: clean in any case
+    /// /tmp/headgate-is-clean for the probe. beside-proxy: clean only once another service proxy
+    /// has written its rules, beside an agent that stands by, too; always: clean in any case
     #[arg(long, value_name = "WHEN", value_enum, requires = "cleanup")]
     pub cleanup_stay: Option<CleanupStay>,
 

@@ -9,9 +9,8 @@ use std::{
 use anyhow::Context as _;
 use tracing::info;
 
-use super::clean;
 use crate::{
-    options::{CleanupStay, Options},
+    options::Options,
     other_proxy::{Looker, ReadRules},
 };
 
@@ -24,25 +23,29 @@ const OTHER_FAMILY: Duration = Duration::from_secs(10);
 /// What the probe of the pod looks for.
 const IS_CLEAN: &str = "/tmp/headgate-is-clean";
 
-/// Cleans the node, and returns only with an error, which says why it is not clean.
-pub(super) fn stay(options: &Options, when: CleanupStay) -> anyhow::Result<()> {
-    if when == CleanupStay::BesideProxy {
-        let settings = options.configured()?.settings;
-        let (mut looker, until) = (Looker::new(&settings), Instant::now() + PATIENCE);
-        while looker.look(ReadRules::No).has_synced != Some(true) {
-            anyhow::ensure!(Instant::now() < until, NOTHING_ELSE);
-            thread::sleep(PAUSE);
-        }
-        thread::sleep(OTHER_FAMILY);
+/// Waits until another proxy has written its rules. The error says that none has.
+pub(super) fn until_replaced(options: &Options) -> anyhow::Result<()> {
+    let settings = options.configured()?.settings;
+    let (mut looker, until) = (Looker::new(&settings), Instant::now() + PATIENCE);
+    while looker.look(ReadRules::No).has_synced != Some(true) {
+        anyhow::ensure!(
+            Instant::now() < until,
+            "--cleanup-stay: no other service proxy says in its metrics that it has written its rules on this node, \
+             so Headgate's rules stay, because nothing else would forward. Let kube-proxy return first (headgatectl \
+             migrate run --back), write the address of its metrics as --metrics-bind-address, or remove the rules in \
+             any case (--cleanup-stay=always)"
+        );
+        thread::sleep(PAUSE);
     }
-    clean(options, when == CleanupStay::BesideProxy)?;
+    thread::sleep(OTHER_FAMILY);
+    Ok(())
+}
+
+/// Tells the probe that the node is clean, and returns only with an error.
+pub(super) fn stay() -> anyhow::Result<()> {
     fs::write(IS_CLEAN, "").with_context(|| format!("--cleanup-stay: writing {IS_CLEAN}"))?;
     info!("this node is clean");
     loop {
         thread::park();
     }
 }
-
-const NOTHING_ELSE: &str = "--cleanup-stay: no other service proxy says in its metrics that it has written its rules on this node, so Headgate's \
-    rules stay, because nothing else would forward. Let kube-proxy return first (headgatectl migrate run --back), write the address of its \
-    metrics as --metrics-bind-address, or remove the rules in any case (--cleanup-stay=always)";

@@ -250,8 +250,9 @@ fn refusal(failure: &Failure) -> Response<Body> {
     response
 }
 
-/// The query of a list or a watch. Label selectors have terms `NAME`, `NAME=VALUE` and `!NAME`. Field
-/// selectors are those that Headgate sends: Services with another `clusterIP`, and pods of a node.
+/// The query of a list or a watch. Label selectors have terms `NAME`, `NAME=VALUE` and `!NAME`.
+/// Field selectors are those that Headgate sends: Services with another `clusterIP`, and pods of a
+/// node.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(default, rename_all = "camelCase", deny_unknown_fields)]
 pub(super) struct Params {

@@ -5,6 +5,7 @@
 mod all_in_one;
 mod attacks;
 mod captures;
+mod cleanup;
 mod config;
 mod counters;
 mod degraded;
