@@ -16,6 +16,7 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &AgentsArgs) -> Resul
         (!wanted.behind || render::is_absent(agent) || is_waiting_or_cut_off(agent) || render::is_behind(agent))
             && (!wanted.failing || is_failing(agent))
             && (!wanted.absent || render::is_absent(agent))
+            && (!wanted.standby || render::is_standby(agent))
     });
     agents.sort_by(|a, b| badness(b).cmp(&badness(a)).then_with(|| a.node.cmp(&b.node)));
     if session.output == Output::Json {

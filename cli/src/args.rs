@@ -241,6 +241,9 @@ pub struct AgentsArgs {
     /// Only Nodes without an agent
     #[arg(long)]
     pub absent: bool,
+    /// Only nodes in standby, on which another service proxy works
+    #[arg(long)]
+    pub standby: bool,
     /// Only agents that failed in their last attempt to program the kernel, that reject resources,
     /// or whose last verification found differences
     #[arg(long)]

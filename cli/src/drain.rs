@@ -33,14 +33,25 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &DrainArgs) -> Result
             "unconfirmed_count": answer.unconfirmed_count,
             "not_covered": answer.not_covered,
             "not_covered_count": answer.not_covered_count,
+            "confirmed_count": answer.confirmed_count,
+            "standby": answer.standby,
+            "standby_count": answer.standby_count,
         });
         session.write_json(&answer)?;
     } else {
-        let mut text = format!("{result}\n");
+        let mut text = match answer.standby_count {
+            0 => format!("{result}\n"),
+            standby => {
+                let (nodes, standby) = (thousands(answer.confirmed_count), thousands(standby));
+                format!("{result} on {nodes} nodes, not known on {standby} in standby\n")
+            }
+        };
         if !answer.reason.is_empty() {
             text += &format!("{}\n", plain(&answer.reason));
         }
-        for (what, names) in [("unconfirmed", &answer.unconfirmed), ("not covered", &answer.not_covered)] {
+        for (what, names) in
+            [("unconfirmed", &answer.unconfirmed), ("not covered", &answer.not_covered), ("standby", &answer.standby)]
+        {
             if !names.is_empty() {
                 text += &format!("{what}: {}\n", plain(&names.join(" ")));
             }

@@ -17,7 +17,7 @@ pub use headgate_proto::printable::printable as plain;
 use headgate_settings::migration::{Line, Outcome};
 
 pub use self::explain::explanation;
-pub use self::nodes::{agents, fleet, is_absent, is_behind, no_agent};
+pub use self::nodes::{agents, fleet, is_absent, is_behind, is_standby, no_agent};
 pub use self::verify::verifications;
 use crate::units;
 

@@ -62,6 +62,7 @@ fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Resu
     if answer.done && (answer.nodes > 0 || wait.allow_absent) {
         let (nodes, verb) = if answer.programmed == 1 { ("node", "has") } else { ("nodes", "have") };
         let mut text = format!("{what}: {} {nodes} {verb} programmed it, {took}", thousands(answer.programmed));
+        add_standby(&mut text, answer);
         add_absent(&mut text, answer);
         return Ok(text + "\n");
     }
@@ -95,6 +96,7 @@ fn judge(answer: &WaitAnswer, wait: &WaitArgs, what: &str, took_ms: u64) -> Resu
         let _ = write!(text, "\n  {}", lagging(laggard));
     }
     add_more(&mut text, answer.laggards.len(), answer.laggard_count, "behind");
+    add_standby(&mut text, answer);
     add_absent(&mut text, answer);
     let only_absent = missing.is_empty() && answer.laggard_count == 0 && (answer.absent_count > 0 || answer.nodes == 0);
     Err(if only_absent { Failure::Absent(text) } else { Failure::TimedOut(text) })
@@ -115,6 +117,16 @@ fn lagging(laggard: &Laggard) -> String {
         version => format!("at version {programmed_version} of {version}, {lag} behind: "),
     };
     plain(&format!("{node}: {at}{reason}")).into_owned()
+}
+
+fn add_standby(text: &mut String, answer: &WaitAnswer) {
+    if answer.standby_count > 0 {
+        let _ = write!(text, "\n  not known on {} in standby", thousands(answer.standby_count));
+    }
+    for Laggard { node, standby, .. } in answer.standby.iter().take(MAX_NAMED) {
+        let _ = write!(text, "\n  {}", plain(&format!("{node}: {standby} runs")));
+    }
+    add_more(text, answer.standby.len(), answer.standby_count, "standby");
 }
 
 fn add_absent(text: &mut String, answer: &WaitAnswer) {
@@ -181,5 +193,16 @@ mod tests {
         let unknown =
             WaitAnswer { laggards: vec![Laggard { version: 0, ..laggard("b", "its source is behind") }], ..answer };
         assert!(judged(&unknown, false).1.contains("\n  b: its source is behind\n"));
+        let other = Laggard { standby: "kube-proxy (iptables)".into(), ..laggard("c", "") };
+        let standby = WaitAnswer {
+            done: true,
+            nodes: 3,
+            programmed: 2,
+            standby: vec![other],
+            standby_count: 1,
+            ..WaitAnswer::default()
+        };
+        let expected = "service prod/web: 2 nodes have programmed it, 120ms\n  not known on 1 in standby\n  c: kube-proxy (iptables) runs\n";
+        assert_eq!(judged(&standby, false), (0, expected.into()));
     }
 }

@@ -68,7 +68,7 @@ metrics! {
     other_versions: Level = "control_plane_agents_of_other_version",
         "Agents with a stream whose version differs from the version of this replica";
     agents: Labelled<Level> = "control_plane_agents" [state],
-        "Agents with a stream, by state: up_to_date (everything that the replica has known for more than a second is programmed), behind, failing (the last attempt failed, or a resource is rejected), waiting (the agent has acknowledged nothing, or the source is unlisted), or cut_off (the source is cut off)";
+        "Agents with a stream, by state: up_to_date (everything that the replica has known for more than a second is programmed), behind, failing (the last attempt failed, or a resource is rejected), waiting (the agent has acknowledged nothing, or the source is unlisted), cut_off (the source is cut off), or standby (another service proxy works on the node)";
     source_ages: Labelled<Level> = "source_age_seconds" [kind],
         "Time since the source last confirmed the objects of a kind, by kind";
     source_errors: Labelled<Total, 2> = "source_errors" [kind, reason],

@@ -143,6 +143,9 @@ pub fn prepare(settings: &Settings, variant: iptables::Variant) -> Result<(), Da
     }
 }
 
+/// Stands for the mode of a proxy that is not kube-proxy: it may have virtual servers of its own.
+pub const OTHER_PROGRAM: &str = "other";
+
 /// Everything that an earlier run may have left, in the order of removal: rules before the sets and
 /// counters that they refer to. Leaves out what a proxy in the mode `running` uses, because
 /// kube-proxy's objects have the same names.
@@ -161,10 +164,11 @@ pub fn leftovers(settings: &Settings, running: Option<&str>) -> Vec<Leftover> {
     if running != Some("nftables") {
         leftovers.push(nftables::kube_proxys_tables());
     }
-    leftovers.push(match running {
-        Some("ipvs") => ipvs::sets_beside_kube_proxys(),
-        _ => ipvs::servers_and_sets(settings.ipvs.exclude_cidrs.clone()),
-    });
+    match running {
+        Some(OTHER_PROGRAM) => {}
+        Some("ipvs") => leftovers.push(ipvs::sets_beside_kube_proxys()),
+        _ => leftovers.push(ipvs::servers_and_sets(settings.ipvs.exclude_cidrs.clone())),
+    }
     leftovers
 }
 

@@ -33,6 +33,8 @@
 //! 7. The program
 //!    - [`options`]: the command line.
 //!    - [`dataplane_choice`]: chooses, configures and cleans up dataplanes.
+//!    - `other_proxy` finds another service proxy on the node, and decides whether the agent stands
+//!      by.
 //!    - `run` starts, connects and stops the parts. [`program`] has the log, signals and tasks of
 //!      programs.
 
@@ -53,6 +55,7 @@ pub mod node_inputs;
 mod node_queries;
 pub mod observers;
 pub mod options;
+mod other_proxy;
 pub mod packet_counters;
 pub mod persist;
 pub mod program;

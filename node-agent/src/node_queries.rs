@@ -41,13 +41,15 @@ pub(crate) struct Knowledge {
     pages: Pages,
     explainer: Explainer,
     verifier: Verifier,
+    /// As in [`crate::session::client::Session::standby`].
+    standby: Arc<str>,
 }
 
 impl Knowledge {
     /// Answers from the data that the agent's pages show, and from its state.
-    pub(crate) fn new(node: Arc<str>, pages: Pages, explainer: Explainer) -> Self {
+    pub(crate) fn new(node: Arc<str>, pages: Pages, explainer: Explainer, standby: Arc<str>) -> Self {
         let verifier = Verifier::new(explainer.clone(), pages.progress.clone());
-        Self { node, pages, explainer, verifier }
+        Self { node, pages, explainer, verifier, standby }
     }
 
     fn status(&self) -> v1::NodeStatus {
@@ -55,6 +57,7 @@ impl Knowledge {
         let (progress, counts) = (progress.borrow().clone(), backlog.counts());
         let mut degraded = progress.status.degraded;
         degraded.extend(metrics.session.tls.problem.borrow().clone());
+        let programmed = progress.programmed.filter(|_| self.standby.is_empty());
         let unix_ms = |at: SystemTime| at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         v1::NodeStatus {
             node: self.node.to_string(),
@@ -63,7 +66,7 @@ impl Knowledge {
             backend: progress.status.backend,
             degraded,
             received_version: metrics.session.version_received.get(),
-            programmed_version: progress.programmed.map_or(0, |programmed| programmed.target.version),
+            programmed_version: programmed.map_or(0, |programmed| programmed.target.version),
             waiting_changes: counts.service_changes_pending + counts.endpoint_changes_pending,
             synced_unix_ms: counts.synced_at.into_iter().flatten().max().map_or(0, unix_ms),
             last_error: progress.failure.map(|failure| failure.error).unwrap_or_default(),
@@ -73,6 +76,7 @@ impl Knowledge {
             source_age_ms: metrics.session.source_age().map_or(0, |age| age.as_millis() as u64),
             state_restored: metrics.saves.restored.get() != 0,
             resident_memory_bytes: metrics.resident_bytes(),
+            standby: self.standby.to_string(),
         }
     }
 }

@@ -83,7 +83,7 @@ pub(crate) fn open(disk: Box<dyn Disk>, node_name: Arc<str>) -> (Option<Restored
 /// # Errors
 /// One of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
-    let names = [STATE_FILE, STATE_TEMPORARY, RUN_FILE, RUN_TEMPORARY];
+    let names = [STATE_FILE, STATE_TEMPORARY, RUN_FILE, RUN_TEMPORARY, ROLE_FILE];
     let folder = Folder::new(folder);
     names.into_iter().try_for_each(|name| folder.remove(name))
 }
@@ -135,6 +135,9 @@ impl SaveMetrics {
 
 /// The name of the file with the record: the id of the boot, and pairs of a kind and its position.
 const RUN_FILE: &str = "run";
+
+/// The name of the file that says whether the last run programmed the node.
+pub(crate) const ROLE_FILE: &str = "role";
 const RUN_TEMPORARY: &str = "run.new";
 
 /// Returns positions of the source if the rules in the kernel may be newer than the state in the

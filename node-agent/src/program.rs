@@ -1,10 +1,6 @@
 //! What the programs that contain an agent share: the log, the signals, and the tasks that end.
 
-use std::{
-    io::{self, IsTerminal as _, Read as _, Write as _, stderr},
-    net::{SocketAddr, TcpStream},
-    time::Duration,
-};
+use std::io::{IsTerminal as _, stderr};
 
 use anyhow::{Context as _, anyhow};
 use headgate_settings as settings;
@@ -17,6 +13,7 @@ use crate::{
     dataplane::{ErrorKind, iptables},
     dataplane_choice, instance,
     options::{LogFormat, Options},
+    other_proxy::{self, Kinds, Looker, ReadRules},
     persist, run,
 };
 
@@ -62,6 +59,10 @@ pub fn run_task(options: &Options) -> anyhow::Result<bool> {
         clean(options)?;
     } else if options.init_only {
         let settings = options.configured()?.settings;
+        if let Some(other) = other_proxy::that_works(options, &settings) {
+            info!("--init-only: no kernel parameter is set, because {other} runs on this node");
+            return Ok(true);
+        }
         run::prepare(&settings)?;
         dataplane_choice::prepare(&settings, options.iptables_variant)?;
         info!("--init-only: kernel parameters are set");
@@ -78,13 +79,16 @@ fn clean(options: &Options) -> anyhow::Result<()> {
         );
     }
     let settings = options.configured()?.settings;
-    let health = settings.healthz_bind_address;
-    let running = settings.metrics_bind_address.map(|metrics| running_mode(metrics, health)).transpose()?.flatten();
-    if let Some(mode) = &running {
-        info!(mode, "a service proxy runs on this node: its rules and other objects stay");
-    }
+    let other = Looker::new(&settings).look(ReadRules::Seen(Kinds::ALL)).other;
+    let running = other.as_ref().map(|other| {
+        info!("{other} runs on this node: its rules and other objects stay");
+        other.uses().with_context(|| {
+            format!("--cleanup: {other} runs on this node, and does not tell its mode; write the address of kube-proxy's metrics as --metrics-bind-address, or stop it")
+        })
+    });
+    let running = running.transpose()?;
     let mut failed = Vec::new();
-    for leftover in dataplane_choice::leftovers(&settings, running.as_deref()) {
+    for leftover in dataplane_choice::leftovers(&settings, running) {
         let backend = leftover.name;
         match leftover.remove() {
             Ok(()) => info!(backend, "no rules or other objects of this backend remain"),
@@ -110,88 +114,4 @@ fn clean(options: &Options) -> anyhow::Result<()> {
         failed.join(", ")
     );
     Ok(())
-}
-
-/// How long a proxy may take to answer.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The mode of the service proxy that runs on this node, which is kube-proxy when a node leaves
-/// Headgate. kube-proxy answers `/proxyMode` at the address of its metrics. `None` if nothing
-/// listens at this address, nor at the address of kube-proxy's health checks.
-fn running_mode(address: SocketAddr, health: Option<SocketAddr>) -> anyhow::Result<Option<String>> {
-    let remedy = || {
-        format!(
-            "--cleanup: cannot ask {address} which service proxy runs on this node; write the address of \
-             kube-proxy's metrics as --metrics-bind-address, or stop the program at this address"
-        )
-    };
-    match ask_mode(address) {
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => match health {
-            Some(health) if TcpStream::connect_timeout(&health, ANSWER_TIMEOUT).is_ok() => {
-                Err(error).with_context(remedy).with_context(|| {
-                    format!("--cleanup: a program listens at {health}, where kube-proxy serves health checks")
-                })
-            }
-            _ => Ok(None),
-        },
-        answer => answer.map(Some).with_context(remedy),
-    }
-}
-
-fn ask_mode(address: SocketAddr) -> io::Result<String> {
-    // Linux connects 0.0.0.0 and [::] to the node itself.
-    let mut stream = TcpStream::connect_timeout(&address, ANSWER_TIMEOUT)?;
-    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
-    stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-    stream.write_all(format!("GET /proxyMode HTTP/1.0\r\nHost: {address}\r\n\r\n").as_bytes())?;
-    let mut answer = String::new();
-    stream.take(4096).read_to_string(&mut answer)?;
-    let mode = answer.split_once("\r\n\r\n").map(|(_, body)| body.trim()).unwrap_or_default();
-    let is_mode = !mode.is_empty() && mode.bytes().all(|byte| byte.is_ascii_lowercase());
-    if answer.split(' ').nth(1) == Some("200") && is_mode {
-        Ok(mode.to_owned())
-    } else {
-        Err(io::Error::other(format!(
-            "the answer to GET /proxyMode is {:?}",
-            answer.lines().next().unwrap_or_default()
-        )))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::{net::TcpListener, thread};
-
-    use super::*;
-
-    fn asked(answer: &'static str) -> anyhow::Result<Option<String>> {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        let server = thread::spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
-            let mut request = [0; 4];
-            stream.read_exact(&mut request).unwrap();
-            stream.write_all(answer.as_bytes()).unwrap();
-            // Otherwise closing the socket would reset the connection before the answer is read.
-            stream.shutdown(std::net::Shutdown::Write).unwrap();
-            stream.read_to_end(&mut Vec::new()).unwrap();
-        });
-        let mode = running_mode(address, None);
-        server.join().unwrap();
-        mode
-    }
-
-    #[test]
-    fn a_running_proxy_tells_its_mode_and_other_programs_are_an_error() {
-        assert_eq!(asked("HTTP/1.0 200 OK\r\nDate: now\r\n\r\niptables").unwrap().as_deref(), Some("iptables"));
-        for answer in ["HTTP/1.0 404 Not Found\r\n\r\nnone", "HTTP/1.0 200 OK\r\n\r\n<html>", "", "220 ready\r\n"] {
-            let error = format!("{:#}", asked(answer).unwrap_err());
-            assert!(error.contains("--metrics-bind-address"), "{answer:?}: {error}");
-        }
-        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        assert_eq!(running_mode(closed, Some(closed)).unwrap(), None);
-        let health = TcpListener::bind("127.0.0.1:0").unwrap();
-        let error = running_mode(closed, Some(health.local_addr().unwrap())).unwrap_err();
-        assert!(format!("{error:#}").contains("--metrics-bind-address"), "{error:#}");
-    }
 }

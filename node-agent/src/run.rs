@@ -22,7 +22,7 @@ use tracing::{info, warn};
 use crate::{
     backoff::Backoff,
     config_watch,
-    dataplane::{ConnectionProxy, DataplaneError, NodeDataplane, nftables::ServiceCounters, proxy_mode},
+    dataplane::{ConnectionProxy, DataplaneError, NodeDataplane, nftables::ServiceCounters, proxy_mode, standby},
     dataplane_choice,
     http::{self, Pages, listen::Server},
     instance,
@@ -32,6 +32,7 @@ use crate::{
     node_queries::{Explainer, Knowledge},
     observers::{conntrack::ConntrackCleaner, endpoint_checks, health_check_ports},
     options::{Configured, Options, OptionsError, ProxyMode},
+    other_proxy::{Kinds, OtherProxyWatch},
     persist::{self, Disk, Folder, Saver},
     reconcile::{Reconciler, Timing},
     session::{
@@ -96,13 +97,58 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
         claim = instance::claim() => claim.map_err(AgentError::Claim)?,
         () = shutdown.cancelled() => return Ok(()),
     };
-    prepare(&configured.settings)?;
-    let dataplane = dataplane_choice::build(&options, &configured.settings)?;
-    let shutdown = match dataplane.proxy() {
-        Some(proxy) => after_draining(proxy, options.userspace_drain_limit, shutdown),
-        None => shutdown,
-    };
-    run_configured(options, configured, dataplane, true, shutdown).await
+    prepare_process(&configured.settings);
+    let mut watch = OtherProxyWatch::begin(&options, &configured.settings).await?;
+    loop {
+        // Each role is a run of its own: it ends when another role begins.
+        let stop = shutdown.child_token();
+        let (options, configured) = (options.clone(), configured.clone());
+        let has_ended = if let Some(other) = watch.standby() {
+            let dataplane = Box::new(standby::dataplane());
+            let role = Role::StandsBy(other.to_string().into());
+            let run = run_configured(options, configured, dataplane, role, stop.clone());
+            until(run, watch.until_taken_over(), &stop).await?
+        } else {
+            sysctl::set_conntrack(Path::new("/"), &configured.settings.conntrack)?;
+            let dataplane = dataplane_choice::build(&options, &configured.settings)?;
+            let ends = match dataplane.proxy() {
+                Some(proxy) => after_draining(proxy, options.userspace_drain_limit, stop.clone()),
+                None => stop.clone(),
+            };
+            let kinds = Kinds::beside(dataplane.name());
+            let run = run_configured(options, configured, dataplane, Role::Programs(watch.beside()), ends);
+            until(run, watch.until_yielded(kinds), &stop).await?
+        };
+        if has_ended {
+            return Ok(());
+        }
+    }
+}
+
+/// Runs a role until it ends by itself, which is true, or until `change` and then to its end.
+async fn until(
+    run: impl Future<Output = Result<(), AgentError>>,
+    change: impl Future<Output = ()>,
+    stop: &CancellationToken,
+) -> Result<bool, AgentError> {
+    let mut run = std::pin::pin!(run);
+    tokio::select! {
+        ended = &mut run => ended.map(|()| true),
+        () = change => {
+            stop.cancel();
+            run.await.map(|()| false)
+        }
+    }
+}
+
+/// What a run of the agent does on the node.
+enum Role {
+    /// It programs the node, perhaps beside another proxy.
+    Programs(watch::Receiver<Option<String>>),
+    /// It writes nothing, because this other proxy works on the node.
+    StandsBy(Arc<str>),
+    /// It programs with the caller's dataplane, and changes nothing else.
+    Embedded,
 }
 
 /// Returns a token that is cancelled after `shutdown`, when the connections of the proxy have ended
@@ -126,12 +172,16 @@ fn after_draining(proxy: Arc<dyn ConnectionProxy>, limit: Duration, shutdown: Ca
 /// files. Errors: a kernel parameter cannot be set. Only a warning is logged if another value
 /// cannot be set.
 pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
+    prepare_process(settings);
+    sysctl::set_conntrack(Path::new("/"), &settings.conntrack).map(drop)
+}
+
+fn prepare_process(settings: &Settings) {
     open_files::raise();
     let path = "/proc/self/oom_score_adj";
     if let Err(error) = std::fs::write(path, settings.oom_score_adj.to_string()) {
         warn!(%error, "cannot write {} to {path}; the agent runs with the present OOM score", settings.oom_score_adj);
     }
-    sysctl::set_conntrack(Path::new("/"), &settings.conntrack).map(drop)
 }
 
 /// Runs the agent until `shutdown` with the caller's dataplane. Changes no kernel parameter and no
@@ -142,14 +192,14 @@ pub async fn run_with(
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
     let configured = options.configured()?;
-    run_configured(options, configured, dataplane, false, shutdown).await
+    run_configured(options, configured, dataplane, Role::Embedded, shutdown).await
 }
 
 async fn run_configured(
     options: Options,
     configured: Configured,
     dataplane: Box<dyn NodeDataplane>,
-    cleans_conntrack: bool,
+    role: Role,
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
     let Configured { settings, file, .. } = configured;
@@ -172,20 +222,25 @@ async fn run_configured(
     // The guard stops all parts of the agent when this function returns, even with an error.
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
-    let (pages, mut tasks) = workers(&options, &settings, &mut parts, metrics, cleans_conntrack, &running)?;
+    if let Role::StandsBy(other) = &role {
+        parts.session.standby = Arc::clone(other);
+        metrics.sync.set_standby(other);
+    }
+    let (pages, mut tasks) = workers(&options, &settings, &mut parts, metrics, &role, &running)?;
     let Parts { state, reconciler, mut session, barriers, saver, .. } = parts;
     let enrolment = files.filter(|_| !options.enrolment_address.is_empty()).map(|files| {
         let (token, address) = (options.enrolment_token.clone(), options.enrolment_address.clone());
         Enrolment::new(files, token, address, Arc::clone(&state), pages.metrics.session.clone())
     });
-    let servers = servers(&options, &settings, &pages, &barriers)?;
+    let servers = servers(&options, &settings, &pages, &barriers, &role)?;
     tasks.extend(servers.into_iter().map(|server| server.run(running.clone()).boxed()));
     let has_certificate = CancellationToken::new();
-    tasks.push(until(&running, certificates(enrolment, tls, has_certificate.clone())));
+    tasks.push(while_running(&running, certificates(enrolment, tls, has_certificate.clone())));
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
     let inputs = reconciler.inputs();
     let explainer = Explainer { state: Arc::clone(&state), inputs, masquerade_all, localhost_node_ports };
-    session.knowledge = Some(Arc::new(Knowledge::new(node_name, pages, explainer)));
+    let standby = Arc::clone(&session.standby);
+    session.knowledge = Some(Arc::new(Knowledge::new(node_name, pages, explainer, standby)));
 
     // Start them.
     let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;
@@ -292,10 +347,11 @@ fn workers(
     settings: &Settings,
     parts: &mut Parts,
     metrics: Arc<Metrics>,
-    cleans_conntrack: bool,
+    role: &Role,
     running: &CancellationToken,
 ) -> std::io::Result<(Pages, Vec<BoxFuture<'static, ()>>)> {
     let Parts { state, reconciler, progress, .. } = parts;
+    let (stands_by, cleans_conntrack) = (matches!(role, Role::StandsBy(_)), matches!(role, Role::Programs(_)));
     let (backlog, patience) = (Arc::clone(state.backlog()), settings.sync_period.saturating_mul(2));
     let (mode, proxy) = (proxy_mode(reconciler.dataplane.name()), reconciler.dataplane.proxy());
     state.set_policy(node_policy(settings, mode));
@@ -314,12 +370,20 @@ fn workers(
     let of_ports = metrics.health_check_ports.clone();
     let (health_check_ports, health_check_server) =
         health_check_ports::new(of_ports, inputs.clone(), Arc::clone(&backlog), patience, Arc::clone(&connections));
-    let namespaces = options.health_check_namespaces.clone();
+    let namespaces = if stands_by { Vec::new() } else { options.health_check_namespaces.clone() };
     let (checked_endpoints, checker) =
         endpoint_checks::new(namespaces, options.check_timing(), Arc::clone(state), metrics.endpoint_checks.clone());
-    reconciler.observers = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
+    if !stands_by {
+        // In standby, the ports belong to the other proxy.
+        reconciler.observers.push(Box::new(health_check_ports));
+    }
+    reconciler.observers.push(Box::new(checked_endpoints));
     let mut tasks = vec![health_check_server.run(running.clone()).boxed(), checker.run(running.clone()).boxed()];
-    tasks.push(until(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
+    tasks.push(while_running(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
+    if let Role::Programs(beside) = role {
+        reconciler.beside = beside.clone();
+        tasks.push(while_running(running, report_other_proxy(beside.clone(), Arc::clone(state))));
+    }
     reconciler.interfaces = interfaces.clone();
     if cleans_conntrack {
         let followed = interfaces.clone();
@@ -350,8 +414,13 @@ fn servers(
     settings: &Settings,
     pages: &Pages,
     barriers: &Arc<Barriers>,
+    role: &Role,
 ) -> Result<Vec<Server>, AgentError> {
-    let mut servers = http::servers(settings, pages);
+    // In standby, kube-proxy's addresses belong to the other proxy.
+    let (standby, mut servers) = match role {
+        Role::StandsBy(other) => (Some(&**other), Vec::new()),
+        Role::Programs(_) | Role::Embedded => (None, http::servers(settings, pages)),
+    };
     if let Some(address) = options.drain_address {
         let app = http::drain::router(Arc::clone(barriers), pages.interfaces.clone(), pages.metrics.drain.clone());
         let (what, setting) = ("/v1/drain", "--drain-address");
@@ -361,11 +430,16 @@ fn servers(
     if settings.bind_address_hard_fail {
         servers.iter_mut().try_for_each(Server::bind_now).map_err(AgentError::Bind)?;
     }
+    let address = options.standby_address.filter(|_| !matches!(role, Role::Embedded));
+    servers.extend(address.map(|address| http::probes(address, pages, standby)));
     Ok(servers)
 }
 
 /// A task that ends when the agent stops.
-fn until(running: &CancellationToken, task: impl Future<Output = ()> + Send + 'static) -> BoxFuture<'static, ()> {
+fn while_running(
+    running: &CancellationToken,
+    task: impl Future<Output = ()> + Send + 'static,
+) -> BoxFuture<'static, ()> {
     running.clone().run_until_cancelled_owned(task).map(drop).boxed()
 }
 
@@ -390,6 +464,13 @@ async fn certificates(enrolment: Option<Enrolment>, tls: Option<Arc<AgentTls>>, 
 async fn report_interfaces(mut interfaces: Interfaces, state: Arc<AgentState>) {
     while interfaces.changed().await.is_ok() {
         state.blocking(|state| state.signal(Wake::Interfaces)).await;
+    }
+}
+
+/// Wakes the reconcile loop after another service proxy has come or gone.
+async fn report_other_proxy(mut beside: watch::Receiver<Option<String>>, state: Arc<AgentState>) {
+    while beside.changed().await.is_ok() {
+        state.blocking(|state| state.signal(Wake::Problems)).await;
     }
 }
 

@@ -43,6 +43,7 @@ fn state(agent: &AgentInfo) -> &'static str {
         "no_agent" => "no_agent",
         "waiting" => "waiting",
         "cut_off" => "cut_off",
+        "standby" => "standby",
         _ if !agent.last_error.is_empty() => "failing",
         _ if agent.rejected_count > 0 => "rejecting",
         "failing" => "failing",
@@ -105,6 +106,8 @@ mod tests {
         assert_eq!(state(&rejecting), "rejecting");
         let failing = AgentInfo { last_error: "no".into(), ..rejecting };
         assert_eq!(state(&failing), "failing");
+        let standby = AgentInfo { state: "standby".into(), rejected_count: 1, ..well.clone() };
+        assert_eq!(state(&standby), "standby");
         let absent = AgentInfo { state: "no_agent".into(), departed_ms: 400, reason: "why".into(), ..well };
         let row = node(&absent, 1000);
         assert_eq!((&row[7], &row[8]), (&json!("no_agent"), &json!({ "reason": "why", "departed": 600 })));

@@ -34,6 +34,9 @@ export const STATES = {
     'Its replica does not hear from the API server: see Replicas.'),
   waiting: state('W', 'gone', 'waiting',
     'It has acknowledged nothing yet. If that lasts, look at its replica.'),
+  standby: state('S', 'gone', 'standby',
+    'Another service proxy works on this Node, and Headgate writes nothing. It takes over by itself '
+    + 'once the other proxy has gone.'),
   behind: state('B', 'warn', 'behind',
     'Look at the Node’s CPU, and at what else holds the lock of its rules.'),
   degraded: state('d', 'warn', 'degraded', 'The reason names the remedy.'),
@@ -42,7 +45,7 @@ export const STATES = {
 export const ORDER = Object.keys(STATES);
 const EXCEPTION_WORDS = {
   no_agent: 'without an agent', drift: 'with drift', rejecting: 'rejecting a Service',
-  cut_off: 'at a replica that is cut off',
+  cut_off: 'at a replica that is cut off', standby: 'in standby',
 };
 export const exception = (name) => EXCEPTION_WORDS[name] ?? STATES[name].words;
 

@@ -15,8 +15,9 @@ const SETTLED_MS: u64 = 1000;
 /// Formats nodes, one per row, in the given order. The table has a column SEEN if some nodes have
 /// no agent. Lines below explain why a node lags, is degraded or has no agent.
 pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Style) -> String {
-    // A node without an agent has only a programmed version, and only if it had an agent.
-    let number = |of: &AgentInfo, value: u64| match is_absent(of) && value == 0 {
+    // A node without an agent has only a programmed version, and only if it had an agent. One in
+    // standby has programmed nothing.
+    let number = |of: &AgentInfo, value: u64| match (is_absent(of) || is_standby(of)) && value == 0 {
         true => cell(""),
         false => cell(value.to_string()),
     };
@@ -35,7 +36,7 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
         ("STATE", true, &state),
         (">PROGRAMMED", true, &|of| number(of, of.programmed_version)),
         (">SENT", true, &|of| number(of, of.sent_version)),
-        (">LAG", true, &|of| cell(if is_absent(of) { String::new() } else { lag(of) })),
+        (">LAG", true, &|of| cell(if is_absent(of) || is_standby(of) { String::new() } else { lag(of) })),
         ("BACKEND", true, &|of| cell(&of.backend)),
         (">SEEN", agents.iter().any(is_absent), &|of| cell(seen(of))),
         (">VERIFIED", some_verified, &|of| verified(of, now_unix_ms)),
@@ -85,6 +86,11 @@ pub fn is_absent(agent: &AgentInfo) -> bool {
     agent.state == "no_agent"
 }
 
+/// Returns whether another service proxy works on the node.
+pub fn is_standby(agent: &AgentInfo) -> bool {
+    agent.state == "standby"
+}
+
 /// Describes a node without an agent.
 pub fn no_agent(node: &str, reason: &str) -> String {
     match reason {
@@ -116,6 +122,7 @@ fn lag(agent: &AgentInfo) -> String {
 fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
     match agent.state.as_str() {
         "no_agent" => ("no agent", Tone::Bad),
+        "standby" => ("standby", Tone::Attention),
         "waiting" => ("waiting", Tone::Attention),
         "cut_off" => ("cut off", Tone::Attention),
         _ if !agent.last_error.is_empty() => ("failing", Tone::Bad),
@@ -143,6 +150,7 @@ pub fn fleet(fleet: &FleetInfo) -> String {
         (fleet.failing, "failing"),
         (fleet.waiting, "waiting"),
         (fleet.cut_off, "at a replica that is cut off"),
+        (fleet.standby, "in standby"),
         (fleet.no_agent, "without an agent"),
     ];
     let all = fleet.up_to_date + others.iter().map(|(count, _)| count).sum::<u64>();

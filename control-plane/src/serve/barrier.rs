@@ -93,7 +93,7 @@ impl Barrier {
         drop(waiting);
         let mut answer = outcome.unwrap_or_else(|reason| v1::BarrierAnswer { reason, ..v1::BarrierAnswer::default() });
         if node.is_some() {
-            (answer.unconfirmed, answer.not_covered) = Default::default();
+            (answer.unconfirmed, answer.not_covered, answer.standby) = Default::default();
             answer.reason = clip(&answer.reason).to_owned();
         }
         metrics.count_barrier(answer.result());
@@ -275,6 +275,9 @@ fn answer(verdict: &Verdict, result: Outcome, reason: String) -> v1::BarrierAnsw
         unconfirmed_count: verdict.missing().count() as u64,
         not_covered: verdict.uncovered().take(MAX_NAMED).map(str::to_owned).collect(),
         not_covered_count: verdict.uncovered().count() as u64,
+        standby: verdict.standby.keys().take(MAX_NAMED).cloned().collect(),
+        standby_count: verdict.standby.len() as u64,
+        confirmed_count: verdict.confirmed() as u64,
     }
 }
 

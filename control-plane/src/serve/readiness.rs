@@ -137,7 +137,13 @@ impl Readiness {
                 ("NoEndpoints", "no_endpoints", format!("no EndpointSlice had {endpoint} within {seconds} s"))
             }
             Some(verdict) if verdict.holds() => {
-                ("Programmed", "programmed", "all nodes send connections to this pod".to_owned())
+                let message = match (verdict.confirmed(), verdict.standby.len()) {
+                    (_, 0) => "all nodes send connections to this pod".to_owned(),
+                    (nodes, standby) => {
+                        format!("{nodes} nodes send connections to this pod; not known on {standby} in standby")
+                    }
+                };
+                ("Programmed", "programmed", message)
             }
             Some(verdict) => {
                 let why = verdict.why("that they send connections to this pod", MAX_NAMED);

@@ -225,9 +225,10 @@ impl Session {
         &self.agent
     }
 
-    /// Returns true if the agent is late: see [`Lateness`].
+    /// Returns true if the agent is late: see [`Lateness`]. An agent in standby answers nothing.
     pub(crate) fn is_late(&mut self, now: Instant) -> bool {
-        self.lateness.look(self.agent.sent_version(), self.agent.answered_version(), now)
+        self.agent.standby.is_empty()
+            && self.lateness.look(self.agent.sent_version(), self.agent.answered_version(), now)
     }
 
     /// Handles a message that the agent sends after `Hello`.

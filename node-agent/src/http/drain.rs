@@ -183,6 +183,10 @@ fn shown(answer: &v1::BarrierAnswer) -> (&'static str, StatusCode, String) {
             text.push_str(&format!("{what}: {count}\n"));
         }
     }
+    if answer.standby_count > 0 {
+        let (confirmed, standby) = (answer.confirmed_count, answer.standby_count);
+        text.push_str(&format!("confirmed: {confirmed}, not known: {standby} in standby\n"));
+    }
     (result, status, text)
 }
 
@@ -222,11 +226,16 @@ mod tests {
             unconfirmed_count: 5,
             not_covered: vec!["c".into()],
             not_covered_count: 1,
+            standby_count: 3,
+            confirmed_count: 7,
             ..v1::BarrierAnswer::default()
         };
         let (_, status, text) = shown(&answer);
         assert_eq!(status, StatusCode::GATEWAY_TIMEOUT);
-        assert_eq!(text, "incomplete\nbecause\nunconfirmed: 5\nnot covered: 1\n");
+        assert_eq!(
+            text,
+            "incomplete\nbecause\nunconfirmed: 5\nnot covered: 1\nconfirmed: 7, not known: 3 in standby\n"
+        );
     }
 
     #[tokio::test]

@@ -25,6 +25,16 @@ pub(super) fn router(pages: Pages) -> Router {
     Router::new().route("/healthz", get(healthz)).route("/livez", get(livez)).with_state(pages)
 }
 
+/// The pages of an agent in standby. It is ready, because the node has a service proxy.
+pub(super) fn in_standby(other: &str) -> Router {
+    let text = format!("standby: {other} runs\n");
+    let page = || {
+        let text = text.clone();
+        get(move || std::future::ready(text))
+    };
+    Router::new().route("/healthz", page()).route("/livez", page())
+}
+
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct HealthPage {

@@ -8,9 +8,16 @@ mod health;
 pub mod listen;
 mod zpages;
 
-use std::{sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use axum::{Json, Router, extract::State, http::HeaderMap, response::IntoResponse, routing::get};
+use axum::{
+    Json, Router,
+    extract::State,
+    http::{HeaderMap, HeaderValue},
+    middleware::map_response,
+    response::{IntoResponse, Response},
+    routing::get,
+};
 use headgate_core::node_state::SourceState;
 use headgate_listener::{HttpConnections, MetricsPage};
 use headgate_settings::{Flags, Settings};
@@ -70,30 +77,54 @@ pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
     let mut servers = Vec::new();
     if let Some(address) = settings.healthz_bind_address {
         let (what, setting) = ("/healthz and /livez", "--healthz-bind-address");
-        let app = health::router(pages.clone());
+        let app = health::router(pages.clone()).layer(map_response(marked));
         let connections = Arc::clone(&pages.connections);
         servers.push(Server { port: "health", what, setting, address, app, connections, listener: None });
     }
     if let Some(address) = settings.metrics_bind_address {
         let what = "/metrics, /metrics/slis, /healthz, /proxyMode, /configz, /flagz, /statusz and /status";
-        let app = router(pages.clone()).merge(zpages::router(settings, &pages.flags));
+        let app = router(pages.clone()).merge(zpages::router(settings, &pages.flags)).layer(map_response(marked));
         let (setting, connections) = ("--metrics-bind-address", Arc::clone(&pages.connections));
         servers.push(Server { port: "metrics", what, setting, address, app, connections, listener: None });
     }
     servers
 }
 
-fn router(pages: Pages) -> Router {
+/// The header in all answers at kube-proxy's addresses, by which another agent of Headgate is known.
+pub(crate) const AGENT_HEADER: &str = "x-headgate-agent";
+
+async fn marked(mut response: Response) -> Response {
+    response.headers_mut().insert(AGENT_HEADER, HeaderValue::from_static("1"));
+    response
+}
+
+/// Returns the server of `--standby-address`. The pages answer for an agent in standby, with the
+/// other proxy that works on the node, or for one that programs the node.
+pub fn probes(address: SocketAddr, pages: &Pages, standby: Option<&str>) -> Server {
+    let health = match standby {
+        Some(other) => health::in_standby(other),
+        None => health::router(pages.clone()),
+    };
+    let (what, setting) = ("/healthz, /livez and /metrics for probes", "--standby-address");
+    let (app, connections) = (health.merge(metrics(pages.clone())), Arc::clone(&pages.connections));
+    Server { port: "standby", what, setting, address, app, connections, listener: None }
+}
+
+fn metrics(pages: Pages) -> Router {
     let page = MetricsPage::default();
     let metrics = move |State(pages): State<Pages>, request: HeaderMap| async move {
         page.answer(&request, move || pages.encode_metrics()).await
     };
+    Router::new().route("/metrics", get(metrics)).with_state(pages)
+}
+
+fn router(pages: Pages) -> Router {
     Router::new()
-        .route("/metrics", get(metrics))
         .route("/proxyMode", get(mode))
         .route("/configz", get(configz))
         .route("/status", get(status))
-        .with_state(pages)
+        .with_state(pages.clone())
+        .merge(metrics(pages))
         .merge(component::router())
 }
 

@@ -134,6 +134,21 @@ pub struct Options {
     #[arg(long, default_value = "15m", value_name = "DURATION", value_parser = duration)]
     pub takeover_limit: Duration,
 
+    /// Whether the agent stands by: it follows the control plane and writes nothing to the node,
+    /// while another service proxy works there. auto: takes over once the other proxy has gone
+    #[arg(long, value_enum, default_value_t)]
+    pub standby: Standby,
+
+    /// What the agent does when another service proxy returns to the node after a take-over: yield
+    /// removes the agent's own rules once those of the other proxy are complete; keep goes on
+    #[arg(long, value_enum, default_value_t)]
+    pub on_other_proxy: OnOtherProxy,
+
+    /// Where the agent serves /healthz and /livez for probes, in standby too. No other service
+    /// proxy listens there, so no wrong program answers a probe. Empty: nowhere
+    #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:10262", value_parser = page_address)]
+    pub standby_address: PageAddress,
+
     /// Own the tables of mode nftables, where the kernel supports owners that persist. Tests set
     /// this flag to false, so that the agent behaves as on a kernel without owners
     #[arg(long, hide = true, action = ArgAction::Set, default_value_t = true, value_name = "BOOL", value_parser = truth)]
@@ -234,8 +249,8 @@ pub struct Options {
     /// Where pods that stop ask when no node sends new connections to them any more
     /// (docs/drain.md), such as 0.0.0.0:10261. Pods must reach this address, so it has its own
     /// port. Empty: pods cannot ask
-    #[arg(long, value_name = "ADDR:PORT", default_value = "", value_parser = drain_address)]
-    pub drain_address: DrainAddress,
+    #[arg(long, value_name = "ADDR:PORT", default_value = "", value_parser = page_address)]
+    pub drain_address: PageAddress,
 
     /// kube-proxy's flags.
     #[command(flatten)]
@@ -262,10 +277,32 @@ pub struct Options {
     pub flags: Flags,
 }
 
-/// A value of `--drain-address`. With a plain `Option`, clap would not accept an empty value.
-pub type DrainAddress = Option<SocketAddr>;
+/// When the agent stands by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Standby {
+    /// While another service proxy works on the node.
+    #[default]
+    Auto,
+    /// Always, so the agent never writes.
+    Always,
+    /// Never: the agent programs the node at once, and removes the rules of kube-proxy.
+    Never,
+}
 
-fn drain_address(text: &str) -> Result<DrainAddress, &'static str> {
+/// What the agent does when another service proxy returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum OnOtherProxy {
+    /// It stands by again, and removes its own rules.
+    #[default]
+    Yield,
+    /// It goes on, and reports the node as degraded.
+    Keep,
+}
+
+/// The address of pages. With a plain `Option`, clap would not accept an empty value.
+pub type PageAddress = Option<SocketAddr>;
+
+fn page_address(text: &str) -> Result<PageAddress, &'static str> {
     if text.is_empty() {
         return Ok(None);
     }

@@ -68,6 +68,9 @@ pub struct SyncMetrics {
     drifted: Family<[(&'static str, String); 2], Counter>,
     drifted_services: Arc<Mutex<BTreeSet<ServiceKey>>>,
     mode: Family<[(&'static str, String); 2], Gauge>,
+    standby: Family<[(&'static str, String); 1], Gauge>,
+    /// 1 while the agent programs the node although another service proxy works on it, else 0.
+    pub(super) beside_other_proxy: Gauge,
     apply_duration: Family<Labels<1>, Histogram>,
     applies_failed: Family<Labels<1>, Counter>,
     services_planned: Counter,
@@ -109,6 +112,8 @@ impl Default for SyncMetrics {
             drifted: Family::default(),
             drifted_services: Arc::default(),
             mode: Family::default(),
+            standby: Family::default(),
+            beside_other_proxy: Gauge::default(),
             apply_duration: Family::new_with_constructor(sync_histogram),
             applies_failed: Family::default(),
             services_planned: Counter::default(),
@@ -132,6 +137,11 @@ impl SyncMetrics {
         add.gauge("version_programmed", "", "Version that is in the kernel", self.version_programmed.clone());
         let help = "Always 1. The labels say which backend runs, and why the agent chose it; `reason` is empty if the configuration leaves no choice";
         add.gauge("mode_info", "backend, reason", help, self.mode.clone());
+        let help = "1 while the agent stands by, because another service proxy works on the node. Served only at --standby-address";
+        add.gauge("standby", "proxy", help, self.standby.clone());
+        let help =
+            "1 while the agent programs the node although another service proxy works on it (--on-other-proxy=keep)";
+        add.gauge("beside_other_proxy", "", help, self.beside_other_proxy.clone());
         let help = "Time from the start of a sync until the kernel has accepted the rules";
         add.histogram("apply_duration_seconds", "kind (partial, full)", help, self.apply_duration.clone());
         let help = "Attempts to program the kernel that failed";
@@ -167,6 +177,11 @@ impl SyncMetrics {
         self.uses_nftables.set(matches!(backend, "nftables" | "userspace").into());
         let labels = [("backend", backend.to_owned()), ("reason", reason.unwrap_or_default().to_owned())];
         self.mode.get_or_create(&labels).set(1);
+    }
+
+    /// Records the other proxy that works on the node of an agent in standby.
+    pub(crate) fn set_standby(&self, proxy: &str) {
+        self.standby.get_or_create(&[("proxy", proxy.to_owned())]).set(1);
     }
 
     /// Records the result of a verification: "equal", "drift" or "failed".

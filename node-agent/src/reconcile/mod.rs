@@ -112,6 +112,9 @@ pub struct Reconciler {
     pub(crate) node_settings: NodeSettings,
     /// The addresses of the node's interfaces. Signal [`Wake::Interfaces`] after a change.
     pub(crate) interfaces: Interfaces,
+    /// Another service proxy that works on the node beside this agent. Signal [`Wake::Problems`]
+    /// after a change.
+    pub(crate) beside: watch::Receiver<Option<String>>,
     inputs: watch::Sender<NodeInputs>,
     /// True if the Node was known when `inputs` were resolved.
     is_node_known: bool,
@@ -171,6 +174,7 @@ impl Reconciler {
             failures,
             node_settings: NodeSettings::default(),
             interfaces: watch::channel(None).1,
+            beside: watch::channel(None).1,
             inputs: watch::channel(NodeInputs::default()).0,
             is_node_known: false,
             done: None,
@@ -537,6 +541,11 @@ impl Reconciler {
         let unchecked = unchecked.map(|(reason, services)| Degradation { sentence: reason.to_owned(), services });
         now.degraded.extend(unchecked.map(with_names));
         now.degraded.extend(self.node_settings.complaints(self.is_node_known, &self.inputs.borrow(), &demand));
+        let beside = self.beside.borrow().clone();
+        self.metrics.beside_other_proxy.set(beside.is_some().into());
+        now.degraded.extend(beside.map(|other| {
+            format!("{other} runs on this node, and its rules and those of Headgate may both take effect: stop {other}, or start the agent with --on-other-proxy=yield")
+        }));
         self.metrics.degraded_modes.set(i64::try_from(now.degraded.len()).unwrap_or(i64::MAX));
         self.progress.send_if_modified(|progress| {
             let is_new = progress.status != now;

@@ -127,6 +127,7 @@ impl Session {
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             status: Some(status.clone()),
             resume,
+            standby: self.standby.to_string(),
         };
         let (outgoing, receiver) = mpsc::channel(OUTGOING);
         // The call cannot fail: the channel is empty and has a receiver.
@@ -136,10 +137,12 @@ impl Session {
         let answer = timeout(WELCOME_TIMEOUT, client.sync(ReceiverStream::new(receiver))).await;
         let incoming = answer.map_err(|_| StreamEnd::NoWelcome)??.into_inner();
         let tls = self.config.tls.clone().zip(connection.not_after);
+        let mut outbox = Outbox::new(number, status, Answers::new(self.knowledge.clone()));
+        outbox.is_standby = !self.standby.is_empty();
         Ok(Stream {
             incoming,
             outgoing,
-            outbox: Outbox::new(number, status, Answers::new(self.knowledge.clone())),
+            outbox,
             failover,
             silent_after: WELCOME_TIMEOUT,
             drain: None,

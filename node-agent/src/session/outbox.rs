@@ -46,6 +46,8 @@ const MAX_EARLIER: usize = 64;
 pub(super) struct Outbox {
     /// The number of the stream, from [`crate::state::AgentState::begin_stream`].
     stream: u64,
+    /// True if another service proxy programs the node, so that this agent has programmed nothing.
+    pub(super) is_standby: bool,
     /// The epoch of the replica; `None` before `Welcome`.
     pub(super) epoch: Option<u64>,
     /// The last status, and whether it waits.
@@ -83,6 +85,7 @@ impl Outbox {
     pub(super) fn new(stream: u64, status: v1::AgentStatus, answers: Answers) -> Self {
         Self {
             stream,
+            is_standby: false,
             epoch: None,
             verified: Reported::in_hello(&status),
             status,
@@ -137,7 +140,7 @@ impl Outbox {
         if is_news || (&status.backend, &status.degraded) != (&self.status.backend, &self.status.degraded) {
             (self.status, self.is_status_waiting) = (status, true);
         }
-        let Some(epoch) = self.epoch else { return };
+        let Some(epoch) = self.epoch.filter(|_| !self.is_standby) else { return };
         let programmed = progress.programmed.as_ref().filter(|programmed| programmed.target.epoch == epoch);
         let failed = progress.failure.as_ref().map(|failure| {
             // A replica revokes ACKs of this version and of later ones. A failure to program the

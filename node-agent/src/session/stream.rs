@@ -702,6 +702,8 @@ pub struct Session {
     pub(super) progress: watch::Receiver<Progress>,
     /// Answers queries about the node; `None` if this agent answers no queries.
     pub(crate) knowledge: Option<Arc<dyn NodeKnowledge>>,
+    /// The other service proxy that works on the node; empty if this agent programs the node.
+    pub standby: Arc<str>,
     /// Requests of pods that stop, which the session passes on.
     pub(crate) barriers: Arc<Barriers>,
     pub(super) machine: Machine,
@@ -721,8 +723,9 @@ impl Session {
         progress: watch::Receiver<Progress>,
     ) -> Self {
         let machine = Machine::new(Arc::clone(&config.node_name));
-        let (knowledge, barriers, distrusts_version, welcomed_at) = (None, Arc::default(), false, None);
-        Self { config, state, metrics, progress, knowledge, barriers, machine, distrusts_version, welcomed_at }
+        let (knowledge, standby, barriers) = (None, "".into(), Arc::default());
+        let (distrusts_version, welcomed_at) = (false, None);
+        Self { config, state, metrics, progress, knowledge, standby, barriers, machine, distrusts_version, welcomed_at }
     }
 }
 

@@ -88,6 +88,7 @@ impl Agent {
             agent_version: env!("CARGO_PKG_VERSION").into(),
             status: Some(status),
             resume,
+            ..v1::Hello::default()
         };
         v1::AgentMessage { body: Some(Body::Hello(hello)) }.encode_to_vec()
     }

@@ -104,7 +104,8 @@ fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &Agen
     let state = machines.folder().join(format!("state-{node}"));
     command.arg("--state-dir").arg(state).args(["--state-save-period", "200ms"]);
     let backend = setup.backend.unwrap_or(backend);
-    command.args(["--node-name", node]).args(backend.agent_arguments());
+    // Many tests begin with the rules of kube-proxy or of another agent.
+    command.args(["--node-name", node, "--standby=never"]).args(backend.agent_arguments());
     command.args(["--pod-ranges", CLUSTER_CIDR, "--health-check-namespaces", "*"]);
     const NODE_PORTS: &str = "--nodeport-addresses";
     if backend == Backend::Nftables && !setup.arguments.iter().any(|argument| argument.starts_with(NODE_PORTS)) {

@@ -48,6 +48,7 @@ pub(crate) fn hello(node: &str, resume: Option<v1::Resume>) -> v1::AgentMessage 
         agent_version: "test".into(),
         status: Some(v1::AgentStatus { backend: "none".into(), ..v1::AgentStatus::default() }),
         resume,
+        ..v1::Hello::default()
     }))
 }
 

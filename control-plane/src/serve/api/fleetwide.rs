@@ -153,6 +153,7 @@ impl Inspector {
             all.failing += fleet.failing;
             all.waiting += fleet.waiting;
             all.cut_off += fleet.cut_off;
+            all.standby += fleet.standby;
             // Each replica measures only its own agents, so the longest time counts.
             all.measured_commits = all.measured_commits.max(fleet.measured_commits);
             all.everywhere_p50_ms = all.everywhere_p50_ms.max(fleet.everywhere_p50_ms);
@@ -163,7 +164,7 @@ impl Inspector {
         let verdict = self.everywhere.look();
         all.no_agent = verdict.absent.len() as u64;
         // The agents of a replica that does not answer are not known to be up to date.
-        let listed = all.up_to_date + all.behind + all.failing + all.waiting + all.cut_off;
+        let listed = all.up_to_date + all.behind + all.failing + all.waiting + all.cut_off + all.standby;
         all.waiting += (verdict.unconfirmed.len() as u64).saturating_sub(listed);
         all.nodes = all.no_agent + listed.max(verdict.unconfirmed.len() as u64);
         (all, problems)
@@ -182,6 +183,7 @@ impl Inspector {
             failing: count(NodeState::Failing),
             waiting: count(NodeState::Waiting),
             cut_off: count(NodeState::CutOff),
+            standby: count(NodeState::Standby),
             measured_commits: recent.commits as u64,
             everywhere_p50_ms: milliseconds(recent.p50),
             everywhere_p99_ms: milliseconds(recent.p99),

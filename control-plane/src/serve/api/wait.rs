@@ -81,12 +81,14 @@ impl CheckedWait {
             waiting_for: if verdict.is_blind || laggards + absent > 0 { "nodes".into() } else { String::new() },
             version: verdict.version,
             nodes: verdict.nodes as u64,
-            programmed: (verdict.nodes - laggards - absent) as u64,
+            programmed: verdict.confirmed() as u64,
             laggards: unconfirmed,
             laggard_count: laggards as u64,
             absent: verdict.absent.iter().take(MAX_NAMED).map(named).collect(),
             absent_count: absent as u64,
             problems: verdict.problems.iter().map(|(who, what)| format!("{who}: {what}")).collect(),
+            standby_count: verdict.standby.len() as u64,
+            standby: verdict.standby.into_values().take(MAX_NAMED).collect(),
         }
     }
 

@@ -199,7 +199,8 @@ fn final_answer(fleet: &Fleet, question: &Question, seen: Result<u64, String>) -
 /// Spends a part of the patience with each agent whose kernel lacks a version. Rejections spend
 /// none: whoever writes a Service could otherwise spend the patience with all nodes.
 fn spend_patience(fleet: &Fleet, version: u64) {
-    for agent in fleet.all().iter().filter(|agent| !agent.record().has_programmed(version)) {
+    let is_awaited = |record: &Record| !record.is_standby && !record.has_programmed(version);
+    for agent in fleet.all().iter().filter(|agent| is_awaited(&agent.record())) {
         let left = fleet.turns().spend_patience(&agent.node, std::time::Instant::now());
         let Err(until) = left else { continue };
         let is_news = !agent.record().is_stalled();

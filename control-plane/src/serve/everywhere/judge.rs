@@ -48,6 +48,8 @@ pub struct Verdict {
     pub nodes: usize,
     /// The agents that are not confirmed.
     pub unconfirmed: BTreeMap<String, v1::Laggard>,
+    /// The nodes in standby. Nobody knows what their proxies do, and nobody waits for them.
+    pub standby: BTreeMap<String, v1::Laggard>,
     /// The Nodes without an agent.
     pub absent: BTreeMap<String, Absence>,
     /// The Nodes without an agent for which pods have waited too long.
@@ -61,7 +63,12 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    /// Returns true if all Nodes are confirmed, except those that never had an agent.
+    /// The number of nodes that are confirmed.
+    pub(crate) fn confirmed(&self) -> usize {
+        self.nodes - self.unconfirmed.len() - self.absent.len() - self.standby.len()
+    }
+
+    /// Returns true if all Nodes are confirmed, except those that never had an agent or stand by.
     #[must_use]
     pub fn holds(&self) -> bool {
         !self.is_blind && self.unconfirmed.is_empty() && self.absent.values().all(|absence| *absence == Absence::Never)
@@ -162,6 +169,9 @@ impl Round {
                 laggard
             };
             match laggard {
+                Some(laggard) if !laggard.standby.is_empty() && changed <= number => {
+                    verdict.standby.insert(node.to_string(), laggard);
+                }
                 Some(laggard) => drop(verdict.unconfirmed.insert(node.to_string(), laggard)),
                 None => drop(confirmed.insert(Arc::clone(node))),
             }
@@ -179,13 +189,17 @@ impl Round {
         let now = Instant::now();
         // A replica that names a node counts more than one that confirms it, because the latter may
         // not have noticed yet that the node has moved.
-        verdict.nodes = confirmed.iter().filter(|node| !verdict.unconfirmed.contains_key(&***node)).count();
-        verdict.nodes += verdict.unconfirmed.len();
+        let Verdict { unconfirmed, standby, .. } = &mut verdict;
+        standby.retain(|node, _| !unconfirmed.contains_key(node));
+        let is_named = |node: &str| unconfirmed.contains_key(node) || standby.contains_key(node);
+        let confirmed = confirmed.into_iter().filter(|node| !is_named(node)).collect::<HashSet<_>>();
+        verdict.nodes = confirmed.len() + unconfirmed.len() + standby.len();
         // A source without Nodes, such as a folder, says nothing about nodes that were deleted.
         let remembered = departed.keys().filter(|_| nodes.is_empty()).map(|node| (Arc::clone(node), true));
         let counted: Vec<_> = remembered.chain(nodes.iter().cloned()).filter(|(_, counts)| *counts).collect();
         for (node, _) in counted {
-            if confirmed.contains(&node) || verdict.unconfirmed.contains_key(&*node) {
+            let Verdict { unconfirmed, standby, .. } = &verdict;
+            if confirmed.contains(&node) || unconfirmed.contains_key(&*node) || standby.contains_key(&*node) {
                 continue;
             }
             let absence = match departed.get(&node) {
@@ -264,6 +278,32 @@ mod tests {
         let mut round = Round::default();
         add(&mut round, "r1", &[("a", 1)], &["b"], answer(1, &["a"]));
         assert_eq!(verdict(round, &[], &[]).missing().collect::<Vec<_>>(), ["a"]);
+    }
+
+    /// Another replica that knows better counts more, and a replica that may not know its agents yet
+    /// says nothing.
+    #[test]
+    fn nodes_in_standby_count_apart() {
+        let in_standby = |mut said: v1::QuestionAnswer| {
+            said.unconfirmed[0].standby = "kube-proxy (iptables)".into();
+            Some(said)
+        };
+        let said = || in_standby(answer(1, &["a"]).unwrap_or_default());
+        let mut round = Round::default();
+        add(&mut round, "r1", &[("a", 1), ("b", 1)], &[], said());
+        let found = verdict(round, &["a", "b", "c"], &[]);
+        assert!(found.holds() && found.standby.contains_key("a"));
+        assert_eq!((found.nodes, found.confirmed(), found.missing().count()), (3, 1, 0));
+        let mut round = Round::default();
+        add(&mut round, "r1", &[("a", 1)], &[], said());
+        add(&mut round, "r2", &[("a", 1)], &[], answer(1, &["a"]));
+        let found = verdict(round, &["a"], &[]);
+        assert!(!found.holds() && found.standby.is_empty() && found.nodes == 1);
+        let mut round = Round::default();
+        let problem = |said: v1::QuestionAnswer| v1::QuestionAnswer { problem: "behind".into(), ..said };
+        add(&mut round, "r1", &[("a", 1), ("b", 1)], &[], said().map(problem));
+        let found = verdict(round, &["a", "b"], &[]);
+        assert_eq!(found.missing().collect::<Vec<_>>(), ["b"]);
     }
 
     #[test]

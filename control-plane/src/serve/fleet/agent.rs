@@ -44,6 +44,8 @@ pub(crate) struct Agent {
     pub(crate) node: Arc<str>,
     pub(crate) address: SocketAddr,
     pub(crate) agent_version: String,
+    /// The other service proxy of the node; empty if the agent programs the node.
+    pub(crate) standby: String,
     pub(crate) queries: Queries,
     /// Requests of the agent about pods of its node.
     pub(crate) barriers: Answers,
@@ -82,6 +84,7 @@ impl Agent {
             node,
             address,
             agent_version: clip(&hello.agent_version).to_owned(),
+            standby: clip(&hello.standby).to_owned(),
             queries: Queries::default(),
             barriers: Answers::default(),
             connected: SystemTime::now(),
@@ -99,6 +102,7 @@ impl Agent {
             record: Mutex::default(),
             counted: Mutex::default(),
         };
+        agent.record().is_standby = !hello.standby.is_empty();
         if let Some(status) = &hello.status {
             agent.record().status(status);
         }
@@ -282,7 +286,7 @@ impl Agent {
             head_version: store.version(),
             sent_version: self.sent_version(),
             programmed_version: record.programmed_version,
-            lag_ms: self.lag_ms(store, record.programmed_version),
+            lag_ms: if record.is_standby { 0 } else { self.lag_ms(store, record.programmed_version) },
             apply_microseconds: record.apply_microseconds,
             services_planned: record.services_planned,
             objects_written: record.objects_written,
@@ -331,10 +335,11 @@ impl Agent {
             reason,
             is_stalled,
             replica: context.settings.replica_name.clone(),
+            standby: self.standby.clone(),
         }
     }
 
-    /// Why the node is waiting or cut off, as a sentence; empty for other states.
+    /// Why the node is waiting, cut off or in standby, as a sentence; empty for other states.
     pub(crate) fn reason(&self, store: &Store, source: SourceState, state: NodeState) -> String {
         let held = match self.resume {
             ResumeMode::Full => "the node holds no state",
@@ -347,6 +352,7 @@ impl Agent {
                 let problem = store.source_problem().unwrap_or_default();
                 format!("the replica is cut off from its source: {problem}")
             }
+            (NodeState::Standby, _) => format!("{} runs", self.standby),
             (NodeState::UpToDate | NodeState::Behind | NodeState::Failing, _) => String::new(),
         }
     }

@@ -67,20 +67,22 @@ struct Pending {
 }
 
 /// How an agent is counted in [`FleetCounts`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct CountedAgent {
     version: u64,
     is_failing: bool,
     has_state: bool,
     is_stalled: bool,
+    is_standby: bool,
     /// The newest version when the agent connected; `None` once it is a member.
     joins_at: Option<u64>,
 }
 
 #[derive(Debug, Default)]
 struct FleetCounts {
-    /// The number of agents with a stream, by their reports.
+    /// The number of agents with a stream, by their reports, without those in standby.
     all: BTreeMap<Reports, usize>,
+    standby: usize,
     /// The number of members, by version.
     members: BTreeMap<u64, usize>,
     /// Commits up to this version have been measured, or will never be measured.
@@ -137,6 +139,10 @@ fn count_out<K: Ord>(counts: &mut BTreeMap<K, usize>, key: &K) {
 
 impl FleetCounts {
     fn count(&mut self, counted: CountedAgent) {
+        if counted.is_standby {
+            self.standby += 1;
+            return;
+        }
         count_in(&mut self.all, counted.reports());
         if counted.joins_at.is_none() {
             if self.members.is_empty() {
@@ -148,6 +154,10 @@ impl FleetCounts {
     }
 
     fn discount(&mut self, counted: CountedAgent) {
+        if counted.is_standby {
+            self.standby -= 1;
+            return;
+        }
         count_out(&mut self.all, &counted.reports());
         if counted.joins_at.is_none() {
             count_out(&mut self.members, &counted.version);
@@ -232,7 +242,7 @@ impl FleetCounts {
 
     /// Returns true if the rejections have changed.
     fn note_rejections(&mut self, node: &Arc<str>, record: &Record) -> bool {
-        if record.rejections.is_empty() || record.is_stalled() {
+        if record.rejections.is_empty() || record.is_stalled() || record.is_standby {
             return !self.rejecting.is_empty() && self.rejecting.remove(node).is_some();
         }
         let is_known = self.rejecting.get(node).is_some_and(|known| Arc::ptr_eq(known, &record.rejections));
@@ -304,7 +314,7 @@ impl Progress {
     pub(crate) fn enter(&self, node: &Arc<str>, record: &Record) -> CountedAgent {
         let head = self.store.version();
         let joins_at = Some(head);
-        let mut counted = CountedAgent { version: 0, is_failing: false, has_state: false, is_stalled: false, joins_at };
+        let mut counted = CountedAgent { joins_at, ..CountedAgent::default() };
         counted.take(record);
         counted.join();
         let mut counts = self.counts();
@@ -403,10 +413,15 @@ impl Progress {
 
     pub(crate) fn states(&self) -> AgentStates {
         let (source, settled) = (self.store.source_state(), self.store.version_before(SETTLED));
+        let counts = self.counts();
         let mut states = AgentStates::new();
-        for ((_, is_failing, has_state, version), count) in &self.counts().all {
+        if counts.standby > 0 {
+            states.insert(NodeState::Standby, counts.standby);
+        }
+        for ((_, is_failing, has_state, version), count) in &counts.all {
             let is_settled = *version >= settled;
-            let reported = Reported { has_state: *has_state, is_failing: *is_failing, is_settled };
+            let (has_state, is_failing) = (*has_state, *is_failing);
+            let reported = Reported { has_state, is_failing, is_settled, is_standby: false };
             *states.entry(NodeState::of(source, reported)).or_default() += count;
         }
         states
@@ -441,7 +456,7 @@ impl CountedAgent {
     fn take(&mut self, record: &Record) {
         self.version = record.kernel_version();
         (self.is_failing, self.has_state) = (record.is_failing(), record.has_state());
-        self.is_stalled = record.is_stalled();
+        (self.is_stalled, self.is_standby) = (record.is_stalled(), record.is_standby);
     }
 
     fn reports(self) -> Reports {
@@ -453,9 +468,10 @@ impl CountedAgent {
         self.joins_at.is_none().then_some(self.version)
     }
 
-    /// Makes the agent a member if its kernel has the version that it joins at.
+    /// Makes the agent a member if its kernel has the version that it joins at. An agent in standby
+    /// programs nothing, so it never joins.
     fn join(&mut self) {
-        self.joins_at = self.joins_at.filter(|head| self.version < *head);
+        self.joins_at = self.joins_at.filter(|head| self.version < *head || self.is_standby);
     }
 }
 
@@ -475,6 +491,8 @@ const MAX_AGO: Duration = Duration::from_secs(3_600);
 pub(crate) struct Record {
     /// Grows with each report that people look at. ACKs of an agent without problems do not count.
     pub(crate) revision: u64,
+    /// True if another service proxy works on the node (discovery.proto, section 22).
+    pub(crate) is_standby: bool,
     pub(crate) backend: String,
     pub(crate) degraded: Vec<String>,
     /// The last verification that the agent reported.
@@ -531,7 +549,7 @@ impl Record {
     /// Returns true if the agent has acknowledged a state on this stream and its kernel has not
     /// lost that state.
     pub(crate) fn has_state(&self) -> bool {
-        self.has_acknowledged && !self.is_lost()
+        self.has_acknowledged && !self.is_lost() && !self.is_standby
     }
 
     fn is_lost(&self) -> bool {
@@ -542,7 +560,8 @@ impl Record {
     /// `settled` for more than a second.
     pub(crate) fn reported(&self, settled: u64) -> Reported {
         let is_settled = self.kernel_version() >= settled;
-        Reported { has_state: self.has_state(), is_failing: self.is_failing(), is_settled }
+        let (has_state, is_failing) = (self.has_state(), self.is_failing());
+        Reported { has_state, is_failing, is_settled, is_standby: self.is_standby }
     }
 
     /// Returns true if the agent's last attempt to program its kernel failed, or the agent rejects
@@ -567,9 +586,10 @@ impl Record {
         self.reported.as_ref().filter(replaces).or(self.requested.as_ref())
     }
 
-    /// Returns true if the verification to show found differences.
+    /// Returns true if the verification to show found differences. The rules of another proxy are
+    /// no drift.
     pub(crate) fn has_drift(&self) -> bool {
-        self.verified().is_some_and(|verified| verified.drift_count > 0)
+        !self.is_standby && self.verified().is_some_and(|verified| verified.drift_count > 0)
     }
 
     /// Returns true if the kernel has `version`, and no rejection concerns the services.

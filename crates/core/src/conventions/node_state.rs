@@ -50,6 +50,8 @@ pub struct Reported {
     /// The acknowledged state contains all changes that the replica has known for longer than
     /// [`SETTLED`].
     pub is_settled: bool,
+    /// Another service proxy works on the node, so its agent programs nothing.
+    pub is_standby: bool,
 }
 
 /// The state of a node.
@@ -67,20 +69,24 @@ pub enum NodeState {
     Waiting,
     /// The replica's source is cut off.
     CutOff,
+    /// Another service proxy works on the node, and the agent writes nothing.
+    Standby,
 }
 
 impl NodeState {
     /// All states.
-    pub const ALL: [Self; 5] = [Self::UpToDate, Self::Behind, Self::Failing, Self::Waiting, Self::CutOff];
+    pub const ALL: [Self; 6] =
+        [Self::UpToDate, Self::Behind, Self::Failing, Self::Waiting, Self::CutOff, Self::Standby];
 
     /// Returns the state of a node from the state of its replica's source and from what the node
     /// has reported to that replica. The first state that applies is returned, in this order:
-    /// waiting because the source is unlisted, failing, waiting because the node has acknowledged
-    /// nothing, cut off, up to date or behind.
+    /// standby, waiting because the source is unlisted, failing, waiting because the node has
+    /// acknowledged nothing, cut off, up to date or behind.
     #[must_use]
     pub fn of(source: SourceState, reported: Reported) -> Self {
-        let Reported { has_state, is_failing, is_settled } = reported;
+        let Reported { has_state, is_failing, is_settled, is_standby } = reported;
         match source {
+            _ if is_standby => Self::Standby,
             SourceState::Unlisted => Self::Waiting,
             _ if is_failing => Self::Failing,
             _ if !has_state => Self::Waiting,
@@ -99,6 +105,7 @@ impl NodeState {
             Self::Failing => "failing",
             Self::Waiting => "waiting",
             Self::CutOff => "cut_off",
+            Self::Standby => "standby",
         }
     }
 }

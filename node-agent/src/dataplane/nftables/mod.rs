@@ -45,7 +45,7 @@ use watch::foreign_change;
 
 pub(super) use datagrams::{Redirect, can_redirect, change_redirects};
 pub(super) use gate::Gate;
-pub(crate) use leftover::{kube_proxys_table, kube_proxys_tables, tables};
+pub(crate) use leftover::{kube_proxys_objects, kube_proxys_table, kube_proxys_tables, tables};
 pub use nftables_netlink::Feature;
 pub use service_counters::{Counts, ServiceCounters, read_counters};
 pub(super) use watch::{Syncs, Watch};

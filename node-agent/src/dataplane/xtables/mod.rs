@@ -19,8 +19,10 @@ use headgate_core::{
 pub(super) use self::{flushes::Flushes, rules::Kept};
 use self::{programs::Programs, sctp::Sctp};
 use super::{
-    DataplaneError, ErrorKind, Report, RulesDifferences, Statistics, TableStatistics, dual_stack::has_ipv6,
-    kernel_modules::NFNETLINK_ACCT, leftovers::Leftover,
+    DataplaneError, ErrorKind, Report, RulesDifferences, Statistics, TableStatistics,
+    dual_stack::has_ipv6,
+    kernel_modules::{NF_TABLES, NFNETLINK_ACCT},
+    leftovers::Leftover,
 };
 use crate::packet_counters;
 
@@ -114,6 +116,37 @@ fn rules(variant: Variant, clean_up: fn(&Programs) -> Result<(), DataplaneError>
         let clean_up = |family| clean_up(&Programs::new(family, variant)).map_err(|error| error.of(family));
         DataplaneError::join_all(families.map(clean_up))
     })
+}
+
+/// Chains of the kubelet, whose names begin like those of kube-proxy.
+const OF_KUBELET: [&str; 4] = ["KUBE-KUBELET-CANARY", "KUBE-IPTABLES-HINT", "KUBE-FIREWALL", "KUBE-MARK-DROP"];
+
+/// Calls `take` with each line of `iptables-save` that is a chain of kube-proxy or a rule in it, for
+/// both variants and families. Errors: a table cannot be read; `Unavailable` if no variant is
+/// installed.
+pub(crate) fn kube_proxys_chains(take: &mut dyn FnMut(&str)) -> Result<(), DataplaneError> {
+    let variants = [Variant::Legacy, Variant::Nft]
+        .into_iter()
+        .filter(|variant| *variant == Variant::Legacy || NF_TABLES.is_present());
+    let programs: Vec<_> =
+        variants.flat_map(|variant| Family::BOTH.map(|family| Programs::new(family, variant))).collect();
+    let mut missing = Ok(());
+    for (programs, table) in
+        programs.iter().flat_map(|programs| [RulesTable::Nat, RulesTable::Filter].map(|table| (programs, table)))
+    {
+        let read = programs.save(table, |line| {
+            let chain =
+                line.strip_prefix("-A ").or_else(|| line.strip_prefix(':')).and_then(|rest| rest.split(' ').next());
+            if chain.is_some_and(|chain| chain.starts_with("KUBE-") && !OF_KUBELET.contains(&chain)) {
+                take(line);
+            }
+        });
+        match read {
+            Err(error) if error.kind == ErrorKind::Unavailable => missing = Err(error),
+            read => read?,
+        }
+    }
+    missing
 }
 
 /// The packet counters that rules increment. The kernel keeps one while a rule uses it.

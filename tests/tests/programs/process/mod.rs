@@ -17,6 +17,7 @@ mod refused;
 mod rig;
 mod settings;
 mod stale;
+mod standby;
 mod sync;
 mod unheard;
 mod verify;

@@ -167,6 +167,17 @@ impl Rig {
         Program::start(&self.namespace, command, self.path(log))
     }
 
+    /// Starts a process that is called `name` and does nothing.
+    pub(super) fn idle(&self, name: &str) -> Program {
+        let link = self.path("tools").join(name);
+        if !link.exists() {
+            symlink("/bin/sleep", &link).unwrap();
+        }
+        let mut command = Command::new(link);
+        command.arg("3600");
+        Program::start(&self.namespace, command, self.path("idle.log"))
+    }
+
     /// Listens on a port of all addresses of the node, as another program would.
     pub(super) fn listen(&self, port: u16) -> TcpListener {
         self.namespace.run(|| Ok(TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))?)).unwrap()
@@ -311,6 +322,10 @@ impl Rig {
         }
         if !names(&["--iptables-variant="]) {
             all.push("--iptables-variant=nft");
+        }
+        // A second agent finds the rules of the first, and would wait for signs of their writer.
+        if !names(&["--standby="]) {
+            all.push("--standby=never");
         }
         all.extend(arguments);
         let mut command = self.agent_command(&all);

@@ -30,6 +30,7 @@ fn hello(resume: Option<v1::Resume>) -> Vec<u8> {
         agent_version: "0.1.0".into(),
         status: Some(v1::AgentStatus { backend: "iptables".into(), degraded: vec!["no IPv6".into()], verified: None }),
         resume,
+        ..v1::Hello::default()
     }))
 }
 

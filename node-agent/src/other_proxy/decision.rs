@@ -1,0 +1,131 @@
+//! Decides from looks whether the agent programs the node or stands by. Reads no clock.
+
+use std::time::{Duration, Instant};
+
+use super::{Kinds, LastRole, Look};
+
+/// The other proxy has gone if there was no sign for this time.
+const PAUSE: Duration = Duration::from_secs(20);
+
+/// The longest such time, for a proxy that returns again and again.
+const MAX_PAUSE: Duration = Duration::from_secs(600);
+
+/// A proxy that returns within this time after a take-over doubles the pause.
+const STABLE: Duration = Duration::from_secs(600);
+
+/// The rules of another proxy are complete once it has shown signs for this time.
+const COMPLETE: Duration = Duration::from_secs(10);
+
+/// What the looks so far say.
+#[derive(Debug)]
+pub(crate) struct Decision {
+    pause: Duration,
+    /// When the last sign was seen, in standby.
+    last_sign: Option<Instant>,
+    /// When the signs began, while the agent programs the node.
+    returned: Option<Instant>,
+    took_over: Option<Instant>,
+}
+
+impl Decision {
+    /// The first decision: true if the agent stands by. An agent that did so before, or that finds
+    /// rules of kube-proxy and does not know who wrote them, waits for signs first.
+    pub(crate) fn begin(look: &Look, last: Option<LastRole>, now: Instant) -> (Self, bool) {
+        let is_known = last == Some(LastRole::Programmed);
+        let stands_by = look.other.is_some() || !is_known && (look.has_rules || last.is_some());
+        let decision = Self { pause: PAUSE, last_sign: stands_by.then_some(now), returned: None, took_over: None };
+        (decision, stands_by)
+    }
+
+    /// True if an agent in standby takes over.
+    pub(crate) fn takes_over(&mut self, look: &Look, now: Instant) -> bool {
+        if look.other.is_some() {
+            self.last_sign = Some(now);
+        }
+        let has_gone = self.last_sign.is_none_or(|last| now.saturating_duration_since(last) >= self.pause);
+        if has_gone {
+            (self.took_over, self.returned) = (Some(now), None);
+        }
+        has_gone
+    }
+
+    /// True if another proxy has returned, and its rules are complete, so that an agent that
+    /// programs the node may yield. `kinds` are the rules that the agent can tell from its own.
+    pub(crate) fn yields(&mut self, look: &Look, kinds: Kinds, now: Instant) -> bool {
+        let Some(other) = &look.other else {
+            self.returned = None;
+            return false;
+        };
+        let since = *self.returned.get_or_insert(now);
+        // Nobody can tell kube-proxy's chains from equal ones of this agent.
+        let is_untold = other.program != super::Other::KUBE_PROXY || !kinds.chains;
+        let has_lasted = now.saturating_duration_since(since) >= COMPLETE;
+        let yields = look.is_healthy || has_lasted && (look.has_rules || is_untold);
+        if yields {
+            let was_soon = self.took_over.is_some_and(|at| now.saturating_duration_since(at) < STABLE);
+            self.pause = if was_soon { (self.pause * 2).min(MAX_PAUSE) } else { PAUSE };
+            self.last_sign = Some(now);
+        }
+        yields
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::other_proxy::Other;
+
+    fn seen() -> Look {
+        Look { other: Some(Other::kube_proxy(None)), ..Look::default() }
+    }
+
+    #[test]
+    fn an_agent_waits_for_signs_unless_it_knows_who_wrote_the_rules() {
+        let now = Instant::now();
+        let rules = Look { has_rules: true, ..Look::default() };
+        for (look, last, expected) in [
+            (Look::default(), None, false),
+            (rules.clone(), None, true),
+            (rules.clone(), Some(LastRole::Programmed), false),
+            (Look::default(), Some(LastRole::StoodBy), true),
+            (seen(), Some(LastRole::Programmed), true),
+        ] {
+            assert_eq!(Decision::begin(&look, last, now).1, expected, "{look:?} {last:?}");
+        }
+    }
+
+    #[test]
+    fn a_proxy_in_a_crash_loop_has_not_gone_and_each_return_doubles_the_pause() {
+        let begin = Instant::now();
+        let at = |seconds| begin + Duration::from_secs(seconds);
+        let (mut decision, stands_by) = Decision::begin(&seen(), None, begin);
+        assert!(stands_by);
+        // It shows a sign every 15 s.
+        for second in 1..60 {
+            let look = if second % 15 == 0 { seen() } else { Look::default() };
+            assert!(!decision.takes_over(&look, at(second)), "{second}");
+        }
+        assert!(!decision.takes_over(&Look::default(), at(64)) && decision.takes_over(&Look::default(), at(65)));
+        // A process that ends at once writes no rules.
+        assert!(!decision.yields(&seen(), Kinds::ALL, at(70)) && !decision.yields(&seen(), Kinds::ALL, at(90)));
+        assert!(!decision.yields(&Look::default(), Kinds::ALL, at(91)));
+        let writes = Look { has_rules: true, ..seen() };
+        assert!(!decision.yields(&writes, Kinds::ALL, at(92)) && !decision.yields(&writes, Kinds::ALL, at(101)));
+        assert!(decision.yields(&writes, Kinds::ALL, at(102)));
+        assert!(!decision.takes_over(&Look::default(), at(141)) && decision.takes_over(&Look::default(), at(142)));
+        let healthy = Look { is_healthy: true, ..seen() };
+        for (second, pause) in [(143, 80), (1000, 20)] {
+            assert!(decision.yields(&healthy, Kinds::ALL, at(second)));
+            assert_eq!(decision.pause, Duration::from_secs(pause));
+        }
+    }
+
+    #[test]
+    fn equal_chains_of_this_agent_prove_nothing() {
+        let begin = Instant::now();
+        let (mut decision, _) = Decision::begin(&Look::default(), None, begin);
+        let kinds = Kinds::beside("iptables-nft");
+        assert!(!decision.yields(&seen(), kinds, begin));
+        assert!(decision.yields(&seen(), kinds, begin + COMPLETE));
+    }
+}
