@@ -18,7 +18,7 @@ use headgate_settings::migration::{Line, Outcome};
 
 pub use self::explain::explanation;
 pub use self::nodes::{agents, fleet, is_absent, is_behind, is_standby, no_agent};
-pub use self::verify::verifications;
+pub use self::verify::{shadows, verifications};
 use crate::units;
 
 /// The decoration of text.

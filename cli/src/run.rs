@@ -53,6 +53,7 @@ async fn ask(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failu
         Command::Connections(wanted) => node::connections(session, wanted, selected).await,
         Command::Explain(wanted) => explain::run(session, wanted, selected).await,
         Command::Verify(wanted) => verify::run(session, wanted).await,
+        Command::Shadow(wanted) => shadow::run(session, wanted).await,
         Command::Wait(wanted) => wait::run(session, wanted, selected).await,
         Command::Drain(wanted) => drain::run(session, wanted).await,
         // These commands contact no server, or connect themselves.

@@ -48,7 +48,7 @@ pub(crate) struct Knowledge {
 impl Knowledge {
     /// Answers from the data that the agent's pages show, and from its state.
     pub(crate) fn new(node: Arc<str>, pages: Pages, explainer: Explainer, standby: Arc<str>) -> Self {
-        let verifier = Verifier::new(explainer.clone(), pages.progress.clone());
+        let verifier = Verifier::new(explainer.clone(), pages.progress.clone(), Arc::clone(&standby));
         Self { node, pages, explainer, verifier, standby }
     }
 

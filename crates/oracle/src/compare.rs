@@ -79,6 +79,15 @@ impl Comparison {
         }
     }
 
+    /// Keeps only the differences that another comparison found too.
+    pub fn keep_common(&mut self, other: &Self) {
+        self.differences.retain(|difference| other.differences.contains(difference));
+        // Those that are not listed cannot be compared.
+        let unlisted = self.total.min(other.total).saturating_sub(MAX_DIFFERENCES as u64);
+        self.total = self.differences.len() as u64 + unlisted;
+        self.not_understood.clone_from(&other.not_understood);
+    }
+
     fn mark(&self) -> (u64, usize) {
         (self.total, self.differences.len())
     }

@@ -21,7 +21,7 @@ use crate::{
     session::outbox::{NodeAnswer, drift_to_wire},
     state::{
         AgentState,
-        progress::{Progress, Verification},
+        progress::{Progress, Shadow, Times, Verification},
     },
 };
 
@@ -41,13 +41,15 @@ const MAX_SENTENCES: usize = 100;
 pub(super) struct Verifier {
     explainer: Explainer,
     progress: watch::Receiver<Progress>,
+    /// The other proxy, of an agent in standby.
+    standby: Arc<str>,
     /// When the next verification may be requested.
     next: Arc<Mutex<Instant>>,
 }
 
 impl Verifier {
-    pub(super) fn new(explainer: Explainer, progress: watch::Receiver<Progress>) -> Self {
-        Self { explainer, progress, next: Arc::new(Mutex::new(Instant::now())) }
+    pub(super) fn new(explainer: Explainer, progress: watch::Receiver<Progress>, standby: Arc<str>) -> Self {
+        Self { explainer, progress, standby, next: Arc::new(Mutex::new(Instant::now())) }
     }
 
     pub(super) async fn answer(self, query: v1::VerifyQuery) -> NodeAnswer {
@@ -126,6 +128,7 @@ impl Verifier {
             unverified,
             services: services as u64,
             frontends: verification.comparison.frontends,
+            shadow: verification.shadow.as_ref().map(|shadow| self.shadow(shadow, verification)),
             ..v1::Verification::default()
         };
         let mut parts = vec![first];
@@ -138,6 +141,28 @@ impl Verifier {
         parts.extend(held);
         Ok(parts.into_iter().map(node_answer::Kind::Verification).collect())
     }
+}
+
+impl Verifier {
+    fn shadow(&self, shadow: &Shadow, Verification { comparison, .. }: &Verification) -> v1::Shadow {
+        v1::Shadow {
+            proxy: self.standby.to_string(),
+            by_design: comparison.by_design.iter().take(MAX_SENTENCES).map(drift_to_wire).collect(),
+            by_design_count: comparison.by_design_total,
+            waiting: shadow.waiting,
+            waiting_ms: u64::try_from(shadow.oldest.as_millis()).unwrap_or(u64::MAX),
+            late: shadow.late,
+            headgate: Some(times_to_wire(&shadow.ready)),
+            other: Some(times_to_wire(&shadow.agreed)),
+            resolution: Some(times_to_wire(&shadow.resolution)),
+        }
+    }
+}
+
+fn times_to_wire(times: &Times) -> v1::ChangeTimes {
+    let [median_us, p99_us, longest_us] =
+        [0.5, 0.99, 1.0].map(|of| u64::try_from(times.quantile(of).as_micros()).unwrap_or(u64::MAX));
+    v1::ChangeTimes { count: times.count, median_us, p99_us, longest_us }
 }
 
 /// The Services of these buckets. Holds the lock for one Service at a time.
@@ -210,7 +235,7 @@ mod tests {
         let (_inputs, inputs) = watch::channel(NodeInputs::default());
         let shared = Arc::clone(&state);
         let explainer = Explainer { state: shared, inputs, masquerade_all: false, localhost_node_ports: true };
-        let verifier = Verifier::new(explainer, receiver);
+        let verifier = Verifier::new(explainer, receiver, "".into());
         // Publishes a verification that answers all requests so far.
         let verified = || {
             let verification = Verification {
@@ -222,6 +247,7 @@ mod tests {
                 facts: Arc::new(NodeFacts::named("node-a")),
                 cpu_time: None,
                 error: None,
+                shadow: None,
             };
             progress.send_modify(|progress| progress.verification = Some(Arc::new(verification)));
         };
