@@ -10,7 +10,7 @@ use crate::answer::{Failure, Session};
 use crate::args::{Args, Command, MigrateArgs, Output, Selected};
 use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
-use crate::{agents, dashboard, drain, explain, migrate, node, verify, wait};
+use crate::{agents, dashboard, drain, explain, migrate, node, shadow, verify, wait};
 
 /// Runs one command and writes its answer to `out`, until the reader closes the pipe.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {

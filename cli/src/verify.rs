@@ -38,10 +38,8 @@ fn leave_out_other_proxies(node: &mut NodeVerification) {
         node.result = "unverified".to_owned();
         node.drift.clear();
         node.drift_count = 0;
-        node.unverified = vec![format!(
-            "{} programs the node: `headgatectl shadow {}` compares its rules",
-            shadow.proxy, node.node
-        )];
+        node.unverified =
+            vec![format!("{} programs the node: `headgatectl shadow {}` compares its rules", shadow.proxy, node.node)];
     }
 }
 

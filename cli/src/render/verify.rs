@@ -69,7 +69,11 @@ fn times(node: &str, shadow: &Shadow) -> String {
     )
 }
 
-fn differences(output: &mut String, NodeVerification { node, drift, drift_count, .. }: &NodeVerification, style: Style) {
+fn differences(
+    output: &mut String,
+    NodeVerification { node, drift, drift_count, .. }: &NodeVerification,
+    style: Style,
+) {
     for drift in drift {
         note(output, &format!("{node}: {}", difference(drift)), Tone::Bad, style);
     }

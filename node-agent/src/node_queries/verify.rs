@@ -161,7 +161,7 @@ impl Verifier {
 
 fn times_to_wire(times: &Times) -> v1::ChangeTimes {
     let [median_us, p99_us, longest_us] =
-        [0.5, 0.99, 1.0].map(|of| u64::try_from(times.quantile(of).as_micros()).unwrap_or(u64::MAX));
+        [500, 990, 1000].map(|of| u64::try_from(times.quantile(of).as_micros()).unwrap_or(u64::MAX));
     v1::ChangeTimes { count: times.count, median_us, p99_us, longest_us }
 }
 

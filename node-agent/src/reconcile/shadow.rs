@@ -139,7 +139,8 @@ impl Reconciler {
             self.compare_tables(tables, Some(&keys)).filter(|_| !is_broken)
         });
         if let Some((comparison, _)) = compared {
-            let unknown = self.shared.with_unprogrammed(|_, _, dirty| dirty.services.clone()).unwrap_or(keys);
+            let mut unknown = self.shared.with_unprogrammed(|_, _, dirty| dirty.services.clone()).unwrap_or(keys);
+            unknown.extend(self.unfinished.dirty.services.iter().cloned());
             self.waits.looked(at, &comparison.services(), &unknown);
         }
         let now = self.now();
@@ -168,8 +169,8 @@ mod tests {
         waits.looked(began + 2 * second, &[key("stuck")].into(), &none);
         let report = waits.report(began + 3 * second);
         assert_eq!((report.waiting, report.oldest), (2, 3 * second));
-        assert_eq!((report.agreed.count, report.agreed.quantile(1.0)), (1, 2 * second));
-        assert_eq!(report.resolution.quantile(1.0), second);
+        assert_eq!((report.agreed.count, report.agreed.quantile(1000)), (1, 2 * second));
+        assert_eq!(report.resolution.quantile(1000), second);
         waits.looked(began + SETTLED_AFTER, &[key("stuck")].into(), &none);
         assert!(!waits.contains(&key("same")) && waits.contains(&key("stuck")));
         waits.looked(began + LATE_AFTER, &[key("stuck")].into(), &all);

@@ -348,12 +348,11 @@ impl Times {
         self.last.push_front(duration);
     }
 
-    /// A quantile of the last durations; 0 without durations.
-    pub fn quantile(&self, of: f64) -> Duration {
+    /// A quantile of the last durations, in thousandths; 0 without durations.
+    pub fn quantile(&self, thousandths: usize) -> Duration {
         let mut sorted: Vec<Duration> = self.last.iter().copied().collect();
         sorted.sort_unstable();
-        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "at most 1,000")]
-        let at = (sorted.len().saturating_sub(1) as f64 * of).ceil() as usize;
+        let at = (sorted.len().saturating_sub(1) * thousandths).div_ceil(1000);
         sorted.get(at).copied().unwrap_or_default()
     }
 }
