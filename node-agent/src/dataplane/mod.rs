@@ -17,11 +17,8 @@ mod kernel_modules;
 mod leftovers;
 pub mod metrics;
 pub mod nftables;
-<<<<<<< HEAD
 pub mod other_rules;
-=======
 pub mod standby;
->>>>>>> main/standby
 pub mod userspace;
 pub(crate) mod xtables;
 

@@ -799,8 +799,7 @@ fn due(wake: Wake, is_unconfirmed: bool, times: Times, now: Instant) -> Due {
         Wake::Rules => Due::Check,
         Wake::Verify => {
             let Times { check, maintain, retry, look, .. } = times;
-            let times =
-                [(maintain, Due::Maintain), (look, Due::Look), (Some(check), Due::Check), (retry, Due::Retry)];
+            let times = [(maintain, Due::Maintain), (look, Due::Look), (Some(check), Due::Check), (retry, Due::Retry)];
             let first = times.into_iter().find(|(at, _)| at.is_some_and(|at| at <= now));
             first.map_or(Due::Publish, |(_, due)| due)
         }
