@@ -50,7 +50,7 @@ pub(super) fn catalogue() -> Vec<(u8, u16, Vec<u8>)> {
         // A NodePort.
         (0, 0b01, vec![0, 1]),
         // A load balancer with policy Local, source ranges and affinity.
-        (1, 0b1011_0110, vec![0, 1, 64]),
+        (1, 0b1101_1010, vec![0, 1, 64]),
         // External addresses without endpoints.
         (2, 0b1000_0010, vec![]),
         // Policy Local for ClusterIPs, and no endpoint on the node.
@@ -62,7 +62,7 @@ pub(super) fn catalogue() -> Vec<(u8, u16, Vec<u8>)> {
         // Endpoints with hints for zones.
         (6, 0b0, vec![128, 129, 192]),
         // Two addresses of the load balancer, and source ranges that admit the node.
-        (7, 0b11_0010, vec![0, 64]),
+        (8, 0b11_0010, vec![0, 64]),
     ]
 }
 
@@ -103,7 +103,7 @@ fn service(number: u8, bits: u16) -> (Service, Value) {
     let ports =
         vec![port("web", Protocol::Tcp, 80, node_port(30000)), port("dns", Protocol::Udp, 53, node_port(30100))];
     let v6 = |net: &str| format!("{net}{number:x}").parse::<IpAddr>().unwrap();
-    let cluster_ips = vec![IpAddr::from([10, 96, 1, number]), v6("fd00:10:96::1:")];
+    let cluster_ips = vec![IpAddr::from([10, 96, 1, number]), v6("fd00:10:96::1")];
     let mut service = Service::new(key(number), cluster_ips, ports);
     let policy = |is_local| if is_local { TrafficPolicy::Local } else { TrafficPolicy::Cluster };
     service.internal_traffic_policy = policy(bit(2));
