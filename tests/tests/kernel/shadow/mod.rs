@@ -254,7 +254,8 @@ fn recorded_rules_of_mode_iptables_agree_and_changed_ones_do_not() {
                     ["-j KUBE-S", "-j KUBE-EXT", "-j KUBE-FW", "-j DNAT"].iter().any(|part| line.contains(part));
                 // These decide nothing: loopback addresses, recorded clients, and load balancer
                 // addresses as sources.
-                let is_idle = ["127.0.0.0/8", "--rcheck", "-s 203.0.11", "-s 2001:db8:b:"].iter().any(|part| line.contains(part));
+                let is_idle =
+                    ["127.0.0.0/8", "--rcheck", "-s 203.0.11", "-s 2001:db8:b:"].iter().any(|part| line.contains(part));
                 if !line.starts_with("-A KUBE") || !decides || is_idle {
                     continue;
                 }
