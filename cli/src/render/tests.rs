@@ -1,4 +1,4 @@
-use headgate_proto::v1::{AgentInfo, FleetInfo, SourceAge};
+use headgate_proto::v1::{AgentInfo, ChangeTimes, FleetInfo, NodeVerification, Shadow, SourceAge};
 
 use super::*;
 
@@ -200,27 +200,26 @@ fn control_characters_from_agents_and_manifests_are_escaped() {
 
 #[test]
 fn rules_of_another_proxy_are_shown_with_differences_by_design_and_times() {
-    let drift = |difference: &str| v1::Drift { service: "shop/web".into(), difference: difference.into() };
-    let times =
-        |count, median_us| v1::ChangeTimes { count, median_us, p99_us: 2 * median_us, longest_us: 3 * median_us };
-    let node = v1::NodeVerification {
+    let drift = |difference: &str| Drift { service: "shop/web".into(), difference: difference.into() };
+    let times = |count, median_us| ChangeTimes { count, median_us, p99_us: 2 * median_us, longest_us: 3 * median_us };
+    let node = NodeVerification {
         node: "node-b".into(),
         result: "drift".into(),
         frontends: 412,
         drift: vec![drift("connections to 10.96.0.1 port 80/TCP are not served, but should be rejected")],
         drift_count: 2,
-        shadow: Some(v1::Shadow {
+        shadow: Some(Shadow {
             proxy: "kube-proxy (iptables)".into(),
             by_design: vec![drift("one thing (a reason)"), drift("another thing (a reason)")],
             by_design_count: 2,
             headgate: Some(times(4, 250)),
             other: Some(times(3, 400_000)),
             resolution: Some(times(3, 50_000)),
-            ..v1::Shadow::default()
+            ..Shadow::default()
         }),
-        ..v1::NodeVerification::default()
+        ..NodeVerification::default()
     };
-    let shown = shadows(&[node], Style::default());
+    let shown = shadows(&[node], PLAIN);
     for part in [
         "node-b  differs        412            2          2        0  kube-proxy (iptables)",
         "node-b: Service shop/web: connections to 10.96.0.1 port 80/TCP are not served, but should be rejected\n",
