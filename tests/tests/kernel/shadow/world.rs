@@ -156,7 +156,8 @@ fn object(service: &Service, of_type: &str) -> Value {
         spec["externalTrafficPolicy"] = service.external_traffic_policy.to_string().into();
     }
     if !service.load_balancer_source_ranges.is_empty() {
-        spec["loadBalancerSourceRanges"] = json!(service.load_balancer_source_ranges);
+        spec["loadBalancerSourceRanges"] =
+            json!(service.load_balancer_source_ranges.iter().map(ToString::to_string).collect::<Vec<_>>());
     }
     if service.health_check_node_port != 0 {
         spec["healthCheckNodePort"] = service.health_check_node_port.into();
