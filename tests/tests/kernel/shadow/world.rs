@@ -267,7 +267,20 @@ impl World {
     pub(super) fn set_service(&mut self, number: u8, bits: u16) -> Result<()> {
         self.remove_service(number)?;
         let (service, object) = service(number, bits);
-        self.send(Method::POST, &Kind::Service.collection_path(Some(NAMESPACE)), "application/json", &object)?;
+        let path = Kind::Service.collection_path(Some(NAMESPACE));
+        // The API server may not have released the address of the Service before.
+        let attempts = (0..20).map(|attempt| {
+            std::thread::sleep(std::time::Duration::from_millis(50 * attempt));
+            self.send(Method::POST, &path, "application/json", &object)
+        });
+        let mut last = Ok(());
+        for attempt in attempts {
+            last = attempt;
+            if last.is_ok() {
+                break;
+            }
+        }
+        last?;
         if !service.load_balancer_ips.is_empty() {
             let path = Kind::Service.object_path(NAMESPACE, &service.key.name) + "/status";
             let status = json!({ "status": object["status"] });
