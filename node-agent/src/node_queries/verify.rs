@@ -21,7 +21,7 @@ use crate::{
     session::outbox::{NodeAnswer, drift_to_wire},
     state::{
         AgentState,
-        progress::{Progress, Shadow, Times, Verification},
+        progress::{ChangeTimes, Progress, Shadow, Verification},
     },
 };
 
@@ -159,7 +159,7 @@ impl Verifier {
     }
 }
 
-fn times_to_wire(times: &Times) -> v1::ChangeTimes {
+fn times_to_wire(times: &ChangeTimes) -> v1::ChangeTimes {
     let [median_us, p99_us, longest_us] =
         [500, 990, 1000].map(|of| u64::try_from(times.quantile(of).as_micros()).unwrap_or(u64::MAX));
     v1::ChangeTimes { count: times.count, median_us, p99_us, longest_us }

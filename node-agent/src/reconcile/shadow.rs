@@ -15,7 +15,7 @@ use super::Reconciler;
 use crate::{
     cpu_time,
     dataplane::standby,
-    state::progress::{Shadow, Times},
+    state::progress::{ChangeTimes, Shadow},
 };
 
 /// The pause after a look at the rules, as a multiple of its processor time: 3 percent of a core.
@@ -44,9 +44,9 @@ pub(super) struct Waits {
     /// Until when the pauses for the looks so far last.
     paid_until: Option<Instant>,
     last_change: Option<Instant>,
-    ready: Times,
-    agreed: Times,
-    resolution: Times,
+    ready: ChangeTimes,
+    agreed: ChangeTimes,
+    resolution: ChangeTimes,
     late: u64,
 }
 

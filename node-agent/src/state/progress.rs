@@ -321,23 +321,23 @@ pub struct Shadow {
     /// How often the rules of a changed Service did not agree within a minute.
     pub late: u64,
     /// From the arrival of a change until this agent could have written its rules.
-    pub ready: Times,
+    pub ready: ChangeTimes,
     /// From the arrival of a change until the rules were seen to agree, and the time since they were
     /// last seen to differ, by which the time may be too long.
-    pub agreed: Times,
+    pub agreed: ChangeTimes,
     /// See `agreed`.
-    pub resolution: Times,
+    pub resolution: ChangeTimes,
 }
 
 /// Durations: their number, and the last ones.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Times {
+pub struct ChangeTimes {
     /// The number of all durations.
     pub count: u64,
     last: VecDeque<Duration>,
 }
 
-impl Times {
+impl ChangeTimes {
     /// The number of durations that count for a quantile.
     const LAST: usize = 1000;
 
