@@ -30,7 +30,7 @@ const SETTLED_AFTER: Duration = Duration::from_secs(10);
 const LATE_AFTER: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, Copy)]
-struct Waiting {
+struct WaitingService {
     since: Instant,
     /// When the rules were last seen to differ.
     differed: Option<Instant>,
@@ -39,7 +39,7 @@ struct Waiting {
 /// The Services that wait, and the times so far.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
-    waiting: BTreeMap<Arc<ServiceKey>, Waiting>,
+    waiting: BTreeMap<Arc<ServiceKey>, WaitingService>,
     next: Option<Instant>,
     /// Until when the pauses for the looks so far last.
     paid_until: Option<Instant>,
@@ -67,7 +67,7 @@ impl Waits {
     fn changed(&mut self, services: &BTreeSet<Arc<ServiceKey>>, since: Instant, now: Instant) {
         self.ready.add(now - since);
         self.last_change = Some(now);
-        self.waiting.extend(services.iter().map(|key| (Arc::clone(key), Waiting { since, differed: None })));
+        self.waiting.extend(services.iter().map(|key| (Arc::clone(key), WaitingService { since, differed: None })));
         self.next = Some(self.paid_until.map_or(now, |until| until.max(now)));
     }
 
