@@ -131,8 +131,8 @@ pub enum Command {
     /// design is shown apart. The last lines show how long the other proxy takes from a change to
     /// its rules, and how long Headgate took until it could have written them.
     ///
-    /// Exit codes: 0 if all rules agree; 1 if something differs, if a node cannot be compared, if no
-    /// node is in standby, or if no replica answers; 2 for a wrong command line.
+    /// Exit codes: 0 if all rules agree; 1 if something differs, if a node cannot be compared, if
+    /// no node is in standby, or if no replica answers; 2 for a wrong command line.
     Shadow(VerifyArgs),
     /// Wait until all nodes have programmed the current state of a Service or of an endpoint
     ///

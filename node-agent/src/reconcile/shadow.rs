@@ -71,8 +71,8 @@ impl Waits {
         self.next = Some(self.paid_until.map_or(now, |until| until.max(now)));
     }
 
-    /// Records a look, in which the Services in `differing` differed, and those in `unknown` were not
-    /// compared.
+    /// Records a look, in which the Services in `differing` differed, and those in `unknown` were
+    /// not compared.
     fn looked(&mut self, at: Instant, differing: &BTreeSet<Arc<ServiceKey>>, unknown: &BTreeSet<Arc<ServiceKey>>) {
         let Self { waiting, agreed, resolution, late, .. } = self;
         waiting.retain(|key, one| {
@@ -119,8 +119,8 @@ impl Reconciler {
         self.dataplane.name() == standby::NAME
     }
 
-    /// Records that these Services changed, the first at `since`, and computes what their rules must
-    /// do, which is what a plan of them begins with.
+    /// Records that these Services changed, the first at `since`, and computes what their rules
+    /// must do, which is what a plan of them begins with.
     pub(super) fn note_changed(&mut self, services: &BTreeSet<Arc<ServiceKey>>, since: Instant) {
         let settings = self.expected_settings();
         self.shared.with_facts(|state, facts| {

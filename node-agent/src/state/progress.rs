@@ -322,8 +322,8 @@ pub struct Shadow {
     pub late: u64,
     /// From the arrival of a change until this agent could have written its rules.
     pub ready: ChangeTimes,
-    /// From the arrival of a change until the rules were seen to agree, and the time since they were
-    /// last seen to differ, by which the time may be too long.
+    /// From the arrival of a change until the rules were seen to agree, and the time since they
+    /// were last seen to differ, by which the time may be too long.
     pub agreed: ChangeTimes,
     /// See `agreed`.
     pub resolution: ChangeTimes,
