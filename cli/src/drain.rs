@@ -39,13 +39,11 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &DrainArgs) -> Result
         });
         session.write_json(&answer)?;
     } else {
-        let mut text = match answer.standby_count {
-            0 => format!("{result}\n"),
-            standby => {
-                let (nodes, standby) = (thousands(answer.confirmed_count), thousands(standby));
-                format!("{result} on {nodes} nodes, not known on {standby} in standby\n")
-            }
-        };
+        let mut text = format!("{result}\n");
+        if answer.standby_count > 0 {
+            let (nodes, standby) = (thousands(answer.confirmed_count), thousands(answer.standby_count));
+            text = format!("{result} on {nodes} nodes, not known on {standby} in standby\n");
+        }
         if !answer.reason.is_empty() {
             text += &format!("{}\n", plain(&answer.reason));
         }

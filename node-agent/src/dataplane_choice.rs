@@ -172,6 +172,25 @@ pub fn leftovers(settings: &Settings, running: Option<&str>) -> Vec<Leftover> {
     leftovers
 }
 
+/// Removes [`leftovers`], and logs each. Returns the names of those of which something may remain.
+pub fn remove_leftovers(settings: &Settings, running: Option<&str>) -> Vec<&'static str> {
+    let mut failed = Vec::new();
+    for leftover in leftovers(settings, running) {
+        let backend = leftover.name;
+        match leftover.remove() {
+            Ok(()) => info!(backend, "no rules or other objects of this backend remain"),
+            Err(error) if error.kind == ErrorKind::Unavailable => {
+                info!(backend, %error, "this machine does not support the backend, so nothing had to be removed");
+            }
+            Err(error) => {
+                error!(backend, %error, "cannot remove everything");
+                failed.push(backend);
+            }
+        }
+    }
+    failed
+}
+
 fn masquerade(settings: &Settings) -> MasqueradeConfig {
     let NodeInputs { detector_v4, detector_v6, .. } = NodeSettings::of(settings).resolve(None, &[]);
     MasqueradeConfig { all: settings.masquerade_all, bit: settings.masquerade_bit, detector_v4, detector_v6 }

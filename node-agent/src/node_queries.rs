@@ -17,7 +17,7 @@ use headgate_userspace::{ConnectionInfo, ConnectionList};
 use tokio::task::spawn_blocking;
 
 use crate::{
-    dataplane::nftables::Counts,
+    dataplane::{nftables::Counts, standby},
     http::Pages,
     session::outbox::{NodeAnswer, NodeKnowledge, PART_BYTES},
 };
@@ -41,15 +41,13 @@ pub(crate) struct Knowledge {
     pages: Pages,
     explainer: Explainer,
     verifier: Verifier,
-    /// As in [`crate::session::client::Session::standby`].
-    standby: Arc<str>,
 }
 
 impl Knowledge {
     /// Answers from the data that the agent's pages show, and from its state.
-    pub(crate) fn new(node: Arc<str>, pages: Pages, explainer: Explainer, standby: Arc<str>) -> Self {
-        let verifier = Verifier::new(explainer.clone(), pages.progress.clone(), Arc::clone(&standby));
-        Self { node, pages, explainer, verifier, standby }
+    pub(crate) fn new(node: Arc<str>, pages: Pages, explainer: Explainer) -> Self {
+        let verifier = Verifier::new(explainer.clone(), pages.progress.clone(), Arc::clone(&pages.standby));
+        Self { node, pages, explainer, verifier }
     }
 
     fn status(&self) -> v1::NodeStatus {
@@ -57,7 +55,7 @@ impl Knowledge {
         let (progress, counts) = (progress.borrow().clone(), backlog.counts());
         let mut degraded = progress.status.degraded;
         degraded.extend(metrics.session.tls.problem.borrow().clone());
-        let programmed = progress.programmed.filter(|_| self.standby.is_empty());
+        let programmed = progress.programmed.filter(|_| progress.status.backend != standby::NAME);
         let unix_ms = |at: SystemTime| at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         v1::NodeStatus {
             node: self.node.to_string(),
@@ -76,7 +74,6 @@ impl Knowledge {
             source_age_ms: metrics.session.source_age().map_or(0, |age| age.as_millis() as u64),
             state_restored: metrics.saves.restored.get() != 0,
             resident_memory_bytes: metrics.resident_bytes(),
-            standby: self.standby.to_string(),
         }
     }
 }

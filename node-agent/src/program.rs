@@ -6,14 +6,14 @@ use anyhow::{Context as _, anyhow};
 use headgate_settings as settings;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info, warn};
+use tracing::{info, warn};
 use tracing_subscriber::EnvFilter;
 
 use crate::{
-    dataplane::{ErrorKind, iptables},
+    dataplane::iptables,
     dataplane_choice, instance,
     options::{LogFormat, Options},
-    other_proxy::{self, Kinds, Looker, ReadRules},
+    other_proxy::{self, Looker, ReadRules},
     persist, run,
 };
 
@@ -79,7 +79,7 @@ fn clean(options: &Options) -> anyhow::Result<()> {
         );
     }
     let settings = options.configured()?.settings;
-    let other = Looker::new(&settings).look(ReadRules::Seen(Kinds::ALL)).other;
+    let other = Looker::new(&settings).look(ReadRules::No).other;
     let running = other.as_ref().map(|other| {
         info!("{other} runs on this node: its rules and other objects stay");
         other.uses().with_context(|| {
@@ -87,20 +87,7 @@ fn clean(options: &Options) -> anyhow::Result<()> {
         })
     });
     let running = running.transpose()?;
-    let mut failed = Vec::new();
-    for leftover in dataplane_choice::leftovers(&settings, running) {
-        let backend = leftover.name;
-        match leftover.remove() {
-            Ok(()) => info!(backend, "no rules or other objects of this backend remain"),
-            Err(error) if error.kind == ErrorKind::Unavailable => {
-                info!(backend, %error, "this machine does not support the backend, so nothing had to be removed");
-            }
-            Err(error) => {
-                error!(backend, %error, "cannot remove everything");
-                failed.push(backend);
-            }
-        }
-    }
+    let failed = dataplane_choice::remove_leftovers(&settings, running);
     if let Some(sentence) = iptables::left_settings() {
         warn!("{sentence}");
     }

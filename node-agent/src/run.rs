@@ -32,7 +32,7 @@ use crate::{
     node_queries::{Explainer, Knowledge},
     observers::{conntrack::ConntrackCleaner, endpoint_checks, health_check_ports},
     options::{Configured, Options, OptionsError, ProxyMode},
-    other_proxy::{Kinds, OtherProxyWatch},
+    other_proxy::OtherProxyWatch,
     persist::{self, Disk, Folder, Saver},
     reconcile::{Reconciler, Timing},
     session::{
@@ -98,45 +98,36 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
         () = shutdown.cancelled() => return Ok(()),
     };
     prepare_process(&configured.settings);
-    let mut watch = OtherProxyWatch::begin(&options, &configured.settings).await?;
+    let mut watch = OtherProxyWatch::begin(&options, &configured.settings).await;
     loop {
         // Each role is a run of its own: it ends when another role begins.
-        let stop = shutdown.child_token();
-        let (options, configured) = (options.clone(), configured.clone());
-        let has_ended = if let Some(other) = watch.standby() {
-            let dataplane = Box::new(standby::dataplane());
-            let role = Role::StandsBy(other.to_string().into());
-            let run = run_configured(options, configured, dataplane, role, stop.clone());
-            until(run, watch.until_taken_over(), &stop).await?
-        } else {
-            sysctl::set_conntrack(Path::new("/"), &configured.settings.conntrack)?;
-            let dataplane = dataplane_choice::build(&options, &configured.settings)?;
-            let ends = match dataplane.proxy() {
-                Some(proxy) => after_draining(proxy, options.userspace_drain_limit, stop.clone()),
-                None => stop.clone(),
-            };
-            let kinds = Kinds::beside(dataplane.name());
-            let run = run_configured(options, configured, dataplane, Role::Programs(watch.beside()), ends);
-            until(run, watch.until_yielded(kinds), &stop).await?
+        let (stop, mut tells_chains) = (shutdown.child_token(), false);
+        let (dataplane, role, ends) = match watch.standby() {
+            Some(other) => {
+                let dataplane: Box<dyn NodeDataplane> = Box::new(standby::dataplane());
+                (dataplane, Role::StandsBy(other.to_string().into()), stop.clone())
+            }
+            None => {
+                sysctl::set_conntrack(Path::new("/"), &configured.settings.conntrack)?;
+                let dataplane = dataplane_choice::build(&options, &configured.settings)?;
+                let drain = |proxy| after_draining(proxy, options.userspace_drain_limit, stop.clone());
+                let ends = dataplane.proxy().map_or_else(|| stop.clone(), drain);
+                tells_chains = matches!(dataplane.name(), "nftables" | "userspace");
+                (dataplane, Role::Programs(watch.beside()), ends)
+            }
         };
-        if has_ended {
-            return Ok(());
-        }
-    }
-}
-
-/// Runs a role until it ends by itself, which is true, or until `change` and then to its end.
-async fn until(
-    run: impl Future<Output = Result<(), AgentError>>,
-    change: impl Future<Output = ()>,
-    stop: &CancellationToken,
-) -> Result<bool, AgentError> {
-    let mut run = std::pin::pin!(run);
-    tokio::select! {
-        ended = &mut run => ended.map(|()| true),
-        () = change => {
+        let run = run_configured(options.clone(), configured.clone(), dataplane, role, ends);
+        let change = async {
+            watch.changed(tells_chains).await;
             stop.cancel();
-            run.await.map(|()| false)
+            std::future::pending().await
+        };
+        tokio::select! {
+            ended = run => ended?,
+            () = change => {}
+        }
+        if shutdown.is_cancelled() || !stop.is_cancelled() {
+            return Ok(());
         }
     }
 }
@@ -235,12 +226,11 @@ async fn run_configured(
     let servers = servers(&options, &settings, &pages, &barriers, &role)?;
     tasks.extend(servers.into_iter().map(|server| server.run(running.clone()).boxed()));
     let has_certificate = CancellationToken::new();
-    tasks.push(while_running(&running, certificates(enrolment, tls, has_certificate.clone())));
+    tasks.push(until(&running, certificates(enrolment, tls, has_certificate.clone())));
     let Settings { masquerade_all, localhost_node_ports, .. } = settings;
     let inputs = reconciler.inputs();
     let explainer = Explainer { state: Arc::clone(&state), inputs, masquerade_all, localhost_node_ports };
-    let standby = Arc::clone(&session.standby);
-    session.knowledge = Some(Arc::new(Knowledge::new(node_name, pages, explainer, standby)));
+    session.knowledge = Some(Arc::new(Knowledge::new(node_name, pages, explainer)));
 
     // Start them.
     let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;
@@ -379,10 +369,9 @@ fn workers(
     }
     reconciler.observers.push(Box::new(checked_endpoints));
     let mut tasks = vec![health_check_server.run(running.clone()).boxed(), checker.run(running.clone()).boxed()];
-    tasks.push(while_running(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
+    tasks.push(until(running, report_interfaces(interfaces.clone(), Arc::clone(state))));
     if let Role::Programs(beside) = role {
         reconciler.beside = beside.clone();
-        tasks.push(while_running(running, report_other_proxy(beside.clone(), Arc::clone(state))));
     }
     reconciler.interfaces = interfaces.clone();
     if cleans_conntrack {
@@ -436,10 +425,7 @@ fn servers(
 }
 
 /// A task that ends when the agent stops.
-fn while_running(
-    running: &CancellationToken,
-    task: impl Future<Output = ()> + Send + 'static,
-) -> BoxFuture<'static, ()> {
+fn until(running: &CancellationToken, task: impl Future<Output = ()> + Send + 'static) -> BoxFuture<'static, ()> {
     running.clone().run_until_cancelled_owned(task).map(drop).boxed()
 }
 
@@ -464,13 +450,6 @@ async fn certificates(enrolment: Option<Enrolment>, tls: Option<Arc<AgentTls>>, 
 async fn report_interfaces(mut interfaces: Interfaces, state: Arc<AgentState>) {
     while interfaces.changed().await.is_ok() {
         state.blocking(|state| state.signal(Wake::Interfaces)).await;
-    }
-}
-
-/// Wakes the reconcile loop after another service proxy has come or gone.
-async fn report_other_proxy(mut beside: watch::Receiver<Option<String>>, state: Arc<AgentState>) {
-    while beside.changed().await.is_ok() {
-        state.blocking(|state| state.signal(Wake::Problems)).await;
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Kinds, LastRole, Look};
+use super::{Look, Other};
 
 /// The other proxy has gone if there was no sign for this time.
 const PAUSE: Duration = Duration::from_secs(20);
@@ -13,6 +13,9 @@ const MAX_PAUSE: Duration = Duration::from_secs(600);
 /// A proxy that returns within this time after a take-over doubles the pause.
 const STABLE: Duration = Duration::from_secs(600);
 
+/// The longest time between two looks during which a sign cannot have been missed.
+const BLIND: Duration = Duration::from_secs(10);
+
 /// The rules of another proxy are complete once it has shown signs for this time.
 const COMPLETE: Duration = Duration::from_secs(10);
 
@@ -22,49 +25,59 @@ pub(crate) struct Decision {
     pause: Duration,
     /// When the last sign was seen, in standby.
     last_sign: Option<Instant>,
+    last_look: Option<Instant>,
     /// When the signs began, while the agent programs the node.
     returned: Option<Instant>,
     took_over: Option<Instant>,
 }
 
 impl Decision {
-    /// The first decision: true if the agent stands by. An agent that did so before, or that finds
-    /// rules of kube-proxy and does not know who wrote them, waits for signs first.
-    pub(crate) fn begin(look: &Look, last: Option<LastRole>, now: Instant) -> (Self, bool) {
-        let is_known = last == Some(LastRole::Programmed);
-        let stands_by = look.other.is_some() || !is_known && (look.has_rules || last.is_some());
-        let decision = Self { pause: PAUSE, last_sign: stands_by.then_some(now), returned: None, took_over: None };
+    /// The first decision: true if the agent stands by. `last` says whether the last run programmed
+    /// the node. An agent that stood by before, or that finds rules of kube-proxy and does not
+    /// know who wrote them, waits for signs first.
+    pub(crate) fn begin(look: &Look, last: Option<bool>, now: Instant) -> (Self, bool) {
+        let stands_by = look.other.is_some() || last == Some(false) || last.is_none() && look.has_rules;
+        let decision = Self {
+            pause: PAUSE,
+            last_sign: stands_by.then_some(now),
+            last_look: Some(now),
+            returned: None,
+            took_over: None,
+        };
         (decision, stands_by)
     }
 
     /// True if an agent in standby takes over.
     pub(crate) fn takes_over(&mut self, look: &Look, now: Instant) -> bool {
-        if look.other.is_some() {
+        // Nobody knows what happened while this process could not look.
+        let was_blind = self.last_look.is_none_or(|last| now.saturating_duration_since(last) > BLIND);
+        self.last_look = Some(now);
+        if look.other.is_some() || was_blind {
             self.last_sign = Some(now);
         }
-        let has_gone = self.last_sign.is_none_or(|last| now.saturating_duration_since(last) >= self.pause);
+        let is_over = self.last_sign.is_none_or(|last| now.saturating_duration_since(last) >= self.pause);
+        let has_gone = is_over && look.is_whole;
         if has_gone {
             (self.took_over, self.returned) = (Some(now), None);
         }
         has_gone
     }
 
-    /// True if another proxy has returned, and its rules are complete, so that an agent that
-    /// programs the node may yield. `kinds` are the rules that the agent can tell from its own.
-    pub(crate) fn yields(&mut self, look: &Look, kinds: Kinds, now: Instant) -> bool {
+    /// True if an agent that programs the node yields: another proxy has returned, and its rules are
+    /// complete. An agent with chains of iptables cannot tell kube-proxy's from its own.
+    pub(crate) fn yields(&mut self, look: &Look, tells_chains: bool, now: Instant) -> bool {
         let Some(other) = &look.other else {
             self.returned = None;
             return false;
         };
         let since = *self.returned.get_or_insert(now);
-        // Nobody can tell kube-proxy's chains from equal ones of this agent.
-        let is_untold = other.program != super::Other::KUBE_PROXY || !kinds.chains;
+        let is_untold = other.program != Other::KUBE_PROXY || !tells_chains;
         let has_lasted = now.saturating_duration_since(since) >= COMPLETE;
         let yields = look.is_healthy || has_lasted && (look.has_rules || is_untold);
         if yields {
             let was_soon = self.took_over.is_some_and(|at| now.saturating_duration_since(at) < STABLE);
             self.pause = if was_soon { (self.pause * 2).min(MAX_PAUSE) } else { PAUSE };
-            self.last_sign = Some(now);
+            (self.last_sign, self.last_look) = (Some(now), Some(now));
         }
         yields
     }
@@ -73,10 +86,13 @@ impl Decision {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::other_proxy::Other;
 
     fn seen() -> Look {
-        Look { other: Some(Other::kube_proxy(None)), ..Look::default() }
+        Look { other: Some(Other::of(Other::KUBE_PROXY, None)), ..nothing() }
+    }
+
+    fn nothing() -> Look {
+        Look { is_whole: true, ..Look::default() }
     }
 
     #[test]
@@ -86,9 +102,9 @@ mod tests {
         for (look, last, expected) in [
             (Look::default(), None, false),
             (rules.clone(), None, true),
-            (rules.clone(), Some(LastRole::Programmed), false),
-            (Look::default(), Some(LastRole::StoodBy), true),
-            (seen(), Some(LastRole::Programmed), true),
+            (rules.clone(), Some(true), false),
+            (Look::default(), Some(false), true),
+            (seen(), Some(true), true),
         ] {
             assert_eq!(Decision::begin(&look, last, now).1, expected, "{look:?} {last:?}");
         }
@@ -102,30 +118,39 @@ mod tests {
         assert!(stands_by);
         // It shows a sign every 15 s.
         for second in 1..60 {
-            let look = if second % 15 == 0 { seen() } else { Look::default() };
+            let look = if second % 15 == 0 { seen() } else { nothing() };
             assert!(!decision.takes_over(&look, at(second)), "{second}");
         }
-        assert!(!decision.takes_over(&Look::default(), at(64)) && decision.takes_over(&Look::default(), at(65)));
+        assert!(!decision.takes_over(&nothing(), at(64)) && !decision.takes_over(&Look::default(), at(65)));
+        assert!(decision.takes_over(&nothing(), at(66)));
         // A process that ends at once writes no rules.
-        assert!(!decision.yields(&seen(), Kinds::ALL, at(70)) && !decision.yields(&seen(), Kinds::ALL, at(90)));
-        assert!(!decision.yields(&Look::default(), Kinds::ALL, at(91)));
+        assert!(!decision.yields(&seen(), true, at(70)) && !decision.yields(&seen(), true, at(90)));
+        assert!(!decision.yields(&Look::default(), true, at(91)));
         let writes = Look { has_rules: true, ..seen() };
-        assert!(!decision.yields(&writes, Kinds::ALL, at(92)) && !decision.yields(&writes, Kinds::ALL, at(101)));
-        assert!(decision.yields(&writes, Kinds::ALL, at(102)));
-        assert!(!decision.takes_over(&Look::default(), at(141)) && decision.takes_over(&Look::default(), at(142)));
+        assert!(!decision.yields(&writes, true, at(92)) && !decision.yields(&writes, true, at(101)));
+        assert!(decision.yields(&writes, true, at(102)));
+        let taken_over = (103..).find(|second| decision.takes_over(&nothing(), at(*second)));
+        assert_eq!(taken_over, Some(102 + 40));
         let healthy = Look { is_healthy: true, ..seen() };
         for (second, pause) in [(143, 80), (1000, 20)] {
-            assert!(decision.yields(&healthy, Kinds::ALL, at(second)));
+            assert!(decision.yields(&healthy, true, at(second)));
             assert_eq!(decision.pause, Duration::from_secs(pause));
         }
+    }
+
+    /// As while the machine is suspended.
+    #[test]
+    fn time_without_looks_does_not_count_as_absence() {
+        let begin = Instant::now();
+        let (mut decision, _) = Decision::begin(&seen(), None, begin);
+        assert!(!decision.takes_over(&nothing(), begin + 5 * PAUSE));
     }
 
     #[test]
     fn equal_chains_of_this_agent_prove_nothing() {
         let begin = Instant::now();
         let (mut decision, _) = Decision::begin(&Look::default(), None, begin);
-        let kinds = Kinds::beside("iptables-nft");
-        assert!(!decision.yields(&seen(), kinds, begin));
-        assert!(decision.yields(&seen(), kinds, begin + COMPLETE));
+        assert!(!decision.yields(&seen(), false, begin));
+        assert!(decision.yields(&seen(), false, begin + COMPLETE));
     }
 }

@@ -13,19 +13,18 @@ mod processes;
 mod rules;
 mod watch;
 
-use std::{fmt, fs, io, net::SocketAddr, path::Path};
+use std::{fmt, fs, net::SocketAddr, path::Path, time::Instant};
 
 use headgate_settings::Settings;
 use tracing::warn;
 
+use self::decision::Decision;
+pub(crate) use self::watch::OtherProxyWatch;
 use crate::{
     dataplane_choice::OTHER_PROGRAM,
     options::{Options, Standby},
     persist::ROLE_FILE,
 };
-
-use self::{decision::Decision, processes::are_visible};
-pub(crate) use self::{rules::Kinds, watch::OtherProxyWatch};
 
 /// Another service proxy, as far as it is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,17 +42,11 @@ impl Other {
     /// A program at kube-proxy's addresses that does not tell its mode.
     const UNKNOWN: &str = "another service proxy";
 
-    fn kube_proxy(mode: Option<&str>) -> Self {
-        Self { program: Self::KUBE_PROXY.to_owned(), mode: mode.map(str::to_owned) }
-    }
-
     /// Stands for no proxy, with `--standby=always`.
-    fn none() -> Self {
-        Self { program: "no service proxy".to_owned(), mode: None }
-    }
+    const NONE: &str = "no service proxy";
 
-    fn unknown() -> Self {
-        Self { program: Self::UNKNOWN.to_owned(), mode: None }
+    fn of(program: &str, mode: Option<&str>) -> Self {
+        Self { program: program.to_owned(), mode: mode.map(str::to_owned) }
     }
 
     /// True if this is another proxy than `known`, or the same one with its mode.
@@ -64,8 +57,10 @@ impl Other {
 
     /// The mode for [`crate::dataplane_choice::leftovers`], if it is known what this proxy uses.
     pub(crate) fn uses(&self) -> Option<&str> {
-        let is_unknown = [Self::KUBE_PROXY, Self::UNKNOWN].contains(&&*self.program);
-        if is_unknown { self.mode.as_deref() } else { Some(OTHER_PROGRAM) }
+        match &*self.program {
+            Self::KUBE_PROXY | Self::UNKNOWN => self.mode.as_deref(),
+            _ => Some(OTHER_PROGRAM),
+        }
     }
 }
 
@@ -85,17 +80,23 @@ pub(crate) struct Look {
     pub(crate) other: Option<Other>,
     /// True if its health page answers with success.
     pub(crate) is_healthy: bool,
-    /// True if there are such rules, whoever wrote them. False if they were not read.
+    /// False if rules were not read that might be a sign.
+    pub(crate) is_whole: bool,
+    /// True if there are rules of kube-proxy, whoever wrote them. False if they were not read.
     pub(crate) has_rules: bool,
 }
 
-/// When a look reads rules, which costs most.
+/// Whether a look reads rules, which costs most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReadRules {
-    /// Without any other sign.
-    Silent,
-    /// With another sign, and only rules that this agent does not write itself.
-    Seen(Kinds),
+    No,
+    /// All rules, unless there is another sign.
+    All,
+    /// If there is another sign: only rules that this agent does not write itself, with or without
+    /// kube-proxy's chains of iptables.
+    Beside {
+        chains: bool,
+    },
 }
 
 /// Looks for the other proxy. Looks write nothing, and make the kernel load no module.
@@ -124,80 +125,63 @@ impl Looker {
 
     /// Looks once. Blocks for some seconds if a page does not answer.
     pub(crate) fn look(&mut self, read: ReadRules) -> Look {
-        let (mut look, process) = (Look::default(), processes::find());
         let mode = self.metrics.iter().find_map(|address| pages::mode(*address));
         let health = self.health.iter().find_map(|address| pages::health(*address));
-        look.is_healthy = health == Some(true);
-        look.other = match (process, mode) {
+        let seen = match (processes::find(), mode) {
             (Some(program), mode) => Some(Other { program, mode: mode.flatten() }),
-            (None, Some(Some(mode))) => Some(Other::kube_proxy(Some(&mode))),
-            (None, Some(None)) => Some(Other::unknown()),
-            (None, None) => health.map(|_| Other::unknown()),
+            (None, Some(Some(mode))) => Some(Other::of(Other::KUBE_PROXY, Some(&mode))),
+            (None, mode) => mode.map(drop).or(health.map(drop)).map(|()| Other::of(Other::UNKNOWN, None)),
         };
-        let kinds = match read {
-            ReadRules::Silent => look.other.is_none().then_some(Kinds::ALL),
-            ReadRules::Seen(kinds) => look.other.is_some().then_some(kinds),
+        let is_whole = read != ReadRules::No || seen.is_some();
+        let mut look = Look { other: seen, is_healthy: health == Some(true), is_whole, has_rules: false };
+        let read = match read {
+            ReadRules::All if look.other.is_none() => rules::read(true, true),
+            ReadRules::Beside { chains } if look.other.is_some() => rules::read(chains, false),
+            _ => {
+                self.last.take_if(|_| look.other.is_some());
+                return look;
+            }
         };
-        let Some(kinds) = kinds else {
-            self.last = None;
-            return look;
-        };
-        match rules::read(kinds) {
+        match read {
             Ok(found) => {
                 look.has_rules = !found.is_empty();
-                let mode = self.last.as_ref().and_then(|last| found.fresh(last));
-                if let Some(mode) = mode {
-                    let other = look.other.get_or_insert_with(|| Other::kube_proxy(None));
+                if let Some(mode) = self.last.as_ref().and_then(|last| found.fresh(last)) {
+                    let other = look.other.get_or_insert_with(|| Other::of(Other::KUBE_PROXY, None));
                     other.mode.get_or_insert_with(|| mode.to_owned());
                 }
                 self.last = Some(found);
             }
             Err(error) => {
                 warn!(%error, "cannot read whether another service proxy writes rules; the agent counts this as a sign of one");
-                look.other.get_or_insert_with(|| Other::kube_proxy(None));
+                look.other.get_or_insert_with(|| Other::of(Other::KUBE_PROXY, None));
             }
         }
         look
     }
 }
 
-/// Whether the agent of the last run programmed this node, as its folder remembers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LastRole {
-    /// It did.
-    Programmed,
-    /// It stood by.
-    StoodBy,
-}
-
-impl LastRole {
-    /// Reads the file. `None` if there is no valid one.
-    pub(crate) fn read(folder: &Path) -> Option<Self> {
-        match fs::read_to_string(folder.join(ROLE_FILE)).ok()?.trim() {
-            "programmed" => Some(Self::Programmed),
-            "stood by" => Some(Self::StoodBy),
-            _ => None,
-        }
-    }
-
-    /// Writes the file. Errors: the file cannot be written. The next start then waits for signs of
-    /// another proxy, if there are rules of kube-proxy.
-    pub(crate) fn write(self, folder: &Path) -> io::Result<()> {
-        fs::create_dir_all(folder)?;
-        let text = if self == Self::Programmed { "programmed\n" } else { "stood by\n" };
-        fs::write(folder.join(ROLE_FILE), text)
+/// Whether the last run of an agent programmed this node, as its folder remembers; `None` if it
+/// remembers nothing.
+fn has_programmed(folder: &Path) -> Option<bool> {
+    match fs::read_to_string(folder.join(ROLE_FILE)).ok()?.trim() {
+        PROGRAMMED => Some(true),
+        STOOD_BY => Some(false),
+        _ => None,
     }
 }
+
+const PROGRAMMED: &str = "programmed";
+const STOOD_BY: &str = "stood by";
 
 /// The other proxy, if an agent with these options would stand by now. Looks once, so rules without
 /// any other sign count, unless the last run of an agent programmed the node.
 pub(crate) fn that_works(options: &Options, settings: &Settings) -> Option<Other> {
-    let last = options.state_folder().and_then(LastRole::read);
     let look = match options.standby {
         Standby::Never => return None,
-        Standby::Always => return Some(Other::none()),
-        Standby::Auto => Looker::new(settings).look(ReadRules::Silent),
+        Standby::Always => return Some(Other::of(Other::NONE, None)),
+        Standby::Auto => Looker::new(settings).look(ReadRules::All),
     };
-    let (_, stands_by) = Decision::begin(&look, last, std::time::Instant::now());
-    stands_by.then(|| look.other.unwrap_or_else(|| Other::kube_proxy(None)))
+    let last = options.state_folder().and_then(has_programmed);
+    let (_, stands_by) = Decision::begin(&look, last, Instant::now());
+    stands_by.then(|| look.other.unwrap_or_else(|| Other::of(Other::KUBE_PROXY, None)))
 }

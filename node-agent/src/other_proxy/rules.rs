@@ -6,28 +6,7 @@ use std::{
     hash::{DefaultHasher, Hash as _, Hasher as _},
 };
 
-use crate::dataplane::{DataplaneError, ErrorKind, nftables, xtables};
-
-/// The kinds of rules that kube-proxy writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Kinds {
-    /// The chains of iptables, also those of mode ipvs.
-    pub(crate) chains: bool,
-    /// Virtual servers of IPVS on kube-proxy's device.
-    pub(crate) virtual_servers: bool,
-}
-
-impl Kinds {
-    /// All kinds. The tables of kube-proxy's mode nftables are always read.
-    pub(crate) const ALL: Self = Self { chains: true, virtual_servers: true };
-
-    /// The kinds that an agent in this mode does not write itself. It may still drain the virtual
-    /// servers of kube-proxy.
-    pub(crate) fn beside(backend: &str) -> Self {
-        let chains = matches!(backend, "nftables" | "userspace");
-        Self { chains, virtual_servers: false }
-    }
-}
+use crate::dataplane::{DataplaneError, nftables, xtables};
 
 /// The rules of kube-proxy: for each mode, the sum of the hashes of its lines.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -53,17 +32,17 @@ impl KubeProxyRules {
     }
 }
 
-/// Reads the rules. Programs and modules that this machine lacks have none. Errors: rules cannot be
+/// Reads the tables of kube-proxy's mode nftables, and its chains of iptables or virtual servers of
+/// IPVS if wanted. Programs and modules that this machine lacks have none. Errors: rules cannot be
 /// read now.
-pub(super) fn read(kinds: Kinds) -> Result<KubeProxyRules, DataplaneError> {
+pub(super) fn read(chains: bool, virtual_servers: bool) -> Result<KubeProxyRules, DataplaneError> {
     let mut rules = KubeProxyRules::default();
-    let absent = |error: DataplaneError| if error.kind == ErrorKind::Unavailable { Ok(()) } else { Err(error) };
-    if kinds.chains {
-        xtables::kube_proxys_chains(&mut |line| rules.add("iptables", line)).or_else(absent)?;
+    if chains {
+        xtables::kube_proxys_chains(&mut |line| rules.add("iptables", line))?;
     }
-    nftables::kube_proxys_objects(&mut |line| rules.add("nftables", line)).or_else(absent)?;
+    nftables::kube_proxys_objects(&mut |line| rules.add("nftables", line))?;
     let has_device = || fs::read_to_string("/proc/self/net/dev").is_ok_and(|devices| devices.contains("kube-ipvs0:"));
-    if kinds.virtual_servers && has_device() {
+    if virtual_servers && has_device() {
         let servers = fs::read_to_string("/proc/net/ip_vs").unwrap_or_default();
         // The last two columns of a destination count its connections.
         let fixed = |line: &str| line.split_whitespace().take(4).collect::<Vec<_>>().join(" ");

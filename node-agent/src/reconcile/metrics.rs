@@ -69,8 +69,6 @@ pub struct SyncMetrics {
     drifted_services: Arc<Mutex<BTreeSet<ServiceKey>>>,
     mode: Family<[(&'static str, String); 2], Gauge>,
     standby: Family<[(&'static str, String); 1], Gauge>,
-    /// 1 while the agent programs the node although another service proxy works on it, else 0.
-    pub(super) beside_other_proxy: Gauge,
     apply_duration: Family<Labels<1>, Histogram>,
     applies_failed: Family<Labels<1>, Counter>,
     services_planned: Counter,
@@ -113,7 +111,6 @@ impl Default for SyncMetrics {
             drifted_services: Arc::default(),
             mode: Family::default(),
             standby: Family::default(),
-            beside_other_proxy: Gauge::default(),
             apply_duration: Family::new_with_constructor(sync_histogram),
             applies_failed: Family::default(),
             services_planned: Counter::default(),
@@ -139,9 +136,6 @@ impl SyncMetrics {
         add.gauge("mode_info", "backend, reason", help, self.mode.clone());
         let help = "1 while the agent stands by, because another service proxy works on the node. Served only at --standby-address";
         add.gauge("standby", "proxy", help, self.standby.clone());
-        let help =
-            "1 while the agent programs the node although another service proxy works on it (--on-other-proxy=keep)";
-        add.gauge("beside_other_proxy", "", help, self.beside_other_proxy.clone());
         let help = "Time from the start of a sync until the kernel has accepted the rules";
         add.histogram("apply_duration_seconds", "kind (partial, full)", help, self.apply_duration.clone());
         let help = "Attempts to program the kernel that failed";

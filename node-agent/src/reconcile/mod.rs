@@ -113,8 +113,8 @@ pub struct Reconciler {
     pub(crate) node_settings: NodeSettings,
     /// The addresses of the node's interfaces. Signal [`Wake::Interfaces`] after a change.
     pub(crate) interfaces: Interfaces,
-    /// Another service proxy that works on the node beside this agent. Signal [`Wake::Problems`]
-    /// after a change.
+    /// Another service proxy that works on the node beside this agent. The loop reports it at its
+    /// next step.
     pub(crate) beside: watch::Receiver<Option<String>>,
     inputs: watch::Sender<NodeInputs>,
     /// True if the Node was known when `inputs` were resolved.
@@ -552,9 +552,7 @@ impl Reconciler {
         let unchecked = unchecked.map(|(reason, services)| Degradation { sentence: reason.to_owned(), services });
         now.degraded.extend(unchecked.map(with_names));
         now.degraded.extend(self.node_settings.complaints(self.is_node_known, &self.inputs.borrow(), &demand));
-        let beside = self.beside.borrow().clone();
-        self.metrics.beside_other_proxy.set(beside.is_some().into());
-        now.degraded.extend(beside.map(|other| {
+        now.degraded.extend(self.beside.borrow().as_ref().map(|other| {
             format!("{other} runs on this node, and its rules and those of Headgate may both take effect: stop {other}, or start the agent with --on-other-proxy=yield")
         }));
         self.metrics.degraded_modes.set(i64::try_from(now.degraded.len()).unwrap_or(i64::MAX));

@@ -24,31 +24,30 @@ pub(crate) fn kube_proxys_table(family: Family) -> TableName {
 }
 
 /// Calls `take` with a text for each object in the tables of kube-proxy's mode nftables, without
-/// elements that packets add. Errors: the kernel cannot be read; `Unavailable` without nftables.
+/// elements that packets add. Errors: the kernel cannot be read.
 pub(crate) fn kube_proxys_objects(take: &mut dyn FnMut(&str)) -> Result<(), DataplaneError> {
     if !NF_TABLES.is_present() {
         return Ok(());
     }
-    read(take).map_err(|error| failure("reading the tables of kube-proxy's mode nftables", &error))
-}
-
-fn read(take: &mut dyn FnMut(&str)) -> Result<(), NftablesError> {
-    let mut kernel = Nftables::open()?;
-    for name in Family::BOTH.map(kube_proxys_table) {
-        if kernel.table(&name)?.is_none() {
-            continue;
+    let mut read = || -> Result<(), NftablesError> {
+        let mut kernel = Nftables::open()?;
+        for name in Family::BOTH.map(kube_proxys_table) {
+            if kernel.table(&name)?.is_none() {
+                continue;
+            }
+            // The kernel never reuses a handle, and a rule is never changed.
+            kernel.chains(&name)?.iter().for_each(|chain| take(&chain.object.name));
+            kernel.rules(&name, None)?.iter().for_each(|rule| take(&format!("{} {}", rule.object.chain, rule.handle)));
+            for set in kernel.sets(&name)?.into_iter().map(|set| set.object) {
+                if !set.flags.dynamic && !set.flags.timeout {
+                    let elements = kernel.elements(&name, &set.name)?.into_iter();
+                    elements.for_each(|element| take(&format!("{} {:?} {:?}", set.name, element.key, element.data)));
+                }
+            }
         }
-        // The kernel never reuses a handle, and a rule is never changed.
-        kernel.chains(&name)?.iter().for_each(|chain| take(&chain.object.name));
-        kernel.rules(&name, None)?.iter().for_each(|rule| take(&format!("{} {}", rule.object.chain, rule.handle)));
-        for set in kernel.sets(&name)?.into_iter().filter(|set| !set.object.flags.dynamic && !set.object.flags.timeout)
-        {
-            let set = set.object.name;
-            let elements = kernel.elements(&name, &set)?;
-            elements.iter().for_each(|element| take(&format!("{set} {:?} {:?}", element.key, element.data)));
-        }
-    }
-    Ok(())
+        Ok(())
+    };
+    read().map_err(|error| failure("reading the tables of kube-proxy's mode nftables", &error))
 }
 
 fn tables_of(owner: &'static str, table: fn(Family) -> TableName) -> Leftover {

@@ -122,31 +122,23 @@ fn rules(variant: Variant, clean_up: fn(&Programs) -> Result<(), DataplaneError>
 const OF_KUBELET: [&str; 4] = ["KUBE-KUBELET-CANARY", "KUBE-IPTABLES-HINT", "KUBE-FIREWALL", "KUBE-MARK-DROP"];
 
 /// Calls `take` with each line of `iptables-save` that is a chain of kube-proxy or a rule in it, for
-/// both variants and families. Errors: a table cannot be read; `Unavailable` if no variant is
-/// installed.
+/// both families and all variants that are installed. Errors: a table cannot be read.
 pub(crate) fn kube_proxys_chains(take: &mut dyn FnMut(&str)) -> Result<(), DataplaneError> {
-    let variants = [Variant::Legacy, Variant::Nft]
-        .into_iter()
-        .filter(|variant| *variant == Variant::Legacy || NF_TABLES.is_present());
-    let programs: Vec<_> =
-        variants.flat_map(|variant| Family::BOTH.map(|family| Programs::new(family, variant))).collect();
-    let mut missing = Ok(());
-    for (programs, table) in
-        programs.iter().flat_map(|programs| [RulesTable::Nat, RulesTable::Filter].map(|table| (programs, table)))
-    {
-        let read = programs.save(table, |line| {
-            let chain =
-                line.strip_prefix("-A ").or_else(|| line.strip_prefix(':')).and_then(|rest| rest.split(' ').next());
-            if chain.is_some_and(|chain| chain.starts_with("KUBE-") && !OF_KUBELET.contains(&chain)) {
-                take(line);
-            }
-        });
-        match read {
-            Err(error) if error.kind == ErrorKind::Unavailable => missing = Err(error),
-            read => read?,
+    let variants: &[Variant] =
+        if NF_TABLES.is_present() { &[Variant::Legacy, Variant::Nft] } else { &[Variant::Legacy] };
+    for programs in variants.iter().flat_map(|variant| Family::BOTH.map(|family| Programs::new(family, *variant))) {
+        for table in [RulesTable::Nat, RulesTable::Filter] {
+            let read = programs.save(table, |line| {
+                let chain = line.strip_prefix("-A ").or_else(|| line.strip_prefix(':')).unwrap_or_default();
+                let chain = chain.split(' ').next().unwrap_or_default();
+                if chain.starts_with("KUBE-") && !OF_KUBELET.contains(&chain) {
+                    take(line);
+                }
+            });
+            read.or_else(|error| if error.kind == ErrorKind::Unavailable { Ok(()) } else { Err(error) })?;
         }
     }
-    missing
+    Ok(())
 }
 
 /// The packet counters that rules increment. The kernel keeps one while a rule uses it.

@@ -161,10 +161,8 @@ fn written(rig: &Rig) -> Vec<(String, String)> {
     let mut all: Vec<_> =
         tools.iter().map(|(tool, arguments)| ((*tool).to_owned(), without_dates(rig.tool(tool, arguments)))).collect();
     rig.run(|| parameters(Path::new("/proc/sys/net"), &mut all));
-    for file in ["ip_vs", "netfilter/nfnetlink_log"] {
-        let read = rig.run(|| fs::read_to_string(Path::new("/proc/self/net").join(file)));
-        all.push((file.to_owned(), read.unwrap_or_default()));
-    }
+    let servers = rig.run(|| fs::read_to_string("/proc/thread-self/net/ip_vs"));
+    all.push(("ip_vs".to_owned(), servers.unwrap_or_default()));
     all
 }
 
@@ -172,8 +170,8 @@ fn parameters(folder: &Path, all: &mut Vec<(String, String)>) {
     let mut entries: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     entries.sort();
     for path in entries {
-        // Counts and times that the kernel itself changes.
-        if ["nf_conntrack_count", "route"].iter().any(|name| path.ends_with(name)) {
+        // A count that the kernel changes, and sizes that belong to the whole machine.
+        if ["nf_conntrack_count", "nf_conntrack_max", "nf_conntrack_buckets"].iter().any(|name| path.ends_with(name)) {
             continue;
         }
         if path.is_dir() {
@@ -196,6 +194,10 @@ fn bed() -> (Rig, Threads) {
     let endpoints = slice("web", &[("node-a", 1)], "");
     let rig = Rig::serving(&[("node", node("")), ("web", service_v4("web", 1, "")), ("web-1", endpoints)]);
     rig.ip("addr add 10.244.1.1/32 dev lo\nroute add default via 192.0.2.1 dev uplink\n");
+    let tentative = || rig.tool("ip", &["addr", "show", "tentative"]);
+    eventually("no address is tentative", || {
+        Some(tentative()).filter(String::is_empty).map(drop).ok_or_else(tentative)
+    });
     let mut server = Threads::new();
     server.serve(&rig, 8080, echo);
     (rig, server)
@@ -211,9 +213,8 @@ fn an_agent_writes_nothing_takes_over_and_yields_while_connections_survive() {
 
     // It stands by, is ready, and says why.
     let before = written(&rig);
-    let cluster = rig.path("state");
-    let state = format!("--state-dir={}", cluster.display());
-    let agent = rig.agent(&[&STANDBY[..], &[&state]].concat());
+    let state = format!("--state-dir={}", rig.path("state").display());
+    let agent = rig.agent(&[&STANDBY[..], &[&*state][..]].concat());
     agent.until_logged("standby: kube-proxy (iptables) runs");
     rig.until_said(&["agents"], &["standby", "node-a: standby: kube-proxy (iptables) runs", "1 in standby"]);
     eventually("the agent is ready", || match rig.get(10262, "/healthz")? {
@@ -302,7 +303,7 @@ fn without_any_sign_the_agent_programs_at_once_and_remembers_it() {
     // Its rules have the names of kube-proxy's, and it knows that it wrote them.
     let again = rig.agent(&arguments);
     rig.until_programmed();
-    assert!(!again.log()[again.log().rfind("starting").unwrap()..].contains("standby:"), "{}", again.log());
+    assert!(!again.log().contains("standby:"), "{}", again.log());
 }
 
 #[test]
@@ -312,7 +313,7 @@ fn kept_beside_another_proxy_the_agent_reports_it() {
     rig.until_programmed();
     let _process = rig.idle("kube-proxy");
     rig.until_said(&["agents"], &["degraded: kube-proxy runs on this node"]);
-    rig.until_metric("headgate_agent_beside_other_proxy", |value| value == 1.0);
+    rig.until_metric("headgate_agent_degraded_modes", |value| value >= 1.0);
     assert!(rig.tool("nft", &["list", "ruleset"]).contains("table ip headgate"));
 }
 
