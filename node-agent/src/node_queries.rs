@@ -46,7 +46,7 @@ pub(crate) struct Knowledge {
 impl Knowledge {
     /// Answers from the data that the agent's pages show, and from its state.
     pub(crate) fn new(node: Arc<str>, pages: Pages, explainer: Explainer) -> Self {
-        let verifier = Verifier::new(explainer.clone(), pages.progress.clone(), Arc::clone(&pages.standby));
+        let verifier = Verifier::new(explainer.clone(), pages.progress.clone());
         Self { node, pages, explainer, verifier }
     }
 

@@ -7,7 +7,8 @@ use std::{
     time::Duration,
 };
 
-use headgate_core::{Family, State, digest::service_bucket};
+use headgate_core::{Family, State, digest::service_bucket, explain::Mode};
+use headgate_oracle::Comparison;
 use headgate_proto::{NodeView, digests_to_wire, v1, v1::node_answer};
 use prost::Message as _;
 use tokio::{
@@ -41,15 +42,13 @@ const MAX_SENTENCES: usize = 100;
 pub(super) struct Verifier {
     explainer: Explainer,
     progress: watch::Receiver<Progress>,
-    /// The other proxy, of an agent in standby.
-    standby: Arc<str>,
     /// When the next verification may be requested.
     next: Arc<Mutex<Instant>>,
 }
 
 impl Verifier {
-    pub(super) fn new(explainer: Explainer, progress: watch::Receiver<Progress>, standby: Arc<str>) -> Self {
-        Self { explainer, progress, standby, next: Arc::new(Mutex::new(Instant::now())) }
+    pub(super) fn new(explainer: Explainer, progress: watch::Receiver<Progress>) -> Self {
+        Self { explainer, progress, next: Arc::new(Mutex::new(Instant::now())) }
     }
 
     pub(super) async fn answer(self, query: v1::VerifyQuery) -> NodeAnswer {
@@ -128,7 +127,7 @@ impl Verifier {
             unverified,
             services: services as u64,
             frontends: verification.comparison.frontends,
-            shadow: verification.shadow.as_ref().map(|shadow| self.shadow(shadow, verification)),
+            shadow: verification.shadow.as_ref().map(|shadow| shadow_to_wire(shadow, &verification.comparison)),
             ..v1::Verification::default()
         };
         let mut parts = vec![first];
@@ -143,19 +142,18 @@ impl Verifier {
     }
 }
 
-impl Verifier {
-    fn shadow(&self, shadow: &Shadow, Verification { comparison, .. }: &Verification) -> v1::Shadow {
-        v1::Shadow {
-            proxy: self.standby.to_string(),
-            by_design: comparison.by_design.iter().take(MAX_SENTENCES).map(drift_to_wire).collect(),
-            by_design_count: comparison.by_design_total,
-            waiting: shadow.waiting,
-            waiting_ms: u64::try_from(shadow.oldest.as_millis()).unwrap_or(u64::MAX),
-            late: shadow.late,
-            headgate: Some(times_to_wire(&shadow.ready)),
-            other: Some(times_to_wire(&shadow.agreed)),
-            resolution: Some(times_to_wire(&shadow.resolution)),
-        }
+fn shadow_to_wire(shadow: &Shadow, comparison: &Comparison) -> v1::Shadow {
+    let mode = comparison.of_kube_proxy.map_or("an unknown mode", Mode::as_str);
+    v1::Shadow {
+        proxy: format!("kube-proxy ({mode})"),
+        by_design: comparison.by_design.iter().take(MAX_SENTENCES).map(drift_to_wire).collect(),
+        by_design_count: comparison.by_design_total,
+        waiting: shadow.waiting,
+        waiting_ms: u64::try_from(shadow.oldest.as_millis()).unwrap_or(u64::MAX),
+        late: shadow.late,
+        headgate: Some(times_to_wire(&shadow.ready)),
+        other: Some(times_to_wire(&shadow.agreed)),
+        resolution: Some(times_to_wire(&shadow.resolution)),
     }
 }
 
@@ -212,7 +210,6 @@ fn held_parts(held: BTreeMap<u16, Vec<v1::HeldService>>) -> Vec<v1::Verification
 mod tests {
     #![allow(clippy::unwrap_used)]
     use headgate_core::NodeFacts;
-    use headgate_oracle::Comparison;
 
     use super::*;
     use crate::{
@@ -235,7 +232,7 @@ mod tests {
         let (_inputs, inputs) = watch::channel(NodeInputs::default());
         let shared = Arc::clone(&state);
         let explainer = Explainer { state: shared, inputs, masquerade_all: false, localhost_node_ports: true };
-        let verifier = Verifier::new(explainer, receiver, "".into());
+        let verifier = Verifier::new(explainer, receiver);
         // Publishes a verification that answers all requests so far.
         let verified = || {
             let verification = Verification {
