@@ -6,11 +6,12 @@ use std::{env, fs, path::PathBuf};
 use prost::Message as _;
 
 /// The answers of Inspect, and the messages in them. `headgatectl` writes them as JSON.
-const SHOWN_AS_JSON: [&str; 25] = [
+const SHOWN_AS_JSON: [&str; 27] = [
     "AgentInfo",
     "AgentVersion",
     "AgentsChange",
     "ChangeTime",
+    "ChangeTimes",
     "Connections",
     "Drift",
     "EndpointInfo",
@@ -28,6 +29,7 @@ const SHOWN_AS_JSON: [&str; 25] = [
     "ServiceCounters",
     "ServiceInfo",
     "ServicePortInfo",
+    "Shadow",
     "SourceAge",
     "SourcePosition",
     "WaitAnswer",

@@ -206,7 +206,7 @@ mod tests {
             ServiceInfo ServicePortInfo EndpointInfo AgentInfo GetStatusResponse ReplicaInfo
             Problem FleetInfo SourceAge SourcePosition WaitAnswer Laggard
             WatchEvent NodeStatus Rejection ServiceCounters Connections OpenConnection
-            Explanation Drift NodeVerification ExplainedEndpoint
+            Explanation Drift NodeVerification ExplainedEndpoint Shadow ChangeTimes
         }
     }
 

@@ -172,6 +172,16 @@ pub enum Command {
     /// line; 4 if only Nodes without an agent are missing, or if there is no Node. With
     /// --allow-absent the command ends with 0 instead of 4.
     Verify(VerifyArgs),
+    /// Show what the other service proxies of nodes in standby do, and what Headgate would change
+    ///
+    /// The agent of each node reads the rules of the other proxy now, and compares the endpoints
+    /// behind every address and NodePort with its own view. What the other proxy does otherwise by
+    /// design is shown apart. The last lines show how long the other proxy takes from a change to
+    /// its rules, and how long Headgate took until it could have written them.
+    ///
+    /// Exit codes: 0 if all rules agree; 1 if something differs, if a node cannot be compared, if
+    /// no node is in standby, or if no replica answers; 2 for a wrong command line.
+    Shadow(VerifyArgs),
     /// Wait until all nodes have programmed the current state of a Service or of an endpoint
     ///
     /// Nodes without an agent count, too: the command waits for a node that lost its agent, and

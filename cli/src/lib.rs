@@ -19,6 +19,7 @@ mod migrate;
 mod node;
 pub mod render;
 mod run;
+mod shadow;
 pub mod units;
 mod verify;
 mod version;

@@ -20,7 +20,7 @@ pub use self::explain::explanation;
 pub use self::nodes::{agents, fleet, is_absent, is_behind, is_standby, no_agent};
 pub use self::table::fit;
 use self::table::{ALWAYS, Cell, Column, cell, only, shortened, table, toned};
-pub use self::verify::verifications;
+pub use self::verify::{shadows, verifications};
 use crate::units;
 
 /// How text is shown.

@@ -11,7 +11,7 @@ use crate::answer::{Failure, Session, data};
 use crate::args::{self, Args, Command, MigrateArgs, Output, Selected};
 use crate::certs::{self, CertsError, Written, rotation};
 use crate::render::{self, Style};
-use crate::{agents, cleanup, complete, dashboard, drain, explain, list, migrate, node, verify, version, wait};
+use crate::{agents, cleanup, complete, dashboard, drain, explain, list, migrate, node, shadow, verify, version, wait};
 
 /// How often --watch may print.
 const REDRAW: Duration = Duration::from_secs(1);
@@ -82,6 +82,7 @@ impl Session<'_> {
             Command::Connections(wanted) => node::connections(self, wanted, selected).await,
             Command::Explain(wanted) => explain::run(self, wanted, selected).await,
             Command::Verify(wanted) => verify::run(self, wanted).await,
+            Command::Shadow(wanted) => shadow::run(self, wanted).await,
             Command::Wait(wanted) => wait::run(self, wanted, selected).await,
             Command::Drain(wanted) => drain::run(self, wanted).await,
             // These commands contact no server, or connect themselves.

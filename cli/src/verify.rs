@@ -10,9 +10,8 @@ use crate::render::{self, counted, thousands};
 const MAX_NAMED: usize = 20;
 
 pub(crate) async fn run(session: &mut Session<'_>, wanted: &VerifyArgs) -> Result<(), Failure> {
-    let node = wanted.node.clone().unwrap_or_default();
-    let answer = session.replica.client.verify_nodes(VerifyNodesRequest { node, only_this_replica: false }).await;
-    let found = Found::of(session.collect(answer).await?);
+    let mut found = ask(session, wanted).await?;
+    found.nodes.iter_mut().for_each(leave_out_other_proxies);
     if session.output.is_data() {
         session.write_data(&found.nodes)?;
     } else if !found.nodes.is_empty() {
@@ -26,10 +25,28 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &VerifyArgs) -> Resul
     found.result(wanted)
 }
 
+/// Verifies the nodes.
+pub(crate) async fn ask(session: &mut Session<'_>, wanted: &VerifyArgs) -> Result<Found, Failure> {
+    let node = wanted.node.clone().unwrap_or_default();
+    let answer = session.replica.client.verify_nodes(VerifyNodesRequest { node, only_this_replica: false }).await;
+    Ok(Found::of(session.collect(answer).await?))
+}
+
+/// Another proxy programs a node in standby, so nothing about Headgate is verified there.
+fn leave_out_other_proxies(node: &mut NodeVerification) {
+    if let Some(shadow) = node.shadow.take() {
+        node.result = "unverified".to_owned();
+        node.drift.clear();
+        node.drift_count = 0;
+        node.unverified =
+            vec![format!("{} programs the node: `headgatectl shadow {}` compares its rules", shadow.proxy, node.node)];
+    }
+}
+
 /// The answer.
-struct Found {
+pub(crate) struct Found {
     /// The nodes, the worst first. The result of Nodes without an agent is "absent".
-    nodes: Vec<NodeVerification>,
+    pub(crate) nodes: Vec<NodeVerification>,
     /// The number of Nodes without an agent that the answer does not name.
     unnamed: u64,
 }

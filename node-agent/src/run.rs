@@ -104,7 +104,7 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
         let (stop, mut tells_chains) = (shutdown.child_token(), false);
         let (dataplane, role, ends) = match watch.standby() {
             Some(other) => {
-                let dataplane: Box<dyn NodeDataplane> = Box::new(standby::dataplane(other.mode.as_deref()));
+                let dataplane: Box<dyn NodeDataplane> = Box::new(standby::dataplane());
                 (dataplane, Role::StandsBy(other.to_string().into()), stop.clone())
             }
             None => {

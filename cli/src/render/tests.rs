@@ -1,4 +1,4 @@
-use headgate_proto::v1::{AgentInfo, FleetInfo, SourceAge};
+use headgate_proto::v1::{AgentInfo, ChangeTimes, FleetInfo, NodeVerification, Shadow, SourceAge};
 
 use super::*;
 
@@ -195,5 +195,39 @@ fn control_characters_from_agents_and_manifests_are_escaped() {
         assert!(!text.chars().any(|character| character.is_control() && character != '\n'), "{text:?}");
         assert!(text.contains("\\u{202e}") && !text.contains('\u{202e}'), "{text:?}");
         assert_eq!(text.lines().count(), lines, "{text}");
+    }
+}
+
+#[test]
+fn rules_of_another_proxy_are_shown_with_differences_by_design_and_times() {
+    let drift = |difference: &str| Drift { service: "shop/web".into(), difference: difference.into() };
+    let times = |count, median_us| ChangeTimes { count, median_us, p99_us: 2 * median_us, longest_us: 3 * median_us };
+    let node = NodeVerification {
+        node: "node-b".into(),
+        result: "drift".into(),
+        frontends: 412,
+        drift: vec![drift("connections to 10.96.0.1 port 80/TCP are not served, but should be rejected")],
+        drift_count: 2,
+        shadow: Some(Shadow {
+            proxy: "kube-proxy (iptables)".into(),
+            by_design: vec![drift("one thing (a reason)"), drift("another thing (a reason)")],
+            by_design_count: 2,
+            headgate: Some(times(4, 250)),
+            other: Some(times(3, 400_000)),
+            resolution: Some(times(3, 50_000)),
+            ..Shadow::default()
+        }),
+        ..NodeVerification::default()
+    };
+    let shown = shadows(&[node], PLAIN);
+    for part in [
+        "node-b  differs        412            2          2        0  kube-proxy (iptables)",
+        "node-b: Service shop/web: connections to 10.96.0.1 port 80/TCP are not served, but should be rejected\n",
+        "node-b: 1 more differences are not shown\n",
+        "node-b: by design, 2 times: a reason; such as Service shop/web: one thing\n",
+        "from a change to its rules: median 400ms, p99 800ms, longest 1.2s (3 changes), at most 50.0ms too long",
+        "Headgate could write after: median 250µs, p99 500µs, longest 750µs (4 changes)\n",
+    ] {
+        assert!(shown.contains(part), "{part:?} in {shown}");
     }
 }

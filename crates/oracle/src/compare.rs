@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, fmt, sync::Arc};
 
 use headgate_core::{
     Family, NodeFacts, Protocol, ServiceKey, State,
-    explain::NodeSettings,
+    explain::{Mode, NodeSettings},
     forwarding::{Entry, Fate, NodePortsAt, Origin, Problem, Table, expected, of_views, owner},
     frontends::Frontend,
 };
@@ -23,6 +23,8 @@ pub struct Comparison {
     pub total: u64,
     /// The differences, at most [`MAX_DIFFERENCES`].
     pub differences: Vec<Difference>,
+    /// The mode of the kube-proxy whose rules were compared. `None` for rules of Headgate.
+    pub of_kube_proxy: Option<Mode>,
     /// Where the rules of kube-proxy do something else by design, at most [`MAX_DIFFERENCES`], and
     /// their number. Not part of `total` and `differences`.
     pub by_design: Vec<Difference>,
@@ -79,6 +81,15 @@ impl Comparison {
         }
     }
 
+    /// Keeps only the differences that another comparison found too.
+    pub fn keep_common(&mut self, other: &Self) {
+        self.differences.retain(|difference| other.differences.contains(difference));
+        // Those that are not listed cannot be compared.
+        let unlisted = self.total.min(other.total).saturating_sub(MAX_DIFFERENCES as u64);
+        self.total = self.differences.len() as u64 + unlisted;
+        self.not_understood.clone_from(&other.not_understood);
+    }
+
     fn mark(&self) -> (u64, usize) {
         (self.total, self.differences.len())
     }
@@ -92,6 +103,7 @@ impl Comparison {
         self.by_design.extend(other.by_design);
         self.by_design.truncate(MAX_DIFFERENCES);
         self.by_design_total += other.by_design_total;
+        self.of_kube_proxy = self.of_kube_proxy.or(other.of_kube_proxy);
         self.not_understood.extend(other.not_understood);
     }
 
@@ -129,7 +141,7 @@ pub struct Comparer {
 impl Comparer {
     /// Begins to compare `found`, the table of a kernel.
     pub fn new(mut found: Table, settings: &NodeSettings) -> Self {
-        let mut comparison = Comparison::default();
+        let mut comparison = Comparison { of_kube_proxy: found.of_kube_proxy, ..Comparison::default() };
         let is_broken = found.is_broken();
         for problem in std::mem::take(&mut found.problems) {
             match problem {

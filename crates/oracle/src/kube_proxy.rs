@@ -4,7 +4,7 @@
 use std::{collections::BTreeSet, net::IpAddr};
 
 use headgate_core::{
-    Family, ServiceKey, State,
+    Endpoint, Family, ServiceKey, State,
     explain::Mode,
     forwarding::{Admitted, Entry, Fate, Origin},
     frontends::Frontend,
@@ -19,6 +19,8 @@ const IS_NOT_REFUSED_TO_THE_NODE: &str = "without endpoints, Headgate rejects co
 
 const ADMITS_ADDRESSES: &str = "the node may be its own client: Headgate then admits this address as the source, and kube-proxy each load balancer address of the Service";
 
+const IGNORES_WEIGHTS: &str = "kube-proxy ignores weights, also the weight 0";
+
 /// What kube-proxy does with a frontend of a Service for which Headgate does `expected`. `found` is
 /// what it really does. Also returns the reasons if both differ.
 pub(crate) fn as_kube_proxy(
@@ -30,11 +32,25 @@ pub(crate) fn as_kube_proxy(
     found: &Entry,
 ) -> (Entry, Vec<&'static str>) {
     let (mut entry, mut reasons) = (expected.clone(), Vec::new());
-    let (Frontend::Address(address, ..), Some(service)) =
-        (frontend, state.entry(key).and_then(|entry| entry.service()))
-    else {
-        return (entry, reasons);
+    let of_service = state.entry(key).and_then(|entry| Some((entry.service()?, entry.endpoints())));
+    let Some((service, endpoints)) = of_service else { return (entry, reasons) };
+    let has_weight = |ip: IpAddr| {
+        let is_used = |endpoint: &Endpoint| {
+            endpoint.port_states().any(|one| one.conditions.ready || one.conditions.is_serving_terminating())
+        };
+        endpoints.get(&ip).is_some_and(|endpoint| endpoint.is_weighted() && is_used(endpoint))
     };
+    for origin in Origin::ALL.into_iter().filter(|_| endpoints.are_weighted()) {
+        if let (Fate::Forwarded(ours), Fate::Forwarded(theirs)) = (expected.fate(origin), found.fate(origin))
+            && ours.iter().all(|endpoint| theirs.contains(endpoint))
+            && ours != theirs
+            && theirs.iter().all(|endpoint| ours.contains(endpoint) || has_weight(endpoint.ip()))
+        {
+            entry.set(origin, found.fate(origin).clone());
+            reasons = vec![IGNORES_WEIGHTS];
+        }
+    }
+    let Frontend::Address(address, ..) = frontend else { return (entry, reasons) };
     let is_external = !service.cluster_ips.contains(&address);
     if is_external && mode == Mode::Iptables && *expected.fate(Origin::Node) == Fate::Rejected {
         entry.set(Origin::Node, Fate::NotServed);

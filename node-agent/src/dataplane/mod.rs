@@ -44,6 +44,8 @@ pub fn proxy_mode(name: &str) -> &str {
 pub fn mode_of(name: &str) -> Option<Mode> {
     match proxy_mode(name) {
         "userspace" if name != "userspace" => Some(Mode::UserspaceIptables),
+        // An agent in standby has a view of the node, and no mode of its own.
+        standby::NAME => Some(Mode::Iptables),
         mode => Mode::parse(mode),
     }
 }

@@ -1,6 +1,6 @@
-//! Reads the rules of kube-proxy, in mode iptables (both variants) or nftables, and decodes them. It
-//! writes nothing, and makes the kernel load no module. Rules of other proxies, and of kube-proxy in
-//! mode ipvs, are not understood.
+//! Reads the rules of kube-proxy, in mode iptables (both variants) or nftables, and decodes them.
+//! It writes nothing, and makes the kernel load no module. Rules of other proxies, and of
+//! kube-proxy in mode ipvs, are not understood.
 
 use headgate_core::{
     Family,

@@ -7,7 +7,8 @@ use std::{
     time::Duration,
 };
 
-use headgate_core::{Family, State, digest::service_bucket};
+use headgate_core::{Family, State, digest::service_bucket, explain::Mode};
+use headgate_oracle::Comparison;
 use headgate_proto::{NodeView, digests_to_wire, v1, v1::node_answer};
 use prost::Message as _;
 use tokio::{
@@ -21,7 +22,7 @@ use crate::{
     session::outbox::{NodeAnswer, drift_to_wire},
     state::{
         AgentState,
-        progress::{Progress, Verification},
+        progress::{ChangeTimes, Progress, Shadow, Verification},
     },
 };
 
@@ -126,6 +127,7 @@ impl Verifier {
             unverified,
             services: services as u64,
             frontends: verification.comparison.frontends,
+            shadow: verification.shadow.as_ref().map(|shadow| shadow_to_wire(shadow, &verification.comparison)),
             ..v1::Verification::default()
         };
         let mut parts = vec![first];
@@ -138,6 +140,27 @@ impl Verifier {
         parts.extend(held);
         Ok(parts.into_iter().map(node_answer::Kind::Verification).collect())
     }
+}
+
+fn shadow_to_wire(shadow: &Shadow, comparison: &Comparison) -> v1::Shadow {
+    let mode = comparison.of_kube_proxy.map_or("an unknown mode", Mode::as_str);
+    v1::Shadow {
+        proxy: format!("kube-proxy ({mode})"),
+        by_design: comparison.by_design.iter().take(MAX_SENTENCES).map(drift_to_wire).collect(),
+        by_design_count: comparison.by_design_total,
+        waiting: shadow.waiting,
+        waiting_ms: u64::try_from(shadow.oldest.as_millis()).unwrap_or(u64::MAX),
+        late: shadow.late,
+        headgate: Some(times_to_wire(&shadow.ready)),
+        other: Some(times_to_wire(&shadow.agreed)),
+        resolution: Some(times_to_wire(&shadow.resolution)),
+    }
+}
+
+fn times_to_wire(times: &ChangeTimes) -> v1::ChangeTimes {
+    let [median_us, p99_us, longest_us] =
+        [500, 990, 1000].map(|of| u64::try_from(times.quantile(of).as_micros()).unwrap_or(u64::MAX));
+    v1::ChangeTimes { count: times.count, median_us, p99_us, longest_us }
 }
 
 /// The Services of these buckets. Holds the lock for one Service at a time.
@@ -187,7 +210,6 @@ fn held_parts(held: BTreeMap<u16, Vec<v1::HeldService>>) -> Vec<v1::Verification
 mod tests {
     #![allow(clippy::unwrap_used)]
     use headgate_core::NodeFacts;
-    use headgate_oracle::Comparison;
 
     use super::*;
     use crate::{
@@ -222,6 +244,7 @@ mod tests {
                 facts: Arc::new(NodeFacts::named("node-a")),
                 cpu_time: None,
                 error: None,
+                shadow: None,
             };
             progress.send_modify(|progress| progress.verification = Some(Arc::new(verification)));
         };

@@ -5,6 +5,7 @@
 //! full sync.
 
 pub mod metrics;
+mod shadow;
 mod steps;
 #[cfg(test)]
 mod tests;
@@ -134,6 +135,8 @@ pub struct Reconciler {
     /// True while the rules are verified.
     is_verifying: bool,
     pauses: verification::Pauses,
+    /// In standby: the changes that the other proxy has not programmed.
+    waits: shadow::Waits,
     /// What syncs have programmed since a verification of the rules read the kernel. `None` if
     /// anything may have changed since then.
     programmed_meanwhile: Option<Dirty>,
@@ -186,6 +189,7 @@ impl Reconciler {
             undecided: 0,
             is_verifying: false,
             pauses: verification::Pauses::default(),
+            waits: shadow::Waits::default(),
             programmed_meanwhile: None,
             has_unknown_rules: false,
             summary: Summary::default(),
@@ -261,6 +265,7 @@ impl Reconciler {
             Due::EarlierRun => self.check_rules_of_earlier_run(),
             Due::Check => self.check(),
             Due::VerifyTable => self.verify_table(),
+            Due::Look => self.look(),
             Due::Maintain => self.maintain(now),
             Due::Retry => self.retry(&self.quarantine.due(now)),
         }
@@ -274,8 +279,9 @@ impl Reconciler {
     }
 
     fn times(&self) -> Times {
-        let Self { check_at, quarantine, summary, .. } = self;
-        Times { check: *check_at, maintain: self.maintain_at(), retry: quarantine.next_due(), log: summary.due_at() }
+        let Self { check_at, quarantine, summary, waits, .. } = self;
+        let (retry, log, look) = (quarantine.next_due(), summary.due_at(), waits.due_at());
+        Times { check: *check_at, maintain: self.maintain_at(), retry, log, look }
     }
 
     fn sync(&mut self) {
@@ -303,6 +309,11 @@ impl Reconciler {
             self.programmed_meanwhile.take().filter(|_| kind != SyncKind::Full && result.is_ok());
         if let Some(programmed) = &mut self.programmed_meanwhile {
             programmed.merge(self.unfinished.steps.part.clone());
+        }
+        if kind == SyncKind::Partial && self.is_standby() {
+            let services = self.unfinished.steps.part.services.clone();
+            let since = self.shared.backlog().taken_since().unwrap_or(started);
+            self.note_changed(&services, since);
         }
         let now = self.now();
         match result {
@@ -748,6 +759,8 @@ enum Due {
     Check,
     /// Verify what the kernel forwards.
     VerifyTable,
+    /// In standby: see whether the rules of the other proxy agree with changes.
+    Look,
     /// The dataplane's work that is due.
     Maintain,
     /// Try quarantined services again.
@@ -761,12 +774,13 @@ struct Times {
     maintain: Option<Instant>,
     retry: Option<Instant>,
     log: Option<Instant>,
+    look: Option<Instant>,
 }
 
 impl Times {
     /// The earliest of these times.
     fn first(&self) -> Instant {
-        [self.maintain, self.retry, self.log].into_iter().flatten().fold(self.check, Instant::min)
+        [self.maintain, self.retry, self.log, self.look].into_iter().flatten().fold(self.check, Instant::min)
     }
 }
 
@@ -782,7 +796,8 @@ fn due(wake: Wake, is_unconfirmed: bool, times: Times, now: Instant) -> Due {
         Wake::Rules | Wake::Verify if is_unconfirmed => Due::EarlierRun,
         Wake::Rules => Due::Check,
         Wake::Verify => {
-            let times = [(times.maintain, Due::Maintain), (Some(times.check), Due::Check), (times.retry, Due::Retry)];
+            let Times { check, maintain, retry, look, .. } = times;
+            let times = [(maintain, Due::Maintain), (look, Due::Look), (Some(check), Due::Check), (retry, Due::Retry)];
             let first = times.into_iter().find(|(at, _)| at.is_some_and(|at| at <= now));
             first.map_or(Due::Publish, |(_, due)| due)
         }
@@ -800,7 +815,7 @@ mod schedule_tests {
     fn what_is_due_depends_on_the_wake_and_the_times() {
         let now = Instant::now();
         let (past, future) = (now.checked_sub(Duration::from_secs(1)).unwrap(), now + Duration::from_secs(1));
-        let times = |check, maintain, retry| Times { check, maintain, retry, log: Some(past) };
+        let times = |check, maintain, retry| Times { check, maintain, retry, log: Some(past), look: None };
         let nothing = times(future, None, None);
         let all = times(past, Some(past), Some(past));
         for (wake, is_unconfirmed, times, expected) in [

@@ -183,11 +183,17 @@ impl Reconciler {
         };
         let facts = Arc::new(self.shared.with_facts(|_, facts| facts.clone()));
         let (at, started, before) = (Instant::now(), self.now(), cpu_time::of_thread_and_children());
-        let decoded = self.dataplane.decode().map_err(|error| error.to_string());
-        let compared = decoded.and_then(|tables| {
-            self.compare_tables(tables)
-                .ok_or_else(|| "the node or its settings changed, and the rules are written anew".to_owned())
-        });
+        let mut compared = self.read_and_compare();
+        if let Ok((comparison, _)) = &mut compared
+            && comparison.total > 0
+            && self.is_standby()
+        {
+            // The other proxy may have written while its rules were read.
+            match self.read_and_compare() {
+                Ok((again, _)) => comparison.keep_common(&again),
+                Err(error) => compared = Err(error),
+            }
+        }
         let (cpu_time, now) = (cpu_time_since(before), self.now());
         self.pauses.next = Some(now + cpu_time.unwrap_or(now - started) * PAUSE_FACTOR);
         let (comparison, found, error) = match compared {
@@ -210,19 +216,36 @@ impl Reconciler {
             facts,
             cpu_time,
             error,
+            shadow: self.is_standby().then(|| self.waits.report(now)),
         };
         self.progress.send_modify(|progress| progress.verification = Some(verification.into()));
     }
 
-    /// Compares the tables of the kernel with the state. Leaves out Services that changed since the
-    /// last sync, and Services whose rules the kernel rejects. Returns `None` if all rules are
-    /// about to change.
-    fn compare_tables(&self, tables: Vec<Table>) -> Option<Compared> {
+    fn read_and_compare(&mut self) -> Result<Compared, String> {
+        let tables = self.dataplane.decode().map_err(|error| error.to_string())?;
+        self.compare_tables(tables, None)
+            .ok_or_else(|| "the node or its settings changed, and the rules are written anew".to_owned())
+    }
+
+    /// Compares the tables of the kernel with the state: for all Services, or only for some. Leaves
+    /// out Services that changed since the last sync, that wait for another proxy, and whose rules
+    /// the kernel rejects. Returns `None` if all rules are about to change.
+    pub(super) fn compare_tables(
+        &self,
+        mut tables: Vec<Table>,
+        only: Option<&BTreeSet<Arc<ServiceKey>>>,
+    ) -> Option<Compared> {
         let settings = self.expected_settings();
         let is_known = |key: &ServiceKey| {
-            let Self { unfinished, quarantine, .. } = self;
-            !unfinished.dirty.services.contains(key) && !quarantine.concerns(key)
+            let Self { unfinished, quarantine, waits, .. } = self;
+            let is_wanted = only.map_or_else(|| !waits.contains(key), |only| only.contains(key));
+            is_wanted && !unfinished.dirty.services.contains(key) && !quarantine.concerns(key)
         };
+        if self.is_standby() {
+            // A proxy has no rules of a family without Services.
+            let is_used = |family| self.shared.with_state(|state| state.demand().of(family).services > 0);
+            tables.retain(|table| is_used(table.family));
+        }
         let keys = self.shared.keys();
         let (mut all, mut digests) = (Comparison::default(), Digests::default());
         let is_broken = tables.iter().any(Table::is_broken);
@@ -241,14 +264,15 @@ impl Reconciler {
             let compared = self.shared.with_unprogrammed(|state, _, dirty| {
                 let is_verified = |key: &ServiceKey| is_known(key) && !dirty.services.contains(key);
                 let is_settled = dirty.is_empty() && self.unfinished.dirty.is_empty();
+                let is_settled = is_settled && self.waits.is_settled(self.now());
                 comparer.finish(state, &is_verified, is_settled)
             })?;
             all.merge(compared);
         }
-        Some((all, (!is_broken).then_some(digests)))
+        Some((all, (!is_broken && !self.is_standby()).then_some(digests)))
     }
 
-    fn expected_settings(&self) -> NodeSettings {
+    pub(super) fn expected_settings(&self) -> NodeSettings {
         self.inputs.borrow().settings(mode_of(self.dataplane.name()).unwrap_or(Mode::Iptables))
     }
 
@@ -263,6 +287,10 @@ impl Reconciler {
             .iter()
             .take(MAX_LOGGED)
             .for_each(|sentence| warn!("the kernel does not do what the state asks for: {sentence}"));
+        if self.is_standby() {
+            // They are the other proxy's.
+            return;
+        }
         self.metrics.dataplane.drift.inc_by(comparison.total);
         comparison.services().iter().for_each(|service| self.metrics.drifted(service));
         let mut findings = sentences;
@@ -283,6 +311,6 @@ impl Reconciler {
 }
 
 /// The processor time of this thread and its children since `before`.
-fn cpu_time_since(before: Option<Duration>) -> Option<Duration> {
+pub(super) fn cpu_time_since(before: Option<Duration>) -> Option<Duration> {
     Some(cpu_time::of_thread_and_children()?.saturating_sub(before?))
 }

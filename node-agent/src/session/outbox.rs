@@ -695,6 +695,7 @@ mod verified_tests {
             facts: Arc::new(NodeFacts::named("node-a")),
             cpu_time: None,
             error: error.map(ToOwned::to_owned),
+            shadow: None,
         };
         let count = |verification: &Verification| to_wire(verification).map(|verified| verified.drift_count);
         assert_eq!(count(&verification(0, &[], None)), Some(0));

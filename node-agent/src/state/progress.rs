@@ -6,6 +6,7 @@
 //! while the planning of a full sync holds the state's lock.
 
 use std::{
+    collections::VecDeque,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant, SystemTime},
 };
@@ -181,6 +182,11 @@ impl Backlog {
         std::mem::take(&mut inner.taken).triggers
     }
 
+    /// When the oldest change arrived that a sync has taken.
+    pub(crate) fn taken_since(&self) -> Option<Instant> {
+        self.lock().taken_since.iter().flatten().min().copied()
+    }
+
     /// Records that all changes that had arrived at `at` are in the kernel.
     pub(crate) fn advanced(&self, at: Instant) {
         self.lock().taken_since.iter_mut().flatten().for_each(|since| *since = at.max(*since));
@@ -301,6 +307,54 @@ pub struct Verification {
     pub cpu_time: Option<Duration>,
     /// Why the kernel could not be read. Try again.
     pub error: Option<String>,
+    /// The times of the other proxy, of an agent in standby.
+    pub shadow: Option<Shadow>,
+}
+
+/// How long another proxy takes from a change to its rules.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Shadow {
+    /// The changed Services whose rules do not agree yet, and the time since the first change.
+    pub waiting: u64,
+    /// See `waiting`.
+    pub oldest: Duration,
+    /// How often the rules of a changed Service did not agree within a minute.
+    pub late: u64,
+    /// From the arrival of a change until this agent could have written its rules.
+    pub ready: ChangeTimes,
+    /// From the arrival of a change until the rules were seen to agree, and the time since they
+    /// were last seen to differ, by which the time may be too long.
+    pub agreed: ChangeTimes,
+    /// See `agreed`.
+    pub resolution: ChangeTimes,
+}
+
+/// Durations: their number, and the last ones.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ChangeTimes {
+    /// The number of all durations.
+    pub count: u64,
+    last: VecDeque<Duration>,
+}
+
+impl ChangeTimes {
+    /// The number of durations that count for a quantile.
+    const LAST: usize = 1000;
+
+    /// Adds a duration.
+    pub fn add(&mut self, duration: Duration) {
+        self.count += 1;
+        self.last.truncate(Self::LAST - 1);
+        self.last.push_front(duration);
+    }
+
+    /// A quantile of the last durations, in thousandths; 0 without durations.
+    pub fn quantile(&self, thousandths: usize) -> Duration {
+        let mut sorted: Vec<Duration> = self.last.iter().copied().collect();
+        sorted.sort_unstable();
+        let at = (sorted.len().saturating_sub(1) * thousandths).div_ceil(1000);
+        sorted.get(at).copied().unwrap_or_default()
+    }
 }
 
 impl Progress {

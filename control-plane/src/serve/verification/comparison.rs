@@ -76,6 +76,8 @@ pub(super) struct Comparison {
     version: u64,
     services: u64,
     frontends: u64,
+    /// The node is in standby.
+    shadow: Option<v1::Shadow>,
 }
 
 impl Comparison {
@@ -128,6 +130,12 @@ impl Comparison {
         self.differing.clear();
         self.wrong_node = None;
         self.answers += 1;
+        if let Some(shadow) = &answer.shadow {
+            // Nobody repairs the other proxy's rules, so only the last answer counts.
+            (self.more_drift, self.shadow) = (0, Some(shadow.clone()));
+            self.drift.clear();
+            self.table.clear();
+        }
         self.unverified = answer.unverified.iter().take(MAX_DRIFT).map(|text| clip(text).to_owned()).collect();
         let drift = answer.drift.iter().take(MAX_DRIFT);
         drift.for_each(|v1::Drift { service, difference }| self.add(clip(service), clip(difference)));
@@ -321,6 +329,7 @@ impl Comparison {
             drift_count,
             unverified: self.unverified,
             is_repaired,
+            shadow: self.shadow,
             ..v1::NodeVerification::default()
         }
     }

@@ -133,6 +133,9 @@ impl Verifier {
             (false, true) => "verified",
         };
         result.clone_into(&mut verification.result);
+        if verification.shadow.is_some() {
+            return verification;
+        }
         self.fleet.context.metrics.verifications.of([result]).inc();
         if let Some(v1::Drift { service, difference }) = verification.drift.first() {
             let drift_count = verification.drift_count;

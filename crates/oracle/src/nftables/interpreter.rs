@@ -406,7 +406,7 @@ impl<'a> Interpreter<'a> {
         }
         let found = match (&key, result) {
             _ if self.full == Some(name) => Some(&[][..]),
-            (_, LookupResult::Present) if set.is_recorded => {
+            (Key::EndsWithSource(start, _), LookupResult::Present) if set.is_recorded && start.is_empty() => {
                 let mut outcome = self.rule(rest, *registers, at);
                 outcome.recorded.append(&mut outcome.endpoints);
                 outcome.goes_on = true;

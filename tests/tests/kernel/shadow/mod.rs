@@ -2,8 +2,9 @@
 //! those of a live one after random changes.
 //!
 //! The live tests need `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that
-//! `KUBEBUILDER_ASSETS` names. `HEADGATE_CHANGES` sets the number of changes, and `HEADGATE_SEED` the
-//! random numbers. `HEADGATE_RECORD` names a folder for the rules of the services of [`catalogue`].
+//! `KUBEBUILDER_ASSETS` names. `HEADGATE_CHANGES` sets the number of changes, and `HEADGATE_SEED`
+//! the random numbers. `HEADGATE_RECORD` names a folder for the rules of the services of
+//! [`catalogue`].
 
 mod world;
 
