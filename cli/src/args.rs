@@ -35,9 +35,9 @@ const LOCAL: [&str; 4] = ["ca", "certs", "completion", "man"];
 #[command(name = "headgatectl", version, max_term_width = 100, after_help = ALL_EXIT_CODES)]
 pub struct Args {
     /// Output format. A table that is wider than the terminal lacks its least important columns; a
-    /// pipe gets all. In JSON and YAML, lists are arrays; `watch` and --watch print one line of JSON,
-    /// or one document of YAML, for each change. `name` prints the words that other commands accept,
-    /// for `services`, `endpoints` and `agents`
+    /// pipe gets all. In JSON and YAML, lists are arrays; `watch` and --watch print one line of
+    /// JSON, or one document of YAML, for each change. `name` prints the words that other commands
+    /// accept, for `services`, `endpoints` and `agents`
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
     pub output: Output,
     /// URL of a replica. Any replica answers for all replicas. Further URLs are used if the first
@@ -238,7 +238,8 @@ pub enum Command {
         #[arg(short, long)]
         watch: bool,
     },
-    /// Show the versions of this program, of each replica, and of the agents, and whether they differ
+    /// Show the versions of this program, of each replica, and of the agents, and whether they
+    /// differ
     Version,
     /// Print a script for a shell, which completes commands, options, and names of nodes and
     /// Services

@@ -182,7 +182,7 @@ pub fn endpoints(endpoints: &[EndpointInfo], is_wide: bool, style: Style) -> Str
     let several = endpoints.iter().any(|endpoint| Some((&endpoint.namespace, &endpoint.name)) != first);
     let some_weight = endpoints.iter().any(|of| of.weight != 1);
     let columns: &[Column<'_, EndpointInfo>] = &[
-        ("SERVICE", only(is_wide || several, ALWAYS), &|of| cell(format!("{}/{}", of.namespace, of.name))),
+        ("SERVICE", only(several, ALWAYS), &|of| cell(format!("{}/{}", of.namespace, of.name))),
         ("ADDRESS", ALWAYS, &|of| cell(&of.address)),
         ("PORTS", 1, &|of| cell(of.ports.join(", "))),
         ("STATE", ALWAYS, &|of| state_cell(of.ready, of.serving, of.terminating)),

@@ -62,8 +62,8 @@ fn port(number: usize) -> Result<u16> {
 }
 
 impl Stage {
-    /// Starts the machines, and a stand-in API server as the source. Replicas and agents are started
-    /// later. With [`Setup::is_pinned`], the calling thread is pinned to the load's core.
+    /// Starts the machines, and a stand-in API server as the source. Replicas and agents are
+    /// started later. With [`Setup::is_pinned`], the calling thread is pinned to the load's core.
     ///
     /// # Errors
     /// A part does not start.

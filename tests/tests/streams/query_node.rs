@@ -247,14 +247,15 @@ async fn headgatectl_explains_with_the_words_of_the_agent() {
     // Without --from, the first node with an agent explains.
     let Printed { code, out, err } = headgatectl(&[&replica], "explain ns/web").await;
     assert_eq!((code, err.as_str()), (0, ""));
+    // A pipe has no width.
+    let longer = format!("  2. {}", ["A longer step."; 10].join(" "));
     let expected = [
         "From node a to Service ns/web",
         "",
         "A remark.",
         "10.96.0.1 port 53/UDP: forwarded",
         "  1. A step.",
-        "  2. A longer step. A longer step. A longer step. A longer step. A longer step. A longer step. A",
-        "     longer step. A longer step. A longer step. A longer step.",
+        &longer,
         "",
         "ENDPOINT         STATE  NODE  ZONE  CHOSEN",
         "10.244.0.1:8080  ready  -     -     yes",

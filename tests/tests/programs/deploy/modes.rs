@@ -108,6 +108,7 @@ fn a_changed_setting_restarts_those_who_read_it_at_their_start_and_nobody_else()
     };
     for (values, expected) in [
         (vec!["controlPlane.denied={headgate://node/lost}"], vec![]),
+        (vec!["controlPlane.addresses={192.0.2.99}"], vec![]),
         (vec!["controlPlane.externalIPs=all"], vec!["headgate-control-plane"]),
         (vec!["apiServer.host=192.0.2.99"], vec!["headgate-control-plane"]),
         (vec!["clusterCIDRs={10.0.0.0/8}"], vec!["headgate-node-agent"]),
@@ -116,12 +117,15 @@ fn a_changed_setting_restarts_those_who_read_it_at_their_start_and_nobody_else()
         assert_eq!(restarted(&values), expected, "{values:?}");
     }
     // Each setting that a container reads from the ConfigMap has an annotation, and no other has.
+    // Addresses of replicas are only where agents without a list begin.
+    let is_seed = |key: &&str| matches!(*key, "controlPlane" | "enrolment");
     for (kind, name) in workloads {
         let pod = pod(&before, kind, name);
         let env = pod["spec"]["containers"][0]["env"].as_array().unwrap().iter();
         let settings = &before[&("ConfigMap".to_owned(), "headgate-settings".to_owned())]["data"];
         let read: BTreeMap<String, &Value> = env
             .filter_map(|variable| variable["valueFrom"]["configMapKeyRef"]["key"].as_str())
+            .filter(|key| !is_seed(key))
             .map(|key| (format!("settings.headgate.io/{key}"), &settings[key]))
             .collect();
         let annotations = pod["metadata"]["annotations"].as_object().unwrap();
