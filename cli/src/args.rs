@@ -9,7 +9,7 @@ use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser};
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 
 use crate::certs::{CertsArgs, rotation::CaAction};
-use crate::{complete, units};
+use crate::units;
 
 pub use self::moves::{CleanupArgs, ClusterArgs, PauseOn, RunArgs};
 
@@ -343,7 +343,7 @@ pub struct CheckArgs {
 #[derive(Debug, clap::Args)]
 pub struct AgentsArgs {
     /// Only this node
-    #[arg(value_parser = NonEmptyStringValueParser::new(), add = complete::nodes())]
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub node: Option<String>,
     /// Only nodes that are not up to date: agents that lag by more than a second or have not
     /// acknowledged anything yet, agents of replicas whose source is unlisted or cut off, and Nodes
@@ -418,7 +418,7 @@ pub struct DrainArgs {
 #[derive(Debug, clap::Args)]
 pub struct VerifyArgs {
     /// Only this node. Default: all nodes
-    #[arg(value_parser = NonEmptyStringValueParser::new(), add = complete::nodes())]
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub node: Option<String>,
     /// Maximum number of rows in the table, the worst nodes first; 0 for all
     #[arg(long, value_name = "N", default_value_t = 50)]
@@ -432,7 +432,6 @@ pub struct VerifyArgs {
 #[derive(Debug, clap::Args)]
 pub struct NodeArgs {
     /// The name of the node
-    #[arg(add = complete::nodes())]
     pub node: String,
     /// Show the agent's metrics instead, in Prometheus' text format: only metrics whose names begin
     /// with PREFIX, or all metrics
@@ -444,7 +443,6 @@ pub struct NodeArgs {
 #[derive(Debug, clap::Args)]
 pub struct CountersArgs {
     /// The name of the node
-    #[arg(add = complete::nodes())]
     pub node: String,
     /// The Service.
     #[command(flatten)]
@@ -471,7 +469,7 @@ pub struct ExplainArgs {
     /// Where the connection comes from: a node, a pod as NAMESPACE/POD, or the address of a pod.
     /// Only pods with an endpoint are known: for another pod, give its node here and its address as
     /// --source. Default: the first node by name that has an agent
-    #[arg(long, value_name = "NODE|POD|ADDRESS", add = complete::nodes())]
+    #[arg(long, value_name = "NODE|POD|ADDRESS")]
     pub from: Option<String>,
     /// The address of a client whose packets reach the node, such as a client outside of the
     /// cluster. Default: the node itself
@@ -534,7 +532,6 @@ pub struct WaitArgs {
 #[derive(Debug, Default, clap::Args)]
 pub struct Selection {
     /// Service as NAMESPACE/NAME, or as NAME with --namespace (default: "default")
-    #[arg(add = complete::services())]
     pub service: Option<String>,
     /// Only this namespace
     #[arg(short, long)]

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 use std::time::Duration;
 
-use clap::FromArgMatches as _;
+use clap::{Arg, FromArgMatches as _};
 use clap_complete::{
     CompleteEnv,
     engine::{ArgValueCandidates, CompletionCandidate},
@@ -21,7 +21,7 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Answers a shell that asks for candidates, and ends the program. Returns if no shell asks.
 pub fn answer_shell() {
-    CompleteEnv::with_factory(args::command).var(VARIABLE).complete();
+    CompleteEnv::with_factory(command).var(VARIABLE).complete();
 }
 
 /// Writes the script of a shell.
@@ -32,14 +32,16 @@ pub(crate) fn script(shell: &str, out: &mut dyn Write) -> Result<(), Failure> {
     Ok(shell.write_registration(VARIABLE, "headgatectl", "headgatectl", "headgatectl", out)?)
 }
 
-/// Completes the name of a node.
-pub(crate) fn nodes() -> ArgValueCandidates {
-    ArgValueCandidates::new(|| candidates(true).unwrap_or_default())
-}
-
-/// Completes the name of a Service.
-pub(crate) fn services() -> ArgValueCandidates {
-    ArgValueCandidates::new(|| candidates(false).unwrap_or_default())
+/// The command line with candidates for the names of nodes and Services.
+fn command() -> clap::Command {
+    let with_names = |arg: Arg| match arg.get_id().as_str() {
+        "node" | "from" => arg.add(ArgValueCandidates::new(|| candidates(true).unwrap_or_default())),
+        "service" => arg.add(ArgValueCandidates::new(|| candidates(false).unwrap_or_default())),
+        _ => arg,
+    };
+    // The nodes of new certificates are not known yet.
+    let is_asked = |command: &clap::Command| command.get_name() != "certs";
+    args::command().mut_subcommands(|command| if is_asked(&command) { command.mut_args(with_names) } else { command })
 }
 
 /// Asks a replica for names. None if no replica answers in time: a shell shows no errors.

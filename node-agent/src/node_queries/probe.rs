@@ -32,14 +32,14 @@ const QUESTION: &[u8] =
 
 /// What to probe, in order of Service.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Target {
+pub(super) struct ProbeTarget {
     service: String,
     at: SocketAddr,
     protocol: Protocol,
 }
 
 /// The ClusterIPs of the API and of the cluster DNS that the agent holds.
-pub(super) fn targets(state: &State) -> Vec<Target> {
+pub(super) fn targets(state: &State) -> Vec<ProbeTarget> {
     let mut targets = Vec::new();
     for (namespace, name) in [API].into_iter().chain(DNS) {
         let key = ServiceKey::new(namespace, name);
@@ -51,7 +51,7 @@ pub(super) fn targets(state: &State) -> Vec<Target> {
         };
         for address in &service.cluster_ips {
             let ports = service.ports.iter().filter(|port| is_probed(port.protocol, port.port));
-            targets.extend(ports.map(|port| Target {
+            targets.extend(ports.map(|port| ProbeTarget {
                 service: key.to_string(),
                 at: (*address, port.port).into(),
                 protocol: port.protocol,
@@ -62,7 +62,7 @@ pub(super) fn targets(state: &State) -> Vec<Target> {
     targets
 }
 
-pub(super) async fn answer(targets: Vec<Target>, metrics: Arc<Metrics>) -> NodeAnswer {
+pub(super) async fn answer(targets: Vec<ProbeTarget>, metrics: Arc<Metrics>) -> NodeAnswer {
     let probes: Vec<v1::Probe> = join_all(targets.into_iter().map(probe)).await;
     for probe in &probes {
         let result = if probe.error.is_empty() { "answered" } else { "failed" };
@@ -71,7 +71,7 @@ pub(super) async fn answer(targets: Vec<Target>, metrics: Arc<Metrics>) -> NodeA
     Ok(vec![node_answer::Kind::Probes(v1::Probes { probes })])
 }
 
-async fn probe(Target { service, at, protocol }: Target) -> v1::Probe {
+async fn probe(ProbeTarget { service, at, protocol }: ProbeTarget) -> v1::Probe {
     let answered = async {
         match protocol {
             Protocol::Udp => asks(at).await,
@@ -124,7 +124,7 @@ mod tests {
         ] {
             state.apply(change, &mut Dirty::default());
         }
-        let shown = |target: &Target| format!("{} {}/{}", target.service, target.at, target.protocol);
+        let shown = |target: &ProbeTarget| format!("{} {}/{}", target.service, target.at, target.protocol);
         assert_eq!(
             targets(&state).iter().map(shown).collect::<Vec<_>>(),
             [
@@ -155,7 +155,7 @@ mod tests {
             question[2] |= 0x80;
             server.send_to(&question[..length], client).await.unwrap();
         });
-        let target = |(at, protocol)| Target { service: "kube-system/kube-dns".to_owned(), at, protocol };
+        let target = |(at, protocol)| ProbeTarget { service: "kube-system/kube-dns".to_owned(), at, protocol };
         let metrics = Arc::new(Metrics::default());
         let parts = answer(addresses.map(target).into(), Arc::clone(&metrics)).await.unwrap();
         let [node_answer::Kind::Probes(v1::Probes { probes })] = &parts[..] else { panic!("{parts:?}") };
