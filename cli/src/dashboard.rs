@@ -102,8 +102,7 @@ struct Server {
 /// Serves the page until the program ends.
 pub(crate) async fn run(args: &Args, port: u16, out: &mut dyn Write) -> Result<(), Failure> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await;
-    let listener =
-        listener.map_err(|error| Failure::Faulty(format!("--port {}: {error}: choose another port", port)))?;
+    let listener = listener.map_err(|error| Failure::Faulty(format!("--port {port}: {error}: choose another port")))?;
     let guard = listener.local_addr().and_then(|address| Guard::new(address.port()));
     let guard = guard.map_err(|error| Failure::Faulty(format!("the page cannot be served: {error}")))?;
     // The URL is printed, and no browser is started: other users can read the arguments of

@@ -397,7 +397,7 @@ pub fn node(status: &NodeStatus, now_unix_ms: u64, style: Style) -> String {
         ("agent", format!("headgate {}, {} MiB resident", status.agent_version, status.resident_memory_bytes >> 20)),
         ("backend", status.backend.clone()),
         ("versions", versions),
-        ("waiting", counted(status.waiting_changes.into(), "change")),
+        ("waiting", counted(status.waiting_changes, "change")),
         ("last sync", synced),
         ("source", source),
         ("restored", if status.state_restored { "from disk" } else { "no" }.to_owned()),

@@ -120,7 +120,7 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
         let change = async {
             watch.changed(tells_chains).await;
             stop.cancel();
-            std::future::pending().await
+            std::future::pending::<()>().await;
         };
         tokio::select! {
             ended = run => ended?,

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::migrate::plan::{self, Batch};
 use crate::units;
 
 /// How to reach the API server.
@@ -21,11 +20,33 @@ pub struct ClusterArgs {
     pub install_namespace: String,
 }
 
+/// The number of nodes that move together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Batch {
+    number: usize,
+    is_percent: bool,
+}
+
+/// Parses `10` or `5%`.
+fn batch(text: &str) -> Result<Batch, &'static str> {
+    let (number, is_percent) = text.strip_suffix('%').map_or((text, false), |percent| (percent, true));
+    let number = number.parse().ok().filter(|number| *number > 0 && (!is_percent || *number <= 100));
+    let usage = "write a number of nodes above 0, such as 10, or a part of them from 1% to 100%";
+    number.map(|number| Batch { number, is_percent }).ok_or(usage)
+}
+
+impl Batch {
+    /// The number of nodes of a batch of a move of `all` nodes.
+    pub(crate) fn size(self, all: usize) -> usize {
+        if self.is_percent { (all * self.number / 100).max(1) } else { self.number }
+    }
+}
+
 /// How to move.
 #[derive(Debug, clap::Args)]
 pub struct RunArgs {
     /// Nodes that move together: a number, or a part of the selected nodes
-    #[arg(long, value_name = "N|N%", default_value = "5%", value_parser = plan::batch)]
+    #[arg(long, value_name = "N|N%", default_value = "5%", value_parser = batch)]
     pub batch: Batch,
     /// What stops the move if any node of the fleet has it: differences between kernel and state,
     /// or an agent that fails
@@ -87,4 +108,20 @@ pub struct CleanupArgs {
     /// The API server.
     #[command(flatten)]
     pub cluster: ClusterArgs,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_are_numbers_or_parts() {
+        let size = |text: &str, all| batch(text).map(|batch| batch.size(all));
+        for (text, all, expected) in [("5%", 10, 1), ("5%", 5000, 250), ("100%", 7, 7), ("3", 10, 3)] {
+            assert_eq!(size(text, all), Ok(expected), "{text} of {all}");
+        }
+        for wrong in ["0", "0%", "101%", "-1", "5 %", "five", "%"] {
+            assert!(size(wrong, 10).is_err(), "{wrong}");
+        }
+    }
 }

@@ -9,28 +9,6 @@ pub(super) const MOVED: &str = "headgate.io/node-agent";
 const WANTED: &str = "headgate.io/kube-proxy";
 const REQUIRED: &str = "requiredDuringSchedulingIgnoredDuringExecution";
 
-/// The number of nodes that move together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Batch {
-    number: usize,
-    is_percent: bool,
-}
-
-/// Parses `10` or `5%`.
-pub(crate) fn batch(text: &str) -> Result<Batch, &'static str> {
-    let (number, is_percent) = text.strip_suffix('%').map_or((text, false), |percent| (percent, true));
-    let number = number.parse().ok().filter(|number| *number > 0 && (!is_percent || *number <= 100));
-    let usage = "write a number of nodes above 0, such as 10, or a part of them from 1% to 100%";
-    number.map(|number| Batch { number, is_percent }).ok_or(usage)
-}
-
-impl Batch {
-    /// The number of nodes of a batch of a move of `all` nodes.
-    pub(super) fn size(self, all: usize) -> usize {
-        if self.is_percent { (all * self.number / 100).max(1) } else { self.number }
-    }
-}
-
 /// The labels of a pod, a node or a DaemonSet.
 fn label<'a>(object: &'a Value, name: &str) -> &'a str {
     object["metadata"]["labels"][name].as_str().unwrap_or_default()
@@ -175,17 +153,6 @@ mod tests {
             }
         }
         target
-    }
-
-    #[test]
-    fn batches_are_numbers_or_parts() {
-        let size = |text: &str, all| batch(text).map(|batch| batch.size(all));
-        for (text, all, expected) in [("5%", 10, 1), ("5%", 5000, 250), ("100%", 7, 7), ("3", 10, 3)] {
-            assert_eq!(size(text, all), Ok(expected), "{text} of {all}");
-        }
-        for wrong in ["0", "0%", "101%", "-1", "5 %", "five", "%"] {
-            assert!(size(wrong, 10).is_err(), "{wrong}");
-        }
     }
 
     #[test]

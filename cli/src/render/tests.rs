@@ -223,7 +223,7 @@ fn rules_of_another_proxy_are_shown_with_differences_by_design_and_times() {
     for part in [
         "node-b  differs        412            2          2        0  kube-proxy (iptables)",
         "node-b: Service shop/web: connections to 10.96.0.1 port 80/TCP are not served, but should be rejected\n",
-        "node-b: 1 more differences are not shown\n",
+        "node-b: 1 more difference left out\n",
         "node-b: by design, 2 times: a reason; such as Service shop/web: one thing\n",
         "from a change to its rules: median 400ms, p99 800ms, longest 1.2s (3 changes), at most 50.0ms too long",
         "Headgate could write after: median 250µs, p99 500µs, longest 750µs (4 changes)\n",

@@ -272,7 +272,8 @@ mod tests {
             firsts.insert(round[0]);
             assert_eq!(round.into_iter().collect::<BTreeSet<_>>(), list(&[1, 2, 3, 4, 5]));
         }
-        assert!(firsts.is_superset(&list(&[2, 3, 4, 5])), "{firsts:?}");
+        // One of them may be the last one of each round.
+        assert!(firsts.intersection(&list(&[2, 3, 4, 5])).count() >= 3, "{firsts:?}");
         let others: BTreeSet<_> = replicas.others().await.into_iter().filter_map(|other| other.address).collect();
         assert_eq!((others.len(), others.is_subset(&list(&[1, 2, 3, 4, 5]))), (4, true));
         // A list without them removes replicas.

@@ -332,7 +332,11 @@ impl AgentState {
     /// Replaces the addresses of replicas, which no Service gets. Waits for the lock.
     pub fn set_replicas(&self, replicas: BTreeSet<SocketAddr>) {
         self.depends_on("announced replicas", replicas.iter().map(|at| (Protocol::Tcp, *at)).collect());
-        self.replicas.send_if_modified(|known| std::mem::replace(known, replicas.clone()) != replicas);
+        self.replicas.send_if_modified(|known| {
+            let is_new = *known != replicas;
+            *known = replicas;
+            is_new
+        });
     }
 
     /// The addresses of replicas, as a replica announced last.

@@ -209,9 +209,9 @@ fn move_all(world: &mut World) -> Result<()> {
         let replica = world.replicas.remove(&old).context("no replica")?;
         // A node that is drained, and nodes that crash. The address has gone as well.
         if old == 1 {
-            replica.terminate().map(drop)?
+            replica.terminate().map(drop)?;
         } else {
-            replica.kill()?
+            replica.kill()?;
         }
         world.control.ip_batch(&format!("addr del 192.0.2.{old}/32 dev br0\n"))?;
         places.remove(&old);

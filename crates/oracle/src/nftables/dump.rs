@@ -115,9 +115,9 @@ impl NftablesDump {
 }
 
 /// The networks from `first` to `end`, which is the first address after them if `is_after`.
-fn subnets(first: Vec<u8>, end: &[u8], is_after: bool) -> Vec<IpNet> {
+fn subnets(first: &[u8], end: &[u8], is_after: bool) -> Vec<IpNet> {
     let before = u8::from(is_after);
-    let subnets = match [address_from_bytes(&first), address_from_bytes(end)] {
+    let subnets = match [address_from_bytes(first), address_from_bytes(end)] {
         [Some(IpAddr::V4(first)), Some(IpAddr::V4(end))] => {
             let last = u32::from(end).saturating_sub(before.into());
             IpSubnets::from(Ipv4Subnets::new(first, last.into(), 0))
@@ -163,17 +163,17 @@ impl DumpedSet {
     /// after it, unless none follows.
     pub fn set_ranges(&mut self, mut elements: Vec<Element>) {
         elements.sort_by(|one, other| (&one.key.0, !one.interval_end).cmp(&(&other.key.0, !other.interval_end)));
-        let mut first = None;
+        let mut first: Option<Vec<u8>> = None;
         for Element { key, interval_end, .. } in elements {
             match first.take() {
-                Some(start) if interval_end => self.ranges.extend(subnets(start, &key.0, true)),
+                Some(start) if interval_end => self.ranges.extend(subnets(&start, &key.0, true)),
                 _ if interval_end => {}
                 _ => first = Some(key.0),
             }
         }
         if let Some(start) = first {
             let last = vec![u8::MAX; start.len()];
-            self.ranges.extend(subnets(start, &last, false));
+            self.ranges.extend(subnets(&start, &last, false));
         }
     }
 

@@ -1,7 +1,10 @@
 //! The modes of the chart and of the overlays, what an uninstallation does first, and what a change
 //! of the settings restarts.
 
-use std::{collections::BTreeMap, process::Command};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    process::Command,
+};
 
 use headgate_tests::{apiserver::Rights, testbed::process::program};
 use serde_json::{Value, json};
@@ -82,8 +85,8 @@ fn the_job_before_an_uninstallation_has_few_rights_and_can_be_left_out() {
     let rights = Rights::of_objects(hooks.values());
     let namespace = "in headgate-system";
     let expected = ["create", "delete", "get", "patch"].map(|verb| format!("{verb} daemonsets.apps {namespace}"));
-    let expected: Vec<String> = expected.into_iter().chain([format!("list pods. {namespace}")]).collect();
-    assert_eq!(rights.all().iter().cloned().collect::<Vec<_>>(), expected);
+    let expected: BTreeSet<String> = expected.into_iter().chain([format!("list pods. {namespace}")]).collect();
+    assert_eq!(rights.all().iter().cloned().collect::<BTreeSet<_>>(), expected);
     let role = &hooks[&("Role".to_owned(), "headgate-uninstall".to_owned())];
     let names: Vec<&Value> = role["rules"].as_array().unwrap().iter().map(|rule| &rule["resourceNames"]).collect();
     assert_eq!(names, [&Value::Null, &json!(["headgate-cleanup"]), &Value::Null]);

@@ -22,7 +22,7 @@ fn a_pod_of_the_cleanup_waits_for_the_rules_of_another_proxy_and_says_why_it_end
     let agent = rig.agent(&["--proxy-mode=nftables"]);
     rig.until_programmed();
     let (status, log) = rig.run_agent(&STAY);
-    assert!(!status.success() && log.contains("no other service proxy has written its rules"), "{log}");
+    assert!(!status.success() && log.contains("no other service proxy says in its metrics"), "{log}");
     assert!(agent.terminate().0.success());
     let tables = || rig.tool("nft", &["list", "tables"]);
     assert!(tables().contains("table ip headgate"), "{}", tables());

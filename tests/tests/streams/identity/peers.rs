@@ -117,6 +117,7 @@ async fn an_agent_follows_its_list_only_to_replicas() {
         Agent::with_options("n1", "https://127.0.0.1:1", &own, &ca, &options)
     };
     let agent = start(&[&imposter]);
+    eventually("the agent serves its pages", || async { agent.status().is_object() }).await;
     eventually("the agent refuses the server", || async {
         agent.metric("headgate_agent_stream_errors_total{reason=\"tls\"}") > 1
     })
