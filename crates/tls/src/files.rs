@@ -10,16 +10,16 @@ use std::{
 };
 
 use rustls::{
-    RootCertStore,
+    ClientConfig, RootCertStore,
     crypto::ring,
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
-    sign::CertifiedKey,
+    sign::{CertifiedKey, SingleCertAndKey},
 };
 use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
 
 use crate::{
     denied::Denied,
-    replica::is_replica,
+    replica::{is_replica, replica_verifier},
     validity::{Validity, date},
 };
 
@@ -103,6 +103,18 @@ pub struct Material {
     pub validity: Validity,
     /// The time at which the first authority expires.
     pub authorities_not_after: SystemTime,
+}
+
+/// The configuration of a client that calls replicas over HTTP/2. Errors: the cryptographic
+/// provider lacks an algorithm.
+pub fn replica_client(material: &Material) -> Result<ClientConfig, rustls::Error> {
+    let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let verifier = replica_verifier(material.authorities.clone());
+    let builder = builder.with_safe_default_protocol_versions()?.dangerous().with_custom_certificate_verifier(verifier);
+    let own = Arc::new(SingleCertAndKey::from(Arc::clone(&material.own)));
+    let mut config = builder.with_client_cert_resolver(own);
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    Ok(config)
 }
 
 struct PemFile<'a> {

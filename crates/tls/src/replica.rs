@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use rustls::{
-    CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
+    CertificateError, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
     client::{
         danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier},
         verify_server_cert_signed_by_trust_anchor,
@@ -11,11 +11,8 @@ use rustls::{
     crypto::{WebPkiSupportedAlgorithms, ring, verify_tls12_signature, verify_tls13_signature},
     pki_types::{CertificateDer, ServerName, UnixTime},
     server::ParsedCertificate,
-    sign::SingleCertAndKey,
 };
 use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
-
-use crate::files::Material;
 
 /// Prefix of the URI in the certificate of a replica.
 pub const REPLICA_URI_PREFIX: &str = "headgate://replica/";
@@ -37,18 +34,6 @@ pub(crate) fn is_replica(certificate: &X509Certificate<'_>) -> bool {
 /// whatever address or name it answers.
 pub fn replica_verifier(roots: RootCertStore) -> Arc<dyn ServerCertVerifier> {
     Arc::new(ReplicaVerifier { roots, algorithms: ring::default_provider().signature_verification_algorithms })
-}
-
-/// The configuration of a client that calls replicas over HTTP/2. Errors: the cryptographic
-/// provider lacks an algorithm.
-pub fn replica_client(material: &Material) -> Result<ClientConfig, Error> {
-    let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
-    let verifier = replica_verifier(material.authorities.clone());
-    let builder = builder.with_safe_default_protocol_versions()?.dangerous().with_custom_certificate_verifier(verifier);
-    let own = Arc::new(SingleCertAndKey::from(Arc::clone(&material.own)));
-    let mut config = builder.with_client_cert_resolver(own);
-    config.alpn_protocols = vec![b"h2".to_vec()];
-    Ok(config)
 }
 
 #[derive(Debug)]
