@@ -185,14 +185,14 @@ impl Round {
     /// `problems` says why replicas may be missing that know more; empty if none is.
     #[must_use]
     pub fn verdict(self, nodes: &[(Arc<str>, bool)], problems: BTreeMap<String, String>) -> Verdict {
-        let Round { confirmed, departed, mut verdict } = self;
+        let Round { mut confirmed, departed, mut verdict } = self;
         let now = Instant::now();
         // A replica that names a node counts more than one that confirms it, because the latter may
         // not have noticed yet that the node has moved.
         let Verdict { unconfirmed, standby, .. } = &mut verdict;
         standby.retain(|node, _| !unconfirmed.contains_key(node));
         let is_named = |node: &str| unconfirmed.contains_key(node) || standby.contains_key(node);
-        let confirmed = confirmed.into_iter().filter(|node| !is_named(node)).collect::<HashSet<_>>();
+        confirmed.retain(|node| !is_named(node));
         verdict.nodes = confirmed.len() + unconfirmed.len() + standby.len();
         // A source without Nodes, such as a folder, says nothing about nodes that were deleted.
         let remembered = departed.keys().filter(|_| nodes.is_empty()).map(|node| (Arc::clone(node), true));
