@@ -31,6 +31,8 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::commands;
+
 /// A guard against hanging. No test asserts on time.
 const GUARD: Duration = Duration::from_secs(120);
 const REPLICAS: [&str; 2] = ["192.0.2.1", "192.0.2.2"];
@@ -121,19 +123,9 @@ impl World {
     fn start_replica(&mut self, place: usize) -> Result<()> {
         let (name, address) = (format!("replica-{place}"), REPLICAS[place]);
         let peers = REPLICAS.map(|address| format!("{address}:7444")).join(",");
-        let mut command = Command::new(program("headgate-control-plane")?);
-        command.args(["--source=kubernetes", "--heartbeat-seconds=1", "--drain-grace-ms=500", "--ready-everywhere"]);
+        let mut command = commands::replica(self.folder.path(), &name, address)?;
+        command.args(["--source=kubernetes", "--drain-grace-ms=500", "--ready-everywhere"]);
         command.arg(format!("--kubeconfig={}", self.path("kubeconfig"))).arg(format!("--peers={peers}"));
-        command.arg(format!("--listen={address}:7443")).arg(format!("--metrics-listen={address}:7480"));
-        command.arg(format!("--replica-name={name}"));
-        for (option, file) in [
-            ("--tls-cert", "control-plane/tls.crt"),
-            ("--tls-key", "control-plane/tls.key"),
-            ("--tls-client-ca", "ca.crt"),
-            ("--tls-node-ca", "node-ca.crt"),
-        ] {
-            command.arg(format!("{option}={}", self.path(&format!("certs/{file}"))));
-        }
         let process = Process::start(&name, &self.control, command, &self.folder.path().join(&name))?;
         self.replicas.insert(place, process);
         Ok(())
@@ -141,14 +133,9 @@ impl World {
 
     fn start_agent(&mut self, node: usize) -> Result<()> {
         let name = NODES[node];
-        let mut command = Command::new(program("headgate-node-agent")?);
-        command.args([&format!("--node-name={name}"), "--proxy-mode=nftables", "--drain-address=127.0.0.1:10261"]);
-        command.arg("--state-save-period=200ms").arg(format!("--state-dir={}", self.path(&format!("state-{name}"))));
+        let mut command = commands::agent(self.folder.path(), name)?;
+        command.args(["--drain-address=127.0.0.1:10261", "--state-save-period=200ms"]);
         command.args(REPLICAS.map(|address| format!("--control-plane=https://{address}:7443")));
-        let files = [("ca", "nodes/ca.crt".to_owned()), ("cert", format!("nodes/{name}.crt"))];
-        for (option, file) in files.into_iter().chain([("key", format!("nodes/{name}.key"))]) {
-            command.arg(format!("--tls-{option}={}", self.path(&format!("certs/{file}"))));
-        }
         let process = Process::start(name, &self.nodes[node], command, &self.folder.path().join(name))?;
         self.agents.insert(node, process);
         Ok(())

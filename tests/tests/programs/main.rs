@@ -4,6 +4,7 @@
 
 mod attacks;
 mod claims;
+mod commands;
 mod deploy;
 mod fuzz;
 mod grpcurl;

@@ -21,6 +21,8 @@ use headgate_tests::testbed::{
 };
 use tempfile::TempDir;
 
+use crate::commands;
+
 /// The longest time that an agent may be without a stream, and guard against hanging.
 const GUARD: Duration = Duration::from_secs(30);
 const NODES: [&str; 2] = ["node-a", "node-b"];
@@ -99,20 +101,8 @@ impl World {
 
     fn start_replica(&mut self, last: u8) -> Result<()> {
         let name = format!("replica-{last}");
-        let mut command = Command::new(program("headgate-control-plane")?);
+        let mut command = commands::replica(self.folder.path(), &name, &format!("192.0.2.{last}"))?;
         command.arg(format!("--source=files:{}", self.path("manifests"))).arg(format!("--peers=service:{REPLICAS}"));
-        command.arg(format!("--replica-name={name}")).arg("--heartbeat-seconds=1");
-        for (option, port) in [("--listen", 7443), ("--metrics-listen", 7480)] {
-            command.arg(format!("{option}=192.0.2.{last}:{port}"));
-        }
-        for (option, file) in [
-            ("--tls-cert", "control-plane/tls.crt"),
-            ("--tls-key", "control-plane/tls.key"),
-            ("--tls-client-ca", "ca.crt"),
-            ("--tls-node-ca", "node-ca.crt"),
-        ] {
-            command.arg(format!("{option}={}", self.path(&format!("certs/{file}"))));
-        }
         let process = Process::start(&name, &self.control, command, &self.folder.path().join(&name))?;
         self.replicas.insert(last, process);
         Ok(())
@@ -121,14 +111,8 @@ impl World {
     /// Starts the agent of a node. Its only seed is the first replica.
     fn start_agent(&self, node: usize) -> Result<Process> {
         let name = NODES[node];
-        let mut command = Command::new(program("headgate-node-agent")?);
-        command.args([&format!("--node-name={name}"), "--proxy-mode=nftables"]);
+        let mut command = commands::agent(self.folder.path(), name)?;
         command.arg("--control-plane=https://192.0.2.1:7443");
-        command.arg(format!("--state-dir={}", self.path(&format!("state-{name}"))));
-        let files = [("ca", "nodes/ca.crt".to_owned()), ("cert", format!("nodes/{name}.crt"))];
-        for (option, file) in files.into_iter().chain([("key", format!("nodes/{name}.key"))]) {
-            command.arg(format!("--tls-{option}={}", self.path(&format!("certs/{file}"))));
-        }
         Process::start(name, &self.nodes[node], command, &self.folder.path().join(name))
     }
 
