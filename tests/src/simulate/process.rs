@@ -107,4 +107,9 @@ impl Process {
     pub fn freeze(&mut self, is_frozen: bool) {
         self.is_frozen = is_frozen && self.exists();
     }
+
+    /// Whether the process exists and is frozen.
+    pub fn is_frozen(&self) -> bool {
+        self.is_frozen
+    }
 }

@@ -203,10 +203,9 @@ impl Shared {
     }
 
     /// Whether a node's agent has known for some time that it cannot repair its kernel, and could
-    /// say so.
+    /// say so all this time.
     pub fn is_known_to_fail(&self, node: usize) -> bool {
-        let since = lock(&self.failing_since)[node];
-        since.is_some_and(|since| clock::local() > since + TOLD) && self.network.is_open(node_host(node))
+        lock(&self.failing_since)[node].is_some_and(|since| clock::local() > since + TOLD)
     }
 
     /// Whether a node lost its power a short time ago. Replicas cannot know that at once.
@@ -420,14 +419,18 @@ impl World {
         lock(&self.shared.barriers)[node] = None;
     }
 
-    /// Notes which agents know that they cannot repair their kernels.
+    /// Notes which agents know that they cannot repair their kernels, and can tell all replicas.
     pub fn note_failures(&self) {
+        let replicas_run = !self.replicas.iter().any(Process::is_frozen);
         let mut failing = lock(&self.shared.failing_since);
-        for (since, progress) in failing.iter_mut().zip(&self.progress) {
+        for (node, (since, progress)) in failing.iter_mut().zip(&self.progress).enumerate() {
             let knows = |progress: &watch::Receiver<Progress>| {
                 progress.borrow().failure.as_ref().is_some_and(|failure| failure.is_lost)
             };
-            *since = if progress.as_ref().is_some_and(knows) { since.or(Some(clock::now())) } else { None };
+            let can_tell =
+                replicas_run && !self.agents[node].is_frozen() && self.shared.network.is_open(node_host(node));
+            let is_told = can_tell && progress.as_ref().is_some_and(knows);
+            *since = if is_told { since.or(Some(clock::now())) } else { None };
         }
     }
 

@@ -51,7 +51,8 @@ fn forwards_without_disk(bed: &Testbed) -> Result<()> {
         let line = metrics.lines().find_map(|line| line.strip_prefix("headgate_agent_state_save_errors_total "));
         Ok(line.context("the metric is missing")?.parse::<u64>()? > 0)
     })?;
-    ensure!(agent_log(bed)?.contains("the state cannot be saved"), "no warning in the log");
+    // The list of replicas is saved earlier, and its failure counts as well.
+    wait_until("the warning", || Ok(agent_log(bed)?.contains("the state cannot be saved")))?;
     while_asking(bed, "steady", || {
         bed.write_endpoints("other", &["a2"])?;
         wait_until("the change", || Ok(expect_servers(bed, "other", &["a2"]).is_ok()))
