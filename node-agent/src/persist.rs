@@ -252,7 +252,8 @@ impl Saver {
         }
     }
 
-    /// Saves newly programmed states, at most once per interval, until `shutdown`.
+    /// Records each programmed state, and saves such states at most once per interval, until
+    /// `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) -> Self {
         shutdown.run_until_cancelled(self.follow()).await;
         self
@@ -267,6 +268,9 @@ impl Saver {
             tokio::select! {
                 () = sleep(pause(self.interval)) => {}
                 Ok(()) = self.replicas.changed() => {}
+                // The record must not lag: another replica may know the Node no longer, so that
+                // only the record keeps it from sending what is older than the rules.
+                Ok(()) = self.progress.changed() => {}
             }
         }
     }
@@ -302,7 +306,7 @@ impl Saver {
     /// Records the run, and writes the state, if the kernel has a newer one and it is time.
     async fn step(&mut self, now: Instant) {
         self.save_replicas();
-        let programmed = self.progress.borrow().generation();
+        let programmed = self.progress.borrow_and_update().generation();
         if programmed != self.recorded && self.file.record_run(Some(&self.state.positions())) {
             self.recorded = programmed;
         }
