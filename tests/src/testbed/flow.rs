@@ -15,6 +15,8 @@ use super::{Answer, Outcome, Testbed, manifests::Via, plan::Family, turn::ask_an
 const GUARD: Duration = Duration::from_secs(30);
 /// How long to wait for an answer to a request that is sent again.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
+/// How long clients may take for one more request each, even on a busy machine.
+const MORE: Duration = Duration::from_secs(60);
 /// How long to wait for the answer to a request that is sent only once. A busy machine may pause
 /// for seconds.
 const ONLY_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -127,10 +129,11 @@ pub fn open_all(bed: &Testbed, service: &str, ways: &[(&str, Via)]) -> Result<Ve
     Ok(flows)
 }
 
-/// Runs `work` while all clients send requests, each on its own thread.
+/// Runs `work` while all clients send requests, each on its own thread. There are as many requests
+/// as clients before `work` begins, and as many after it has ended.
 ///
 /// # Errors
-/// `work` fails, or the number of sent requests is below the number of clients.
+/// `work` fails, or the clients send too few requests in a minute.
 pub fn while_asking(flows: &[Flow], work: impl FnOnce() -> Result<()>) -> Result<()> {
     let (stop, asked) = (AtomicBool::new(false), AtomicUsize::new(0));
     std::thread::scope(|scope| {
@@ -142,12 +145,18 @@ pub fn while_asking(flows: &[Flow], work: impl FnOnce() -> Result<()>) -> Result
                 }
             });
         }
+        let more = || {
+            let (enough, until) = (asked.load(Ordering::Relaxed) + flows.len(), Instant::now() + MORE);
+            while asked.load(Ordering::Relaxed) < enough {
+                ensure!(Instant::now() < until, "{} clients hardly send requests", flows.len());
+                std::thread::sleep(PAUSE);
+            }
+            Ok(())
+        };
         // The threads must also end if `work` panics.
-        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+        let all = || more().and_then(|()| work()).and_then(|()| more());
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(all));
         stop.store(true, Ordering::Relaxed);
         result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-    })?;
-    let asked = asked.into_inner();
-    ensure!(asked >= flows.len(), "{} clients sent only {asked} requests during the change", flows.len());
-    Ok(())
+    })
 }
