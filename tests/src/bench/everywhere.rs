@@ -243,14 +243,19 @@ fn time_figures(measured: &[Measured], recorded: &Buckets, bare: &BareWrites, la
 fn list_figures(pairs: &[(f64, f64)], label: &str) -> Vec<Figure> {
     let (theirs, own) = (histogram(pairs.iter().map(|pair| pair.0)), histogram(pairs.iter().map(|pair| pair.1)));
     let figure = |(quantile, share): (&str, f64)| {
-        let name = name(&format!("list/{quantile}"), label);
-        Figure::against(name, theirs.quantile_ms(share), "ms", "the bench's own times", own.quantile_ms(share))
+        let (listed, measured) = (theirs.quantile_ms(share), own.quantile_ms(share));
+        let apart = (listed - measured).abs() / measured.max(SHORT_MS) * 100.0;
+        let figure =
+            Figure::against(name(&format!("list/{quantile}"), label), listed, "ms", "the bench's own times", measured);
+        let apart = Figure::alone(name(&format!("list/{quantile}-apart"), label), apart, "%");
+        [figure, apart.with_goal(DEVIATION)]
     };
     let deviation = |(theirs, own): &(f64, f64)| (theirs - own).abs() / own.max(SHORT_MS) * 100.0;
     let worst = pairs.iter().map(deviation).fold(0.0, f64::max);
-    let mut figures: Vec<Figure> = QUANTILES.into_iter().map(figure).collect();
+    let mut figures: Vec<Figure> = QUANTILES.into_iter().flat_map(figure).collect();
     figures.push(Figure::alone(name("list/changes", label), pairs.len() as f64, ""));
-    figures.push(Figure::alone(name("list/worst-deviation", label), worst, "%").with_goal(DEVIATION));
+    // A replica handles the last ACK later than the agent sent it, so one change may differ more.
+    figures.push(Figure::alone(name("list/worst-change-apart", label), worst, "%"));
     figures
 }
 
