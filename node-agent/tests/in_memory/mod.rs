@@ -74,13 +74,15 @@ impl Dataplane for InMemoryFamily {
     }
 
     fn verification(&mut self, kernel: &mut Control) -> Result<RulesVerification, DataplaneError> {
-        let found = kernel.work(Call::Verify)?.table.clone();
+        let script = kernel.work(Call::Verify)?;
+        let (found, quarantined) = (script.table.clone(), script.quarantined.clone());
+        drop(script);
         Ok(Box::new(move |source| {
             let mut wanted = Table::new();
             source
                 .look(&mut |state, node, _| wanted = state.entries().map(|(key, _)| entry(state, node, key)).collect());
             wanted.retain(|_, views| !views.is_empty());
-            let differs = |key: &&Arc<ServiceKey>| found.get(*key) != wanted.get(*key);
+            let differs = |key: &&Arc<ServiceKey>| found.get(*key) != wanted.get(*key) && !quarantined.contains(*key);
             let services: BTreeSet<_> = found.keys().chain(wanted.keys()).filter(differs).cloned().collect();
             RulesDifferences { count: count(services.len()), services, is_redivided: false }
         }))
