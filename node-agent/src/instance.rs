@@ -11,7 +11,8 @@ use std::{
     time::Duration,
 };
 
-use rustix::{net::sockopt::socket_peercred, process::geteuid};
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use rustix::process::geteuid;
 use tokio::{io::AsyncReadExt as _, net::UnixStream};
 use tracing::{info, warn};
 
@@ -60,13 +61,15 @@ pub(crate) async fn claim() -> io::Result<Option<UnixListener>> {
 }
 
 /// Returns the process of the agent that programs the network namespace of the caller, if there is
-/// one. Agents of other users do not count.
+/// one. The process is 0 if the caller cannot see it, as in another container. Agents of other users
+/// do not count.
 /// Errors: the system does not connect to the socket of the agent.
 pub(crate) fn running() -> io::Result<Option<i32>> {
     match StdUnixStream::connect_addr(&SocketAddr::from_abstract_name(NAME)?) {
         Ok(stream) => {
-            let owner = socket_peercred(&stream)?;
-            Ok(Some(owner.pid.as_raw_nonzero().get()).filter(|_| !is_foreign(owner.uid.as_raw())))
+            // rustix has no process 0, and reports an error without a number instead.
+            let owner = getsockopt(&stream, PeerCredentials)?;
+            Ok(Some(owner.pid()).filter(|_| !is_foreign(owner.uid())))
         }
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(None),
         Err(error) => Err(error),
@@ -105,5 +108,25 @@ mod tests {
         let second = tokio::time::timeout(Duration::from_secs(10), second).await.unwrap().unwrap().unwrap();
         drop(second);
         claim().await.unwrap();
+    }
+
+    /// Cleanup runs in a container beside that of the agent.
+    #[tokio::test]
+    async fn an_agent_in_another_container_is_process_0() {
+        const NAME: &str = "instance::tests::an_agent_in_another_container_is_process_0";
+        if std::env::var_os("IN_CONTAINER").is_some() {
+            assert_eq!(running().unwrap(), Some(0));
+            return;
+        }
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
+        let _claim = claim().await.unwrap();
+        let status = std::process::Command::new("unshare")
+            .args(["--pid", "--fork"])
+            .arg(std::env::current_exe().unwrap())
+            .args(["--exact", NAME])
+            .env("IN_CONTAINER", "yes")
+            .status()
+            .unwrap();
+        assert!(status.success());
     }
 }

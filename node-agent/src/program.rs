@@ -85,8 +85,9 @@ pub fn run_task(options: &Options) -> anyhow::Result<bool> {
 fn clean(options: &Options, is_beside_proxy: bool) -> anyhow::Result<()> {
     let agent = instance::running().context("--cleanup: looking for an agent on this node")?;
     if let Some(process) = agent.filter(|_| !is_beside_proxy) {
+        let process = if process == 0 { "in another container".into() } else { format!("process {process}") };
         anyhow::bail!(
-            "--cleanup: an agent of Headgate runs on this node (process {process}), and would write its rules again: stop the agent, and repeat --cleanup"
+            "--cleanup: an agent of Headgate runs on this node ({process}), and would write its rules again: stop the agent, and repeat --cleanup"
         );
     }
     let settings = options.configured()?.settings;
