@@ -11,6 +11,12 @@ blocks FILE SECTION FOLDER               writes each block of commands of a sect
 serve NAME                               a pod: HTTP on port 8080, echo on port 9000
 dns                                      a pod: answers for Services as the DNS of a cluster does
 load STOP OUT TARGET...                  sends requests until the file STOP exists
+rules [NAMESPACE]                        sorts what iptables-save or nft print on standard input,
+                                         so that two nodes with the same rules have the same lines.
+                                         What kube-proxy writes for Services of NAMESPACE is left
+                                         out
+churn SECONDS KUBECTL LOG COMMAND...     changes Services and EndpointSlices at random, and runs
+                                         COMMAND (headgatectl shadow) again and again
 report OUT...                            prints one line for each target; ends with 1 on a failure
 answers SINCE SECONDS TARGET...          waits until each target answers; prints how long it took
 ran REPORT                               prints the sums of a JUnit report of upstream's e2e.test;
@@ -28,11 +34,13 @@ import io
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import socketserver
 import ssl
 import struct
+import subprocess
 import sys
 import tarfile
 import textwrap
@@ -260,12 +268,14 @@ def request(kind, address, limit):
 
 
 def load(stop, out, *targets):
-    """Opens about 25 connections a second to each target, and holds one to those of kind hold."""
+    """Opens 50 connections a second to each target, and holds one to those of kind hold."""
     results = []
 
     def requests(result, kind, address):
+        began = turn = time.time()
         while not os.path.exists(stop):
             start = time.time()
+            result["seconds"] = start - began
             try:
                 request(kind, address, 5)
                 result["succeeded"] += 1
@@ -273,7 +283,9 @@ def load(stop, out, *targets):
                 at = time.strftime("%H:%M:%S", time.localtime(start))
                 result["errors"].append(f"{at} {error} after {time.time() - start:.2f} s")
             result["slowest"] = max(result["slowest"], time.time() - start)
-            time.sleep(0.04)
+            # What a slow machine misses is not caught up later.
+            turn = max(turn + 0.02, time.time() - 0.02)
+            time.sleep(max(0, turn - time.time()))
 
     def hold(result, _, address):
         try:
@@ -308,6 +320,126 @@ def load(stop, out, *targets):
             file.write(text)
 
 
+def rules(namespace=""):
+    """Chains, sets and maps in the order of their names, elements and jumps to Services sorted.
+    The order of other rules in a chain stays."""
+    loose = re.compile(r"(KUBE-)?(SERVICES|NODEPORTS|EXTERNAL-SERVICES|FIREWALL|PROXY-FIREWALL)\b",
+                       re.IGNORECASE)
+    chains, table, chain = {}, "", ""
+    for line in sys.stdin:
+        line = line.rstrip()
+        words = [*line.split(), "", ""]
+        if line in ("", "}") or "COMMIT" in words:
+            chain = ""
+        elif words[1].startswith("*"):  # iptables-save, with the name of the program before it
+            table = line
+        elif words[1] == "-A":
+            chains.setdefault(f"{table} {words[2]}", []).append(line)
+        elif words[1].startswith(":"):
+            chains.setdefault(f"{table} {words[1][1:]}", []).insert(0, line)
+        elif words[0] == "table":
+            # iptables-save shows these tables with their comments.
+            table = "" if words[2] in ("nat", "filter", "mangle", "raw", "security") else line
+        elif table.startswith("table"):
+            if line.endswith("{"):
+                chain = f"{table} {line.strip()}"
+                chains[chain] = []
+            elif line == "\t}":
+                chain = ""
+            else:
+                chains.setdefault(chain or table, []).append(line)
+    left_out = set()
+    if namespace:
+        texts = {name: "\n".join(body) for name, body in chains.items()}
+        left_out = {name for name, text in texts.items()
+                    if f"{namespace}/" in name or re.search("KUBE-(SVC|SEP|EXT)", name)
+                    and f"{namespace}/" in text}
+    gone = {name.split()[-1] for name in left_out}
+    for name in sorted(chains.keys() - left_out):
+        body = chains[name]
+        text = " ".join(body)
+        if "elements = {" in text:
+            before, elements = text.split("elements = {", 1)
+            elements = re.split(r",\s|}", elements)
+            body = [before, *sorted(filter(None, (element.strip() for element in elements)))]
+        elif loose.search(name):
+            body = sorted(body)
+        body = [line for line in body if not namespace
+                or f"{namespace}/" not in line and not gone.intersection(line.split())]
+        print(name, *body, sep="\n")
+
+
+def churn(seconds, kubectl, log, *command):
+    """Changes one of 20 Services or its EndpointSlice about ten times a second. `command` compares
+    meanwhile. Prints sums. The Services are gone at the end."""
+    random = secrets.SystemRandom()
+    end = time.time() + float(seconds)
+    changes, stop = 0, threading.Event()
+    counts = {"agrees": 0, "differs": 0, "unverified": 0}
+
+    def compare():
+        with open(log, "w", encoding="utf-8") as file:
+            while not stop.wait(5):
+                printed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                         text=True, check=False).stdout
+                file.write(f"{time.strftime('%H:%M:%S')}\n{printed}")
+                file.flush()
+                for state in counts:
+                    counts[state] += len(re.findall(rf"^\S+ +{state}\b", printed, re.MULTILINE))
+
+    def objects(number):
+        """A Service without a selector, and its endpoints: the addresses belong to no pod."""
+        name = f"churn-{number}"
+        # The family of a Service never changes.
+        family = ["IPv4", "IPv6"][number % 2]
+        prefix = "10.244.9." if family == "IPv4" else "fd00:10:244:9::"
+        ports = [{"name": f"p{port}", "port": 80 + port, "targetPort": 8080 + port,
+                  "protocol": random.choice(["TCP", "UDP"])}
+                 for port in range(random.randint(1, 3))]
+        spec = {"type": random.choice(["ClusterIP", "ClusterIP", "NodePort", "LoadBalancer"]),
+                "ipFamilies": [family], "ipFamilyPolicy": "SingleStack", "ports": ports,
+                "sessionAffinity": random.choice(["None", "None", "ClientIP"])}
+        if spec["type"] != "ClusterIP":
+            spec["externalTrafficPolicy"] = random.choice(["Cluster", "Local"])
+        meta = {"name": name, "namespace": "load", "labels": {"churn": "yes"}}
+        endpoints = [{"addresses": [f"{prefix}{random.randint(1, 250)}"],
+                      "nodeName": random.choice(["node-1", "node-2"]),
+                      "conditions": {"ready": random.random() < 0.8}}
+                     for _ in range(random.randint(0, 4))]
+        labels = {"churn": "yes", "kubernetes.io/service-name": name}
+        yield {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": spec}
+        yield {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+               "metadata": {"name": f"{name}-{family.lower()}", "namespace": "load",
+                            "labels": labels},
+               "addressType": family, "endpoints": endpoints,
+               "ports": [{"name": port["name"], "port": port["targetPort"],
+                          "protocol": port["protocol"]} for port in ports]}
+
+    def run(*arguments, text=None):
+        subprocess.run([kubectl, "-n", "load", *arguments], input=text, text=True, check=False,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    comparer = threading.Thread(target=compare)
+    comparer.start()
+    while time.time() < end:
+        numbers = random.sample(range(20), 5)
+        gone = [number for number in numbers if random.random() < 0.3]
+        if gone:
+            run("delete", "--ignore-not-found", "service", *[f"churn-{number}" for number in gone])
+        items = [item for number in numbers if number not in gone for item in objects(number)]
+        if items:
+            run("apply", "--server-side", "--force-conflicts", "-f", "-",
+                text=json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
+        changes += len(gone) + len(items)
+    # What changed last is compared after a minute at the latest.
+    time.sleep(65)
+    stop.set()
+    comparer.join()
+    run("delete", "service,endpointslice", "-l", "churn=yes")
+    print(f"{changes} changes in {seconds} s; nodes were compared {sum(counts.values())} times, "
+          f"{counts['differs']} with differences, {counts['unverified']} unverified")
+
+
 def report(*files):
     failed = 0
     for file in files:
@@ -321,7 +453,8 @@ def report(*files):
                 print(f"{label}: the connection {state}, {result['succeeded']} echoes, {slowest}")
             else:
                 total = result["succeeded"] + len(errors)
-                print(f"{label}: {len(errors)} of {total} requests failed, {slowest}")
+                rate = total / max(result.get("seconds", 0), 1)
+                print(f"{label}: {len(errors)} of {total} requests failed, {rate:.0f}/s, {slowest}")
             for error in errors[:3]:
                 print(f"  {error}")
             failed += len(errors) + (result["succeeded"] == 0)
@@ -524,5 +657,6 @@ def conformance(exceptions, folder, out, kubernetes, headgate):
 
 
 if __name__ == "__main__":
-    actions = [image, blocks, serve, dns, load, report, answers, ran, conformance]
+    actions = [image, blocks, serve, dns, load, rules, churn, report, answers, ran,
+               conformance]
     {action.__name__: action for action in actions}[sys.argv[1]](*sys.argv[2:])
