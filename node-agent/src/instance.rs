@@ -61,8 +61,8 @@ pub(crate) async fn claim() -> io::Result<Option<UnixListener>> {
 }
 
 /// Returns the process of the agent that programs the network namespace of the caller, if there is
-/// one. The process is 0 if the caller cannot see it, as in another container. Agents of other users
-/// do not count.
+/// one. The process is 0 if the caller cannot see it, as in another container. Agents of other
+/// users do not count.
 /// Errors: the system does not connect to the socket of the agent.
 pub(crate) fn running() -> io::Result<Option<i32>> {
     match StdUnixStream::connect_addr(&SocketAddr::from_abstract_name(NAME)?) {

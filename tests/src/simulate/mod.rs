@@ -53,8 +53,8 @@ const SHORT: Duration = Duration::from_secs(46);
 /// How long a fleet is watched in which nothing happens, in seconds, and the most bytes that its
 /// connections may carry in a minute then.
 const QUIET: u64 = 10;
-/// By then, what the faults have caused has ended: the first pause before a Service in quarantine is
-/// tried again, and the moves between replicas.
+/// By then, what the faults have caused has ended: the first pause before a Service in quarantine
+/// is tried again, and the moves between replicas.
 const CALM: u64 = 60;
 const LONG_QUIET: u64 = 200;
 const MOST_QUIET_BYTES: u64 = 60_000;
