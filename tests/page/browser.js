@@ -25,7 +25,7 @@ export async function open(browser, url, options = {}) {
   page.setDefaultTimeout(LIMIT);
   page.faults = [];
   page.on('pageerror', (error) => page.faults.push(error.stack));
-  page.on('console', (message) => { if (message.type() === 'error') page.faults.push(message.text()); });
+  page.on('console', (message) => { if (message.type() === 'error') page.faults.push(`${message.text()} ${message.location().url.split('?')[0]}`); });
   await page.goto(url);
   await page.waitForFunction(() => performance.getEntriesByName('first-view').length > 0);
   return page;
