@@ -200,9 +200,9 @@ fn read_replicas(disk: &dyn Disk) -> BTreeSet<SocketAddr> {
 
 // Decides when the state is written.
 
-/// How often the run is recorded, at most. The first state of a run is written after this time, so
-/// that a new node soon has a file.
-const RECORD_PERIOD: Duration = Duration::from_secs(10);
+/// The longest time between two steps, if nothing wakes the saver. The first state of a run is
+/// written after this time, so that a new node soon has a file.
+const LONGEST_STEP: Duration = Duration::from_secs(10);
 const SHORTEST_STEP: Duration = Duration::from_millis(100);
 
 /// Writes the state that the kernel has. Call [`Self::run`]. After `run` returns, call
@@ -318,7 +318,7 @@ impl Saver {
                 Err(_) => true,
             };
             let is_saved = may_replace && self.replace(written);
-            self.save_at = Instant::now() + if is_saved { self.interval } else { RECORD_PERIOD.min(self.interval) };
+            self.save_at = Instant::now() + if is_saved { self.interval } else { LONGEST_STEP.min(self.interval) };
         }
     }
 
@@ -365,9 +365,9 @@ impl Saver {
     }
 }
 
-/// The time between two steps.
+/// The time between two steps, if nothing wakes the saver.
 fn pause(interval: Duration) -> Duration {
-    interval.clamp(SHORTEST_STEP, RECORD_PERIOD)
+    interval.clamp(SHORTEST_STEP, LONGEST_STEP)
 }
 
 // The folder in which the files of the state are.

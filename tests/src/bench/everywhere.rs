@@ -37,9 +37,9 @@ use crate::fleet::{
 const GOAL_MS: f64 = 250.0;
 /// How many buckets the histogram may be away from the times of the bench.
 const BUCKETS_APART: f64 = 1.0;
-/// How much a listed time may differ from the time of the bench, in percent.
+/// How much a quantile of the listed times may differ from that of the bench, in percent.
 const DEVIATION: f64 = 5.0;
-/// A listed time that is shorter may differ as much as this one, in milliseconds: the list has
+/// A quantile that is shorter may differ as much as this one, in milliseconds: the list has
 /// whole milliseconds, and an ACK is on its way for a moment.
 const SHORT_MS: f64 = 100.0;
 /// The triggers of a listed change and of the written one may differ by this number of
