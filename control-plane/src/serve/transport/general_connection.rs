@@ -26,9 +26,9 @@ use tower::Service as _;
 
 use super::{
     KEEPALIVE,
-    connection_limits::{Budget, HeldConnection},
+    connection_limits::HeldConnection,
     listener::Connection,
-    sync_connection::PREFACE,
+    sync_connection::{Budget, PREFACE},
 };
 use crate::{
     identity::Peer,

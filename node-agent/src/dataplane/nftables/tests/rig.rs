@@ -1,6 +1,7 @@
 //! A ledger, its rules, and the kernel in a network namespace.
 
 use std::{
+    cell::Cell,
     collections::{BTreeMap, BTreeSet},
     io::ErrorKind,
     net::{IpAddr, UdpSocket},
@@ -238,7 +239,8 @@ impl Rig {
             socket.set_nonblocking(true).unwrap();
             socket
         };
-        Servers { family: self.family, sockets: endpoints.into_iter().map(open).collect() }
+        let sockets = endpoints.into_iter().map(open).collect();
+        Servers { family: self.family, sockets, client_port: Cell::new(10_000) }
     }
 
     fn commit(&mut self, plan: &NftablesPlan) {
@@ -259,6 +261,9 @@ impl Rig {
 pub(super) struct Servers {
     family: Family,
     sockets: Vec<UdpSocket>,
+    /// The source port of the last connection. A port that comes again would belong to an earlier
+    /// connection, whose packets conntrack sends where they went before.
+    client_port: Cell<u16>,
 }
 
 impl Servers {
@@ -269,7 +274,8 @@ impl Servers {
             IpAddr::V4(base) => IpAddr::from((u32::from(base) + 256 + client).to_be_bytes()),
             IpAddr::V6(base) => IpAddr::from((u128::from(base) + (u128::from(client + 1) << 64)).to_be_bytes()),
         };
-        let socket = UdpSocket::bind((client, 0)).unwrap();
+        self.client_port.update(|port| port + 1);
+        let socket = UdpSocket::bind((client, self.client_port.get())).unwrap();
         socket.send_to(b"hello", (address(self.family, CLUSTER, service), 80)).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
         while Instant::now() < deadline {
