@@ -11,13 +11,13 @@ import { $, fill, h, table, thousands } from './words.js';
 let colours = {};
 // What a message of the stream makes stale, and what is drawn at most twice a second.
 const STALE = {
-  link: ['truth', 'link', 'holders'], status: ['link', 'replicas', 'problems', 'time'],
+  link: ['truth', 'link', 'holders', 'services'], status: ['link', 'replicas', 'problems', 'time'],
   nodes: ['truth', 'map', 'holders', 'groups', 'problems', 'replicas'], times: ['time', 'changes'],
 };
 const PARTS = {
   truth: () => panels.truth(() => stale('truth', 'map')), link: panels.linkState, map: map.draw,
   time: () => panels.time(colours), holders: panels.holders, changes: panels.changes,
-  problems: () => panels.problems(services.only), replicas: panels.replicas, groups,
+  problems: () => panels.problems(services.only), replicas: panels.replicas, services: services.loadInView, groups,
 };
 const waiting = new Set();
 let due;

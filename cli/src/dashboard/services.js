@@ -6,29 +6,34 @@ import { openDrawer } from './drawer.js';
 import { $, count, empty, facts, fill, h, kids, link, mark, say, table, thousands } from './words.js';
 
 const ROW = 31, PAGE = 40;
-let query = '', rows = new Map(), total = 0, generation = 0, openService = () => {};
+let query = '', rows = new Map(), total = 0, generation = 0, isVisible = false, openService = () => {};
 const pages = new Set();
 
 const ports = (service) => service.ports.map(({ port, node_port: nodePort, protocol }) =>
   `${port}${nodePort ? `:${nodePort}` : ''}/${protocol}`).join(' ');
 
+function reload() {
+  const search = $('services-search').value.trim(), only = $('services-only').value;
+  query = `search=${encodeURIComponent(search)}&only=${only}`;
+  $('services-list').scrollTop = 0;
+  refresh();
+}
+
+// The table loads when it comes into view, or when the replica answers, and not again while it is
+// out of view.
+export function loadInView() {
+  if (isVisible && model.link.up && rows.size === 0) reload();
+}
+
 export function start(open) {
   openService = open;
-  const reload = () => {
-    const search = $('services-search').value.trim(), only = $('services-only').value;
-    query = `search=${encodeURIComponent(search)}&only=${only}`;
-    $('services-list').scrollTop = 0;
-    refresh();
-  };
   let typing;
   $('services-search').addEventListener('input', () => { clearTimeout(typing); typing = setTimeout(reload, 60); });
   $('services-only').addEventListener('change', reload);
   $('services-list').addEventListener('scroll', () => requestAnimationFrame(show), { passive: true });
-  // The table loads when it comes into view, and not again while it is out of view.
-  let isVisible = false;
   new IntersectionObserver(([entry]) => {
-    if (entry.isIntersecting && !isVisible && rows.size === 0) reload();
     isVisible = entry.isIntersecting;
+    loadInView();
   }).observe($('services'));
   setInterval(() => { if (isVisible && model.link.up && !document.hidden) refresh(true); }, 30_000);
 }
