@@ -3,10 +3,11 @@
 //
 // FLEET=5000 takes that number of simulated agents in place of 3. All processes end with this one.
 import assert from 'node:assert/strict';
-import { spawn } from 'node:child_process';
+import { execFile, spawn } from 'node:child_process';
 import { createServer, request } from 'node:http';
 import { createInterface } from 'node:readline';
 import { fileURLToPath } from 'node:url';
+import { promisify } from 'node:util';
 
 import { LIMIT, close, isAccessible, keyboard, launch, measure, open, picture } from './browser.js';
 import { start } from './mock.js';
@@ -155,10 +156,37 @@ async function guarded(browser, url) {
   console.log('another origin, another host and a missing token get nothing');
 }
 
+// Waits until the page, the command and the metric say that this number of Nodes has no agent.
+async function absent(page, connection, server, number) {
+  const began = Date.now();
+  const seconds = async (who, says) => {
+    while (!await says()) {
+      assert.ok(Date.now() - began < LIMIT, `${who} does not say that ${number} Nodes have no agent`);
+      await page.waitForTimeout(100);
+    }
+    return `${who} after ${((Date.now() - began) / 1000).toFixed(1)} s`;
+  };
+  const command = promisify(execFile).bind(null, 'target/debug/headgatectl', ['agents', '--absent', '-o', 'json', ...connection], { cwd: ROOT });
+  const text = number ? page.getByRole('group', { name: /Exceptions/ }).getByText(`${number} without an agent`) :
+    page.locator('h1', { hasText: `All ${FLEET} Nodes forward what the API says` });
+  const answers = await Promise.all([
+    seconds('page', () => text.isVisible()),
+    seconds('headgatectl agents', async () => JSON.parse((await command()).stdout).length === number),
+    seconds('metric', async () => {
+      // A replica of the tests has its page of metrics at the same number of port.
+      const metrics = await (await fetch(`http://127.0.0.1:${new URL(server).port}/metrics`)).text();
+      const counts = [...metrics.matchAll(/^headgate_control_plane_nodes_absent\{.*\} (\d+)$/gm)].map(([, count]) => Number(count));
+      assert.ok(counts.length > 0, metrics);
+      return Math.max(...counts) === number;
+    }),
+  ]);
+  console.log(`${number} of ${FLEET} without an agent: ${answers.join(', ')}`);
+}
+
 // Inside the network of the simulated fleet.
 async function real({ server, ca, cert, key }) {
-  const dashboard = run('target/debug/headgatectl', ['dashboard', '--server', server, '--tls-ca', ca, '--tls-cert', cert, '--tls-key', key, '--tls-server-name', 'control-plane'],
-    { stdio: ['ignore', 'pipe', 'inherit'] });
+  const connection = ['--server', server, '--tls-ca', ca, '--tls-cert', cert, '--tls-key', key, '--tls-server-name', 'control-plane'];
+  const dashboard = run('target/debug/headgatectl', ['dashboard', ...connection], { stdio: ['ignore', 'pipe', 'inherit'] });
   const url = await line(dashboard, /^http:/);
   const browser = await launch();
   try {
@@ -169,10 +197,9 @@ async function real({ server, ca, cert, key }) {
     } else {
       await page.locator('h1', { hasText: `All ${FLEET} Nodes forward what the API says` }).waitFor();
       process.send('suspend 1');
-      await page.getByRole('group', { name: /Exceptions/ }).getByText('1 without an agent').waitFor();
+      await absent(page, connection, server, 1);
       process.send('resume 1');
-      await page.locator('h1', { hasText: `All ${FLEET} Nodes` }).waitFor();
-      console.log('an agent that ends is an exception until it comes back');
+      await absent(page, connection, server, 0);
     }
     await page.locator('#changes-list tbody tr').first().waitFor();
     await page.locator('#services').scrollIntoViewIfNeeded();

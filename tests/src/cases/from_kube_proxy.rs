@@ -1,6 +1,7 @@
 //! A node moves from kube-proxy to Headgate and back, while clients hold and open connections. With
 //! a real kube-proxy if there is one, else with rules as kube-proxy writes them.
 
+use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
 use std::process::Command;
@@ -22,7 +23,7 @@ use crate::testbed::iptables::{self, Variant};
 use crate::testbed::kube_proxy::{self, Mode, RealKubeProxies};
 use crate::testbed::manifests::{Service, ServiceType, Via};
 use crate::testbed::process::Process;
-use crate::testbed::{AgentSetup, Backend, Family, Manifests, Testbed, page};
+use crate::testbed::{AgentSetup, Backend, Family, Manifests, Testbed, page, written};
 use crate::uml;
 
 /// The Services of this module's scenario. A real API server uses the first address itself.
@@ -99,7 +100,10 @@ struct ModePage {
 
 impl ModePage {
     fn serve(bed: &Testbed, mode: Mode) -> Result<Self> {
-        let listener = bed.machines().machine("node-a")?.run(|| Ok(TcpListener::bind("127.0.0.1:10249")?))?;
+        let listen = || bed.machines().machine("node-a")?.run(|| Ok(TcpListener::bind("127.0.0.1:10249")?));
+        // An agent that programs the node has the port until it yields.
+        eventually(|| listen().map(drop))?;
+        let listener = listen()?;
         listener.set_nonblocking(true)?;
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
@@ -277,5 +281,51 @@ pub fn there_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
         Ok(())
     })?;
     ensure!(shares(&afterwards).len() == 2, "{:?} answered at the end", shares(&afterwards));
+    Ok(())
+}
+
+/// Waits until the agent of node-a logs this `count` times.
+fn until_logged(bed: &Testbed, text: &str, count: usize) -> Result<()> {
+    let log = bed.machines().folder().join("agent-node-a.log");
+    eventually(|| {
+        let found = fs::read_to_string(&log).context("reading the log of the agent")?.matches(text).count();
+        ensure!(found == count, "the agent has logged {text:?} {found} times");
+        Ok(())
+    })
+}
+
+/// An agent begins beside kube-proxy and writes nothing, takes over when kube-proxy ends, and yields
+/// when it returns. Every connection succeeds, and those that are open survive.
+///
+/// Needs machines with [`services`] and no running programs.
+pub fn standby_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
+    let mut kube_proxy = KubeProxy::start(bed, from)?;
+    bed.start_control_plane()?;
+    let mut held = open(bed).context("through the rules of kube-proxy")?;
+    let targets = targets(bed, from == Mode::Ipvs || to == Backend::Ipvs)?;
+    let asked = while_asking(bed, &targets, || {
+        let node = bed.machines().machine("node-a")?;
+        let before = node.run(written::here)?;
+        bed.start_agent_with("node-a", &AgentSetup { backend: Some(to), ..AgentSetup::with(&["--standby=auto"]) })?;
+        let standby = format!("standby: kube-proxy ({}) runs", from.name());
+        until_logged(bed, &standby, 1)?;
+        let after = node.run(written::here)?;
+        let difference = before.iter().zip(&after).find(|(before, after)| before != after);
+        ensure!(before.len() == after.len() && difference.is_none(), "something was written: {difference:?}");
+
+        kube_proxy.stop()?;
+        until_logged(bed, "this agent programs the node", 1)?;
+        bed.wait_programmed()?;
+        check_rules(bed, from, false, true)?;
+        check(&mut held).context("after the agent has taken over")?;
+        held.extend(open(bed).context("through Headgate")?);
+
+        kube_proxy.start_again().context("going back to kube-proxy")?;
+        until_logged(bed, "has returned to this node and works", 1)?;
+        check_rules(bed, from, true, false)?;
+        check(&mut held).context("after the agent has yielded")
+    })?;
+    println!("{} new connections, {} held connections", asked.len(), held.len());
+    ensure!(shares(&asked).len() == 2, "{:?} answered", shares(&asked));
     Ok(())
 }

@@ -104,8 +104,11 @@ fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &Agen
     let state = machines.folder().join(format!("state-{node}"));
     command.arg("--state-dir").arg(state).args(["--state-save-period", "200ms"]);
     let backend = setup.backend.unwrap_or(backend);
-    // Many tests begin with the rules of kube-proxy or of another agent.
-    command.args(["--node-name", node, "--standby=never"]).args(backend.agent_arguments());
+    command.args(["--node-name", node]).args(backend.agent_arguments());
+    if !setup.arguments.iter().any(|argument| argument.starts_with("--standby")) {
+        // Many tests begin with the rules of kube-proxy or of another agent.
+        command.arg("--standby=never");
+    }
     command.args(["--pod-ranges", CLUSTER_CIDR, "--health-check-namespaces", "*"]);
     const NODE_PORTS: &str = "--nodeport-addresses";
     if backend == Backend::Nftables && !setup.arguments.iter().any(|argument| argument.starts_with(NODE_PORTS)) {

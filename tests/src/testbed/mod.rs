@@ -44,6 +44,7 @@ mod server;
 pub mod spawn;
 pub mod turn;
 mod wiring;
+pub mod written;
 
 pub use backend::Backend;
 pub use bed::Testbed;

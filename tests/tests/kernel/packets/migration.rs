@@ -11,6 +11,21 @@ fn there_and_back(from: Mode, to: Backend) {
     on(bed, |bed| from_kube_proxy::there_and_back(bed, from, to));
 }
 
+fn standby_and_back(from: Mode, to: Backend) {
+    let bed = from_kube_proxy::services().and_then(|services| Testbed::machines_only(to, services));
+    on(bed, |bed| from_kube_proxy::standby_and_back(bed, from, to));
+}
+
+#[test]
+fn standby_beside_kube_proxy_ipvs() {
+    uml::inside(|| standby_and_back(Mode::Ipvs, Backend::Ipvs));
+}
+
+#[test]
+fn standby_beside_kube_proxy_nftables() {
+    standby_and_back(Mode::Nftables, Backend::Nftables);
+}
+
 macro_rules! migrations {
     ($($name:ident: $from:expr, $to:expr;)*) => { $(
         #[test]

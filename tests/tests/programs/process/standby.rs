@@ -5,7 +5,6 @@ use std::{
     fs,
     io::{Read as _, Write as _},
     net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
-    path::Path,
     process::{Command, Stdio},
     sync::{
         Arc,
@@ -14,6 +13,8 @@ use std::{
     thread::{self, JoinHandle},
     time::Duration,
 };
+
+use headgate_tests::testbed::written;
 
 use super::rig::{Program, Rig, eventually, node, service_v4, slice};
 
@@ -144,45 +145,8 @@ fn new_connection_works(rig: &Rig) -> Result<(), String> {
     works(&connect(rig)?)
 }
 
-/// Everything that a service proxy writes: rules, sets, devices, and parameters of the network.
 fn written(rig: &Rig) -> Vec<(String, String)> {
-    let tools: [(&str, &[&str]); 7] = [
-        ("nft", &["list", "ruleset"]),
-        ("iptables-legacy-save", &[]),
-        ("iptables-nft-save", &[]),
-        ("ip6tables-legacy-save", &[]),
-        ("ip6tables-nft-save", &[]),
-        ("ipset", &["list"]),
-        ("ip", &["-d", "addr"]),
-    ];
-    let without_dates = |text: String| {
-        let lines = text.lines().filter(|line| !line.starts_with('#'));
-        // Counters of packets, and lifetimes.
-        let plain = |line: &str| line.split(" [").next().unwrap_or_default().to_owned();
-        lines.map(plain).collect::<Vec<_>>().join("\n")
-    };
-    let mut all: Vec<_> =
-        tools.iter().map(|(tool, arguments)| ((*tool).to_owned(), without_dates(rig.tool(tool, arguments)))).collect();
-    rig.run(|| parameters(Path::new("/proc/sys/net"), &mut all));
-    let servers = rig.run(|| fs::read_to_string("/proc/thread-self/net/ip_vs"));
-    all.push(("ip_vs".to_owned(), servers.unwrap_or_default()));
-    all
-}
-
-fn parameters(folder: &Path, all: &mut Vec<(String, String)>) {
-    let mut entries: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-    entries.sort();
-    for path in entries {
-        // A count that the kernel changes, and sizes that belong to the whole machine.
-        if ["nf_conntrack_count", "nf_conntrack_max", "nf_conntrack_buckets"].iter().any(|name| path.ends_with(name)) {
-            continue;
-        }
-        if path.is_dir() {
-            parameters(&path, all);
-        } else if let Ok(value) = fs::read_to_string(&path) {
-            all.push((path.display().to_string(), value));
-        }
-    }
+    rig.run(written::here).unwrap()
 }
 
 fn assert_nothing_written(before: &[(String, String)], after: &[(String, String)]) {
