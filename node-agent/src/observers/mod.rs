@@ -13,7 +13,7 @@ use std::{
     sync::Arc,
 };
 
-use headgate_core::{NodeFacts, ServiceKey, State, forwarding::Table};
+use headgate_core::{NodeFacts, Service, ServiceKey, State, forwarding::Table};
 use tokio::sync::watch;
 
 /// The services that a step programs.
@@ -76,6 +76,7 @@ type Find<T> = Box<dyn Fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T> + S
 
 /// The observer that sends the changes.
 pub struct Follower<T> {
+    concerns: fn(&Service) -> bool,
     find: Find<T>,
     /// The values that were sent.
     pub(crate) sent: HashMap<Arc<ServiceKey>, T>,
@@ -84,20 +85,28 @@ pub struct Follower<T> {
 }
 
 impl<T> Follower<T> {
-    /// Returns a follower, and the mailbox from which the task takes the changes.
+    /// Returns a follower of the Services that `concerns` accepts, and the mailbox from which the
+    /// task takes the changes.
     pub fn new(
+        concerns: fn(&Service) -> bool,
         find: impl Fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T> + Send + 'static,
     ) -> (Self, Mailbox<T>) {
         let (waiting, arrived) = watch::channel(Changes::new());
-        let follower =
-            Self { find: Box::new(find), sent: HashMap::new(), planned: Changes::new(), mailbox: waiting.clone() };
+        let follower = Self {
+            concerns,
+            find: Box::new(find),
+            sent: HashMap::new(),
+            planned: Changes::new(),
+            mailbox: waiting.clone(),
+        };
         (follower, Mailbox { waiting, arrived })
     }
 }
 
 impl<T: PartialEq> Follower<T> {
     fn plan_service(&mut self, state: &State, key: &Arc<ServiceKey>, node: &NodeFacts) {
-        let found = (self.find)(state, key, node);
+        let service = state.entry(key).and_then(|entry| entry.service());
+        let found = service.filter(|service| (self.concerns)(service)).and_then(|_| (self.find)(state, key, node));
         if found.as_ref() != self.sent.get(key) {
             self.planned.insert(Arc::clone(key), found);
         }

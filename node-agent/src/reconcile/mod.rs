@@ -26,7 +26,8 @@ use tracing::{debug, error, info, warn};
 use crate::{
     backoff::{Backoff, Jitter},
     dataplane::{
-        DataplaneError, Degradation, ErrorKind, FamilyStatistics, Fault, Finding, NodeDataplane, Report, with_names,
+        DataplaneError, Degradation, ErrorKind, FamilyStatistics, Fault, Finding, NodeDataplane, Report, standby,
+        with_names,
     },
     interfaces::Interfaces,
     memory,
@@ -278,9 +279,15 @@ impl Reconciler {
         (self.timing.clock)()
     }
 
+    /// True if another proxy programs the node.
+    fn is_standby(&self) -> bool {
+        self.dataplane.name() == standby::NAME
+    }
+
     fn times(&self) -> Times {
         let Self { check_at, quarantine, summary, waits, .. } = self;
-        let (retry, log, look) = (quarantine.next_due(), summary.due_at(), waits.due_at());
+        let (retry, log) = (quarantine.next_due(), summary.due_at());
+        let look = if self.is_standby() { waits.due_at() } else { None };
         Times { check: *check_at, maintain: self.maintain_at(), retry, log, look }
     }
 

@@ -14,7 +14,6 @@ use headgate_core::{Family, ServiceKey, forwarding::expected};
 use super::Reconciler;
 use crate::{
     cpu_time,
-    dataplane::standby,
     state::progress::{ChangeTimes, Shadow},
 };
 
@@ -114,11 +113,6 @@ impl Waits {
 }
 
 impl Reconciler {
-    /// True if another proxy programs the node.
-    pub(super) fn is_standby(&self) -> bool {
-        self.dataplane.name() == standby::NAME
-    }
-
     /// Records that these Services changed, the first at `since`, and computes what their rules
     /// must do, which is what a plan of them begins with.
     pub(super) fn note_changed(&mut self, services: &BTreeSet<Arc<ServiceKey>>, since: Instant) {

@@ -7,10 +7,9 @@ use std::{
 
 use tokio::time::Instant;
 
-use super::sync_connection::Budget;
 use crate::{
     identity::Identity,
-    serve::context::{Counted, Tally},
+    serve::context::{Budget, Counted, Tally},
 };
 
 /// The maximum number of connections of all clients together. Further connections are closed

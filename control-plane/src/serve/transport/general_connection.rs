@@ -24,15 +24,10 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Status, body::Body, service::Routes};
 use tower::Service as _;
 
-use super::{
-    KEEPALIVE,
-    connection_limits::HeldConnection,
-    listener::Connection,
-    sync_connection::{Budget, PREFACE},
-};
+use super::{KEEPALIVE, connection_limits::HeldConnection, listener::Connection, sync_connection::PREFACE};
 use crate::{
     identity::Peer,
-    serve::context::{AuditedRequest, Context, Visit, Visited},
+    serve::context::{AuditedRequest, Budget, Context, Visit, Visited},
 };
 
 /// The maximum number of requests that a connection may have open at the same time, and the number

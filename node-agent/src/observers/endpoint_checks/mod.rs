@@ -10,7 +10,7 @@ use std::{collections::BTreeSet, io, net::SocketAddr, sync::Arc, time::Duration}
 
 use futures::future::OptionFuture;
 use headgate_core::{
-    Family, NodeFacts, Protocol, ServiceKey, State,
+    Family, NodeFacts, Protocol, Service, ServiceKey, State,
     endpoint_health::{Check, CheckTiming, FailingEndpoints, FairCheck, FairChecks, ServiceTargets},
     turns::Turns,
     view::views_of_all_endpoints,
@@ -44,23 +44,22 @@ pub fn new(
     timing: CheckTiming,
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
-) -> (Follower<ServiceTargets>, Checker) {
-    let noted = Arc::clone(&shared);
-    let (follower, mailbox) = Follower::new(move |state, key, node| {
-        let (found, reason) = targets(state, key, node, &namespaces);
-        noted.set_unchecked(key, reason);
-        found
-    });
+) -> (Follower<Targets>, Checker) {
+    let find = move |state: &State, key: &_, node: &_| targets(state, key, node, &namespaces);
+    let (follower, mailbox) = Follower::new(Service::is_checked_by_tcp, find);
     let checks = FairChecks::new(timing, fastrand::u64(..), MAX_RUNNING);
     let (reported, started) = (FailingEndpoints::default(), Instant::now());
     let lines = Turns::new(LINE_INTERVAL, LINES_AT_ONCE);
     (follower, Checker { mailbox, shared, metrics, checks, reported, started, lines })
 }
 
+/// The endpoints to check, and why endpoints are left out.
+type Targets = (ServiceTargets, Option<&'static str>);
+
 /// Checks endpoints in the runtime's network namespace, at most [`MAX_RUNNING`] at a time.
 #[derive(Debug)]
 pub struct Checker {
-    mailbox: Mailbox<ServiceTargets>,
+    mailbox: Mailbox<Targets>,
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
     checks: FairChecks,
@@ -98,9 +97,11 @@ impl Checker {
         u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    fn take(&mut self, changes: Changes<ServiceTargets>) -> Vec<Arc<ServiceKey>> {
+    fn take(&mut self, changes: Changes<Targets>) -> Vec<Arc<ServiceKey>> {
         let now_ms = self.now_ms();
-        let take = |(key, wanted)| {
+        let take = |(key, wanted): (_, Option<Targets>)| {
+            let (wanted, left_out) = wanted.unzip();
+            self.shared.set_unchecked(&key, left_out.flatten());
             self.checks.set_service(&key, wanted, now_ms);
             key
         };
@@ -174,17 +175,11 @@ const TOO_MANY: &str = "the node checks only 1,000 endpoints of a Service with t
 const MAX_TARGETS: usize = 1_000;
 
 /// The endpoints of a service that this node has to check: the TCP endpoints that it may use, and
-/// that its programs may connect to. `None` if the service has no checks or no such endpoints.
-/// `namespaces` are those in which services may ask for checks: names, or `*` for all. Also returns
-/// why endpoints are left out. The cost depends only on the size of this service.
-fn targets(
-    state: &State,
-    key: &Arc<ServiceKey>,
-    node: &NodeFacts,
-    namespaces: &[String],
-) -> (Option<ServiceTargets>, Option<&'static str>) {
-    let service = state.entry(key).and_then(|entry| entry.service());
-    let Some(service) = service.filter(|service| service.is_checked_by_tcp()) else { return (None, None) };
+/// that its programs may connect to. `None` if there are no such endpoints. `namespaces` are those
+/// in which services may ask for checks: names, or `*` for all. The cost depends only on the size
+/// of this service.
+fn targets(state: &State, key: &Arc<ServiceKey>, node: &NodeFacts, namespaces: &[String]) -> Option<Targets> {
+    let service = state.entry(key)?.service()?;
     let views = Family::BOTH.into_iter().flat_map(|family| views_of_all_endpoints(state, key, family, node));
     let endpoints = views.filter(|view| view.protocol == Protocol::Tcp).flat_map(|view| view.reachable_endpoints());
     let mut addresses: BTreeSet<SocketAddr> = endpoints.map(|endpoint| endpoint.socket_address()).collect();
@@ -198,7 +193,7 @@ fn targets(
         shortage = Some(TOO_MANY);
     }
     let interval_ms = Some(service.health_check_interval_ms).filter(|interval| *interval != 0);
-    ((asked > 0).then_some(ServiceTargets { interval_ms, addresses }), shortage)
+    (asked > 0).then_some((ServiceTargets { interval_ms, addresses }, shortage))
 }
 
 // Metrics of active health checks.
@@ -290,16 +285,16 @@ mod targets_tests {
         let texts = |addresses: &[&str]| addresses.iter().map(|text| text.parse().unwrap()).collect::<BTreeSet<_>>();
         let all = texts(&["10.244.1.1:8080", "10.244.2.1:8080", "[fd00:1::1]:8080"]);
         let expected = ServiceTargets { interval_ms: None, addresses: all };
-        assert_eq!(targets_of(service("tcp")), (Some(expected), Some(NOT_DIALLED)));
-        assert_eq!(targets_of(service("")), (None, None));
-        assert_eq!(targets_of(service("http")), (None, None), "an unknown kind of check is ignored");
+        assert_eq!(targets_of(service("tcp")), Some((expected, Some(NOT_DIALLED))));
+        let is_checked = |kind| service(kind).is_checked_by_tcp();
+        assert!(is_checked("tcp") && !is_checked("") && !is_checked("http"), "an unknown kind of check is ignored");
         let mut local = service("tcp");
         (local.internal_traffic_policy, local.health_check_interval_ms) = (TrafficPolicy::Local, 700);
         // Endpoints on other nodes are not checked under policy Local.
         let expected = ServiceTargets { interval_ms: Some(700), addresses: texts(&["10.244.1.1:8080"]) };
-        assert_eq!(targets_of(local), (Some(expected), None));
+        assert_eq!(targets_of(local), Some((expected, None)));
         let none = Arc::new(ServiceKey::new("ns", "none"));
-        assert_eq!(targets(&State::default(), &none, &node, &["*".to_owned()]), (None, None));
+        assert_eq!(targets(&State::default(), &none, &node, &["*".to_owned()]), None);
     }
 
     #[test]
@@ -308,8 +303,8 @@ mod targets_tests {
         let (state, key) = state_with(service("tcp"), &ENDPOINTS);
         let count = |namespaces: &[&str]| {
             let namespaces: Vec<String> = namespaces.iter().map(|name| (*name).to_owned()).collect();
-            let (found, reason) = targets(&state, &key, &node, &namespaces);
-            (found.unwrap().addresses.len(), reason)
+            let (found, reason) = targets(&state, &key, &node, &namespaces).unwrap();
+            (found.addresses.len(), reason)
         };
         for namespaces in [&[][..], &["other"], &["ns2", "n"]] {
             assert_eq!(count(namespaces), (0, Some(NOT_ALLOWED)), "{namespaces:?}");
@@ -320,8 +315,8 @@ mod targets_tests {
         let many: Vec<String> = (0..1_100).map(|last| format!("10.244.{}.{}", 3 + last / 250, last % 250)).collect();
         let many: Vec<(&str, &str)> = many.iter().map(|address| (address.as_str(), "node-b")).collect();
         let (state, key) = state_with(service("tcp"), &many);
-        let (found, reason) = targets(&state, &key, &node, &["*".to_owned()]);
-        assert_eq!((found.unwrap().addresses.len(), reason), (MAX_TARGETS, Some(TOO_MANY)));
+        let (found, reason) = targets(&state, &key, &node, &["*".to_owned()]).unwrap();
+        assert_eq!((found.addresses.len(), reason), (MAX_TARGETS, Some(TOO_MANY)));
     }
 
     #[test]

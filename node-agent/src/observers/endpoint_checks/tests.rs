@@ -22,7 +22,7 @@ const GUARD: Duration = Duration::from_secs(30);
 struct World {
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
-    follower: Follower<ServiceTargets>,
+    follower: Follower<Targets>,
     version: u64,
     _stop: DropGuard,
 }
@@ -134,10 +134,10 @@ async fn the_agent_names_services_with_fewer_checks_until_they_are_gone() {
     let (_listener, good) = listen("127.0.0.1:0");
     let foreign = "10.244.1.1:80".parse().unwrap();
     world.step([service("tcp"), endpoint(good), endpoint(foreign)]);
-    let named = |world: &World| world.shared.unchecked().into_values().flatten().collect::<Vec<_>>();
-    assert_eq!(named(&world), [Arc::new(key())]);
+    let names = |world: &World| world.shared.unchecked().into_values().flatten().eq([Arc::new(key())]);
+    world.wait(names, "the Service is named").await;
     world.step([Change::RemoveService(key())]);
-    assert!(named(&world).is_empty() && world.shared.unchecked().is_empty());
+    world.wait(|world| world.shared.unchecked().is_empty(), "no Service is named").await;
 }
 
 #[test]

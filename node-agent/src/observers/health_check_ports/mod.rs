@@ -76,7 +76,7 @@ pub fn new(
     patience: Duration,
     connections: Arc<HttpConnections>,
 ) -> (HealthCheckPorts, PortServer) {
-    let (ports, mailbox) = Follower::new(health_check_port);
+    let (ports, mailbox) = Follower::new(|service| service.health_check_node_port != 0, health_check_port);
     let (wanted, open, failed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     (ports, PortServer { mailbox, metrics, inputs, backlog, patience, connections, wanted, open, failed })
 }

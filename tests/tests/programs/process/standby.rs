@@ -2,7 +2,6 @@
 //! and its rules. The agent stands by, takes over, and yields.
 
 use std::{
-    fs,
     io::{Read as _, Write as _},
     net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
     process::{Command, Stdio},
