@@ -11,12 +11,13 @@ blocks FILE SECTION FOLDER               writes each block of commands of a sect
 serve NAME                               a pod: HTTP on port 8080, echo on port 9000
 dns                                      a pod: answers for Services as the DNS of a cluster does
 load STOP OUT TARGET...                  sends requests until the file STOP exists
-rules [NAMESPACE]                        sorts what iptables-save or nft print on standard input,
-                                         so that two nodes with the same rules have the same lines.
-                                         What kube-proxy writes for Services of NAMESPACE is left
-                                         out
+rules PROGRAM [NAMESPACE]                sorts what PROGRAM (nft or iptables-save) prints on
+                                         standard input, so that two nodes with the same rules have
+                                         the same lines. What kube-proxy writes for Services of
+                                         NAMESPACE is left out
 churn SECONDS KUBECTL LOG COMMAND...     changes Services and EndpointSlices at random, and runs
-                                         COMMAND (headgatectl shadow) again and again
+                                         COMMAND (headgatectl shadow) again and again; ends with 1
+                                         if KUBECTL failed
 report OUT...                            prints one line for each target; ends with 1 on a failure
 answers SINCE SECONDS TARGET...          waits until each target answers; prints how long it took
 ran REPORT                               prints the sums of a JUnit report of upstream's e2e.test;
@@ -268,23 +269,31 @@ def request(kind, address, limit):
 
 
 def load(stop, out, *targets):
-    """Opens 50 connections a second to each target, and holds one to those of kind hold."""
-    results = []
+    """Opens 60 connections a second to each target, and holds one to those of kind hold."""
+    results, lock = [], threading.Lock()
+    rate, clients = 60, 3
 
     def requests(result, kind, address):
         began = turn = time.time()
         while not os.path.exists(stop):
-            start = time.time()
-            result["seconds"] = start - began
+            start, fault = time.time(), None
             try:
                 request(kind, address, 5)
-                result["succeeded"] += 1
             except OSError as error:
                 at = time.strftime("%H:%M:%S", time.localtime(start))
-                result["errors"].append(f"{at} {error} after {time.time() - start:.2f} s")
-            result["slowest"] = max(result["slowest"], time.time() - start)
-            # What a slow machine misses is not caught up later.
-            turn = max(turn + 0.02, time.time() - 0.02)
+                fault = f"{at} {error} after {time.time() - start:.2f} s"
+            with lock:
+                result["seconds"] = max(result.get("seconds", 0), start - began)
+                result["slowest"] = max(result["slowest"], time.time() - start)
+                # After a second, a kernel sends the first packet of a connection again.
+                if time.time() - start > 0.9:
+                    result["again"].append(time.strftime("%H:%M:%S", time.localtime(start)))
+                if fault:
+                    result["errors"].append(fault)
+                else:
+                    result["succeeded"] += 1
+            # What a slow machine misses in more than a second is not caught up later.
+            turn = max(turn + clients / rate, time.time() - 1)
             time.sleep(max(0, turn - time.time()))
 
     def hold(result, _, address):
@@ -305,11 +314,14 @@ def load(stop, out, *targets):
     threads = []
     for target in targets:
         label, kind, address = split(target)
-        result = {"label": label, "kind": kind, "succeeded": 0, "slowest": 0.0, "errors": []}
+        result = {"label": label, "kind": kind, "succeeded": 0, "slowest": 0.0, "errors": [],
+                  "again": []}
         results.append(result)
-        threads.append(threading.Thread(target=hold if kind == "hold" else requests,
-                                        args=(result, kind, address)))
-        threads[-1].start()
+        # One client after the other would wait for a slow answer.
+        for _ in range(1 if kind == "hold" else clients):
+            threads.append(threading.Thread(target=hold if kind == "hold" else requests,
+                                            args=(result, kind, address)))
+            threads[-1].start()
     for thread in threads:
         thread.join()
     text = json.dumps(results)
@@ -320,41 +332,64 @@ def load(stop, out, *targets):
             file.write(text)
 
 
-def rules(namespace=""):
+def chains_of_iptables(lines):
+    """The lines of each chain that iptables-save prints. The name of the program is before each."""
+    chains, table = {}, ""
+    for line in lines:
+        words = [*line.split(), ""]
+        if words[1].startswith("*"):
+            table = line
+        elif words[1].startswith(":"):
+            chains.setdefault(f"{table} {words[1][1:]}", []).insert(0, line)
+        elif words[1] == "-A":
+            chains.setdefault(f"{table} {words[2]}", []).append(line)
+    return chains
+
+
+def chains_of_nft(lines):
+    """The lines of each chain, set and map that nft lists."""
+    chains, table, chain = {}, "", ""
+    for line in lines:
+        words = line.split()
+        if line.startswith("table "):
+            # iptables-save shows these tables with their comments.
+            known = words[1] in ("ip", "ip6") and words[2] in ("nat", "filter", "mangle", "raw",
+                                                               "security")
+            table = "" if known else line
+        elif not table or line in ("}", "\t}", ""):
+            chain = ""
+        elif re.match(r"\t\w.*{$", line):
+            chain = f"{table} {line.strip()}"
+            chains[chain] = []
+        else:
+            chains.setdefault(chain or table, []).append(line)
+    return chains
+
+
+def rules(program, namespace=""):
     """Chains, sets and maps in the order of their names, elements and jumps to Services sorted.
     The order of other rules in a chain stays."""
     loose = re.compile(r"(KUBE-)?(SERVICES|NODEPORTS|EXTERNAL-SERVICES|FIREWALL|PROXY-FIREWALL)\b",
                        re.IGNORECASE)
-    chains, table, chain = {}, "", ""
-    for line in sys.stdin:
-        line = line.rstrip()
-        words = [*line.split(), "", ""]
-        if line in ("", "}") or "COMMIT" in words:
-            chain = ""
-        elif words[1].startswith("*"):  # iptables-save, with the name of the program before it
-            table = line
-        elif words[1] == "-A":
-            chains.setdefault(f"{table} {words[2]}", []).append(line)
-        elif words[1].startswith(":"):
-            chains.setdefault(f"{table} {words[1][1:]}", []).insert(0, line)
-        elif words[0] == "table":
-            # iptables-save shows these tables with their comments.
-            table = "" if words[2] in ("nat", "filter", "mangle", "raw", "security") else line
-        elif table.startswith("table"):
-            if line.endswith("{"):
-                chain = f"{table} {line.strip()}"
-                chains[chain] = []
-            elif line == "\t}":
-                chain = ""
-            else:
-                chains.setdefault(chain or table, []).append(line)
+    parse = {"nft": chains_of_nft, "iptables-save": chains_of_iptables}[program]
+    chains = parse(line.rstrip() for line in sys.stdin)
     left_out = set()
     if namespace:
         texts = {name: "\n".join(body) for name, body in chains.items()}
         left_out = {name for name, text in texts.items()
                     if f"{namespace}/" in name or re.search("KUBE-(SVC|SEP|EXT)", name)
                     and f"{namespace}/" in text}
-    gone = {name.split()[-1] for name in left_out}
+    gone = {name.rstrip(" {").split()[-1] for name in left_out}
+    # Elements of sets of kube-proxy's mode nftables that name no Service: ClusterIPs, and endpoints
+    # that reach themselves.
+    unnamed = set()
+    if namespace:
+        maps = "\n".join(text for name, text in texts.items() if " map " in name)
+        unnamed.update(re.findall(rf"(\S+) \. \w+ \. \d+ : goto \S*-{namespace}/", maps))
+    for text in (texts[name] for name in left_out):
+        for protocol, ends in re.findall(r"l4proto (\w+) dnat .* map {(.*)}", text):
+            unnamed.update(f"{address} . {address} . {protocol} . {port}" for address, port in
+                           re.findall(r": (\S+) \. (\d+)", ends))
     for name in sorted(chains.keys() - left_out):
         body = chains[name]
         text = " ".join(body)
@@ -365,16 +400,17 @@ def rules(namespace=""):
         elif loose.search(name):
             body = sorted(body)
         body = [line for line in body if not namespace
-                or f"{namespace}/" not in line and not gone.intersection(line.split())]
+                or f"{namespace}/" not in line and not gone.intersection(line.split())
+                and line.strip() not in unnamed]
         print(name, *body, sep="\n")
 
 
 def churn(seconds, kubectl, log, *command):
-    """Changes one of 20 Services or its EndpointSlice about ten times a second. `command` compares
+    """Changes some of 20 Services and their EndpointSlices again and again. `command` compares
     meanwhile. Prints sums. The Services are gone at the end."""
     random = secrets.SystemRandom()
     end = time.time() + float(seconds)
-    changes, stop = 0, threading.Event()
+    changes, failures, stop = 0, [], threading.Event()
     counts = {"agrees": 0, "differs": 0, "unverified": 0}
 
     def compare():
@@ -416,8 +452,10 @@ def churn(seconds, kubectl, log, *command):
                           "protocol": port["protocol"]} for port in ports]}
 
     def run(*arguments, text=None):
-        subprocess.run([kubectl, "-n", "load", *arguments], input=text, text=True, check=False,
-                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        done = subprocess.run([kubectl, "-n", "load", *arguments], input=text, text=True,
+                              check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if done.returncode:
+            failures.append(f"kubectl {arguments[0]}: {done.stderr.strip()}")
 
     comparer = threading.Thread(target=compare)
     comparer.start()
@@ -437,17 +475,23 @@ def churn(seconds, kubectl, log, *command):
     comparer.join()
     run("delete", "service,endpointslice", "-l", "churn=yes")
     print(f"{changes} changes in {seconds} s; nodes were compared {sum(counts.values())} times, "
-          f"{counts['differs']} with differences, {counts['unverified']} unverified")
+          f"{counts['differs']} with differences, {counts['unverified']} unverified; "
+          f"kubectl failed {len(failures)} times")
+    print(*failures[:10], sep="\n", file=sys.stderr)
+    sys.exit(len(failures) > 0)
 
 
 def report(*files):
-    failed = 0
+    failed, ways = 0, {}
     for file in files:
         with open(file, encoding="utf-8") as content:
             results = json.load(content)
         for result in results:
             label, errors = result["label"], result["errors"]
             slowest = f"slowest {1000 * result['slowest']:.0f} ms"
+            if result.get("again"):
+                times = " ".join(result["again"][:5])
+                slowest += f", {len(result['again'])} over 900 ms: {times}"
             if result["kind"] == "hold":
                 state = "broke" if errors else "stays open"
                 print(f"{label}: the connection {state}, {result['succeeded']} echoes, {slowest}")
@@ -455,9 +499,15 @@ def report(*files):
                 total = result["succeeded"] + len(errors)
                 rate = total / max(result.get("seconds", 0), 1)
                 print(f"{label}: {len(errors)} of {total} requests failed, {rate:.0f}/s, {slowest}")
+                # "a pod of node-2, ClusterIP of IPv6" is one way of those by a ClusterIP.
+                way = label.split(", ")[-1].split(" of ")[0]
+                sums = zip(ways.get(way, (0, 0, 0)), (len(errors), total, rate))
+                ways[way] = [before + more for before, more in sums]
             for error in errors[:3]:
                 print(f"  {error}")
             failed += len(errors) + (result["succeeded"] == 0)
+    for way, (errors, total, rate) in ways.items():
+        print(f"in all, {way}: {errors} of {total} requests failed, {rate:.0f}/s")
     sys.exit(failed > 0)
 
 

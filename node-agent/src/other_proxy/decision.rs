@@ -16,8 +16,8 @@ const STABLE: Duration = Duration::from_secs(600);
 /// The longest time between two looks during which a sign cannot have been missed.
 const BLIND: Duration = Duration::from_secs(10);
 
-/// The rules of another proxy have been written for this time when the agent yields. kube-proxy
-/// writes those of one IP family after the other.
+/// The rules of another proxy have been written for this time when the agent yields. An older
+/// kube-proxy does not tell the IP families apart, and writes one after the other.
 const COMPLETE: Duration = Duration::from_secs(10);
 
 /// What the looks so far say.

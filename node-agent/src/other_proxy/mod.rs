@@ -26,6 +26,9 @@ use crate::{
     persist::ROLE_FILE,
 };
 
+/// The kernel has this file if it has IPv6.
+const IPV6: &str = "/proc/net/if_inet6";
+
 /// Another service proxy, as far as it is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Other {
@@ -133,7 +136,10 @@ impl Looker {
             (None, mode) => (mode.is_some() || serves_health).then(|| Other::of(Other::UNKNOWN, None)),
         };
         let is_whole = read != ReadRules::No || seen.is_some();
-        let has_synced = seen.as_ref().and_then(|_| self.metrics.iter().find_map(|at| pages::has_synced(*at)));
+        // kube-proxy programs each family that the kernel has.
+        let families = if Path::new(IPV6).exists() { &["IPv4", "IPv6"][..] } else { &["IPv4"] };
+        let synced = |at: &SocketAddr| pages::has_synced(*at, families);
+        let has_synced = seen.as_ref().and_then(|_| self.metrics.iter().find_map(synced));
         let mut look = Look { other: seen, has_synced, is_whole, has_rules: false };
         let read = match read {
             ReadRules::All if look.other.is_none() => rules::read(true, true),

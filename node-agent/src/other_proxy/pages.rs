@@ -12,7 +12,8 @@ use crate::http::AGENT_HEADER;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// The longest page that is read: the metrics of a large cluster.
 const MAX_BYTES: u64 = 8 << 20;
-/// kube-proxy's metric, with a line for each IP family that has synced.
+/// kube-proxy's metric, with a line for each IP family that has synced, and in older versions with
+/// one line for all.
 const LAST_SYNC: &str = "kubeproxy_sync_proxy_rules_last_timestamp_seconds";
 
 struct Page {
@@ -53,14 +54,18 @@ pub(super) fn is_serving_health(address: SocketAddr) -> bool {
     ask(address, "/healthz", |_| None::<()>).is_some()
 }
 
-/// Whether kube-proxy has written its rules, as its metrics say; `None` if they say nothing about
-/// it. Its health page answers with success before it has written any.
-pub(super) fn has_synced(address: SocketAddr) -> Option<bool> {
-    let is_synced = |line: &str| {
-        let at = line.strip_prefix(LAST_SYNC)?.rsplit(' ').next()?.parse::<f64>().ok()?;
-        Some(at > 0.0)
+/// Whether kube-proxy has written its rules of all these IP families, as its metrics say; `None` if
+/// they say nothing about it. Its health page answers with success before it has written any, and
+/// it writes one family after the other.
+pub(super) fn has_synced(address: SocketAddr, families: &[&str]) -> Option<bool> {
+    let is_synced = |line: &str, family: &str| {
+        let (labels, at) = line.strip_prefix(LAST_SYNC)?.rsplit_once(' ')?;
+        Some((labels.is_empty() || labels.contains(family)) && at.parse::<f64>().is_ok_and(|at| at > 0.0))
     };
-    let read = |page: Page| page.body.lines().filter_map(is_synced).max().or_else(|| page.is_ok().then_some(false));
+    let read = |page: Page| {
+        let has = |family: &&str| page.body.lines().any(|line| is_synced(line, family) == Some(true));
+        page.is_ok().then(|| families.iter().all(has))
+    };
     ask(address, "/metrics", read).flatten()
 }
 
@@ -115,7 +120,7 @@ mod tests {
         }
         assert!(answered("HTTP/1.0 503 Service Unavailable\r\n\r\n", is_serving_health));
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        assert_eq!((mode(closed), is_serving_health(closed), has_synced(closed)), (None, false, None));
+        assert_eq!((mode(closed), is_serving_health(closed), has_synced(closed, &[])), (None, false, None));
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
         assert!(is_serving_health(silent.local_addr().unwrap()));
     }
@@ -127,7 +132,11 @@ mod tests {
                 "# TYPE kubeproxy_sync_proxy_rules_last_timestamp_seconds gauge\nkubeproxy_sync_proxy_rules_last_timestamp_seconds 1.7e+09\n",
                 Some(true),
             ),
-            ("kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv4\"} 1.7e+09\n", Some(true)),
+            ("kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv4\"} 1.7e+09\n", Some(false)),
+            (
+                "kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv4\"} 1.7e+09\nkubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv6\"} 1.7e+09\n",
+                Some(true),
+            ),
             (
                 "# HELP kubeproxy_sync_proxy_rules_last_timestamp_seconds text 7\nkubeproxy_sync_proxy_rules_last_timestamp_seconds 0\n",
                 Some(false),
@@ -135,8 +144,8 @@ mod tests {
             ("process_start_time_seconds 1\n", Some(false)),
         ] {
             let answer: &'static str = format!("HTTP/1.0 200 OK\r\n\r\n{metrics}").leak();
-            assert_eq!(answered(answer, has_synced), expected, "{metrics}");
+            assert_eq!(answered(answer, |address| has_synced(address, &["IPv4", "IPv6"])), expected, "{metrics}");
         }
-        assert_eq!(answered("HTTP/1.0 404 Not Found\r\n\r\n", has_synced), None);
+        assert_eq!(answered("HTTP/1.0 404 Not Found\r\n\r\n", |address| has_synced(address, &["IPv4"])), None);
     }
 }
