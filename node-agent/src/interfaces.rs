@@ -25,7 +25,7 @@ use tracing::{info, warn};
 
 use crate::{
     backoff::Backoff,
-    metric_registry::{AGENT, MetricRegistry},
+    metric_registry::{AGENT, metrics},
 };
 
 /// The addresses of the node's interfaces, sorted and without duplicates. `None` before the thread
@@ -42,21 +42,14 @@ pub const RECEIVE_BUFFER_BYTES: u32 = 4 << 20;
 
 const IPVS_DEVICES: [&str; 2] = [ipvs::DEVICE, ipvs::PROBE_DEVICE];
 
-/// The counters of the thread that follows the addresses.
-#[derive(Debug, Clone, Default)]
-pub struct InterfaceMetrics {
-    /// Number of times that the thread listed all addresses.
-    pub lists: Counter,
-    errors: Counter,
-}
-
-impl InterfaceMetrics {
-    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
-        let mut add = registry.adder(AGENT);
-        let help = "Times that the agent listed the addresses of the node's interfaces: at the start, and again after an error or after the kernel dropped notifications";
-        add.counter("interface_lists", "", help, self.lists.clone());
-        let help = "Times that the agent could not list or follow the addresses of the node's interfaces, and continued with the last known addresses";
-        add.counter("interface_errors", "", help, self.errors.clone());
+metrics! {
+    /// The counters of the thread that follows the addresses.
+    pub struct InterfaceMetrics {}
+    AGENT {
+        pub lists: Counter = "interface_lists",
+            "Times that the agent listed the addresses of the node's interfaces: at the start, and again after an error or after the kernel dropped notifications";
+        errors: Counter = "interface_errors",
+            "Times that the agent could not list or follow the addresses of the node's interfaces, and continued with the last known addresses";
     }
 }
 

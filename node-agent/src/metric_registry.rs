@@ -1,12 +1,15 @@
-//! Registers metrics with their descriptions. Each module owns its metrics and registers them here.
-//! `docs/metrics.md` is generated from the descriptions.
+//! Registers metrics with their descriptions. Each module owns its metrics, and defines them by a
+//! table (`metrics!`). `docs/metrics.md` is generated from the descriptions.
 
 use std::collections::BTreeMap;
 
 use prometheus_client::{
     encoding::text,
-    metrics::histogram::{Histogram, exponential_buckets},
-    registry::{Metric, Registry, Unit},
+    metrics::{
+        MetricType,
+        histogram::{Histogram, exponential_buckets},
+    },
+    registry::{Metric, Registry},
 };
 
 /// Prefix of Headgate's own metrics.
@@ -62,32 +65,59 @@ impl MetricRegistry {
 }
 
 impl Adder<'_> {
-    pub(crate) fn gauge(&mut self, name: &str, labels: &str, help: &str, metric: impl Metric) {
-        self.describe(name, "gauge", labels, help);
+    /// Adds a metric. The encoder appends `_total` to the name of a counter.
+    pub(crate) fn add(&mut self, name: &str, labels: &str, help: &str, metric: impl Metric) {
+        let kind = metric.metric_type();
+        let suffix = if matches!(kind, MetricType::Counter) { "_total" } else { "" };
+        let row = format!("{} | {labels} | {help}", kind.as_str());
+        self.rows.insert(format!("{}_{name}{suffix}", self.prefix), row);
         self.registry.register(name, help, metric);
-    }
-
-    /// Adds a gauge whose name ends with its unit.
-    pub(crate) fn gauge_in(&mut self, unit: Unit, name: &str, labels: &str, help: &str, metric: impl Metric) {
-        self.describe(&format!("{name}_{}", unit.as_str()), "gauge", labels, help);
-        self.registry.register_with_unit(name, help, unit, metric);
-    }
-
-    /// Adds a counter. The encoder appends `_total` to its name.
-    pub(crate) fn counter(&mut self, name: &str, labels: &str, help: &str, metric: impl Metric) {
-        self.describe(&format!("{name}_total"), "counter", labels, help);
-        self.registry.register(name, help, metric);
-    }
-
-    pub(crate) fn histogram(&mut self, name: &str, labels: &str, help: &str, metric: impl Metric) {
-        self.describe(name, "histogram", labels, help);
-        self.registry.register(name, help, metric);
-    }
-
-    fn describe(&mut self, name: &str, kind: &str, labels: &str, help: &str) {
-        self.rows.insert(format!("{}_{name}", self.prefix), format!("{kind} | {labels} | {help}"));
     }
 }
+
+/// Defines a struct with metrics, and its function `register`. A row has the field, its type, the
+/// name after the prefix, labels, the meaning, and the metric at first, if it is not the default.
+/// The fields between the first braces are no metrics.
+macro_rules! metrics {
+    (@first $kind:ty) => { <$kind>::default() };
+    (@first $kind:ty, $first:expr) => { $first };
+    (
+        $(#[$about:meta])*
+        $vis:vis struct $name:ident {
+            $($(#[$doc:meta])* $other_vis:vis $other:ident: $other_kind:ty $(= $other_first:expr)?),* $(,)?
+        }
+        $($prefix:tt {
+            $($field_vis:vis $field:ident: $kind:ty = $metric:literal $([$labels:literal])?, $meaning:literal
+                $(, $first:expr)?;)+
+        })+
+    ) => {
+        $(#[$about])*
+        #[derive(Debug, Clone)]
+        $vis struct $name {
+            $($(#[$doc])* $other_vis $other: $other_kind,)*
+            $($(#[doc = $meaning] $field_vis $field: $kind,)+)+
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self {
+                    $($other: $crate::metric_registry::metrics!(@first $other_kind $(, $other_first)?),)*
+                    $($($field: $crate::metric_registry::metrics!(@first $kind $(, $first)?),)+)+
+                }
+            }
+        }
+
+        impl $name {
+            pub(crate) fn register(&self, registry: &mut $crate::metric_registry::MetricRegistry) {
+                $(
+                    let mut add = registry.adder($prefix);
+                    $(add.add($metric, concat!($($labels)?), $meaning, self.$field.clone());)+
+                )+
+            }
+        }
+    };
+}
+pub(crate) use metrics;
 
 #[cfg(test)]
 mod tests {

@@ -35,10 +35,7 @@ use headgate_proto::{
     ChangesBuilder, Decoder, node_from_wire, reserved_from_wire,
     v1::{self, SourcePosition},
 };
-use prometheus_client::{
-    metrics::{counter::Counter, gauge::Gauge},
-    registry::Unit,
-};
+use prometheus_client::metrics::{counter::Counter, gauge::Gauge};
 use prost::Message as _;
 use sha2::{Digest as _, Sha256};
 use tokio::{
@@ -49,7 +46,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::{
-    metric_registry::{AGENT, MetricRegistry},
+    metric_registry::{AGENT, metrics},
     state::{AgentState, Held, Restored, SavePoint, progress::Progress},
 };
 
@@ -102,30 +99,14 @@ pub fn state_of(content: &[u8], node_name: &str) -> Option<headgate_core::State>
     read_from(&bytes, node_name).ok().map(|restored| restored.held.state)
 }
 
-// Metrics of the state file.
-
-/// Metrics of the state on disk.
-#[derive(Debug, Clone, Default)]
-pub struct SaveMetrics {
-    /// 1 if this run began with a state from disk, else 0.
-    pub restored: Gauge,
-    /// Number of failed attempts to save the state.
-    pub errors: Counter,
-    saves: Counter,
-    /// Size of the file.
-    bytes: Gauge<u64, AtomicU64>,
-}
-
-impl SaveMetrics {
-    /// Registers all metrics of the state file.
-    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
-        let mut add = registry.adder(AGENT);
-        let help = "1 if this run of the agent began with a state from disk";
-        add.gauge("state_restored", "", help, self.restored.clone());
-        add.counter("state_saves", "", "Times that the state was saved to disk", self.saves.clone());
-        let help = "Attempts to save the state to disk that failed";
-        add.counter("state_save_errors", "", help, self.errors.clone());
-        add.gauge_in(Unit::Bytes, "state", "", "Size of the saved state", self.bytes.clone());
+metrics! {
+    /// Metrics of the state on disk.
+    pub struct SaveMetrics {}
+    AGENT {
+        pub restored: Gauge = "state_restored", "1 if this run of the agent began with a state from disk";
+        saves: Counter = "state_saves", "Times that the state was saved to disk";
+        pub errors: Counter = "state_save_errors", "Attempts to save the state to disk that failed";
+        bytes: Gauge<u64, AtomicU64> = "state_bytes", "Size of the saved state";
     }
 }
 

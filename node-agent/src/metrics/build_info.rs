@@ -30,5 +30,5 @@ pub(super) fn register(registry: &mut MetricRegistry) {
     let info = Family::<[(&'static str, String); 9], Gauge>::default();
     info.get_or_create(&labels.map(|(name, value)| (name, value.to_owned()))).set(1);
     let help = "Always 1. The labels describe Headgate's build. A label without a meaning for this build is empty";
-    registry.adder("kubernetes").gauge("build_info", &labels.map(|(name, _)| name).join(", "), help, info);
+    registry.adder("kubernetes").add("build_info", &labels.map(|(name, _)| name).join(", "), help, info);
 }

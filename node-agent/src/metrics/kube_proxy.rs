@@ -8,7 +8,7 @@ use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge}
 use tracing::debug;
 
 use crate::{
-    metric_registry::{FAMILY_LABELS, KUBE_PROXY, Labels, MetricRegistry},
+    metric_registry::{FAMILY_LABELS, KUBE_PROXY, Labels, metrics},
     packet_counters,
     state::progress::ChangeCounts,
 };
@@ -18,45 +18,33 @@ pub(crate) type AnswersByCode = Family<[(&'static str, u16); 1], Counter>;
 
 type SecondsGauge = Gauge<f64, AtomicU64>;
 
-/// kube-proxy's metrics about waiting changes, counted packets and health pages.
-#[derive(Debug, Default)]
-pub struct KubeProxyMetrics {
-    last_timestamp: Family<Labels<1>, SecondsGauge>,
-    last_queued_timestamp: Family<Labels<1>, SecondsGauge>,
-    endpoint_changes_pending: Gauge,
-    endpoint_changes_total: Counter,
-    service_changes_pending: Gauge,
-    service_changes_total: Counter,
-    invalid_dropped: Counter,
-    localhost_accepted: Counter,
-    pub(crate) healthz: AnswersByCode,
-    pub(crate) livez: AnswersByCode,
+metrics! {
+    /// kube-proxy's metrics about waiting changes, counted packets and health pages.
+    pub struct KubeProxyMetrics {}
+    KUBE_PROXY {
+        last_timestamp: Family<Labels<1>, SecondsGauge> = "sync_proxy_rules_last_timestamp_seconds" ["ip_family"],
+            "When the last sync succeeded, in seconds since the Unix epoch";
+        last_queued_timestamp: Family<Labels<1>, SecondsGauge> = "sync_proxy_rules_last_queued_timestamp_seconds"
+            ["ip_family"], "When the last change arrived, in seconds since the Unix epoch";
+        endpoint_changes_pending: Gauge = "sync_proxy_rules_endpoint_changes_pending",
+            "Changes of endpoints that are not in the kernel yet";
+        endpoint_changes_total: Counter = "sync_proxy_rules_endpoint_changes",
+            "Changes of endpoints (kube-proxy counts EndpointSlices)";
+        service_changes_pending: Gauge = "sync_proxy_rules_service_changes_pending",
+            "Changes of services that are not in the kernel yet";
+        service_changes_total: Counter = "sync_proxy_rules_service_changes", "Changes of services";
+        pub(crate) healthz: AnswersByCode = "proxy_healthz" ["code"], "Answers to /healthz";
+        pub(crate) livez: AnswersByCode = "proxy_livez" ["code"], "Answers to /livez";
+    }
+    "kubeproxy_iptables" {
+        invalid_dropped: Counter = "ct_state_invalid_dropped_packets",
+            "Dropped packets whose conntrack state was INVALID. 0 if packets are not counted, see headgate_agent_packet_counters";
+        localhost_accepted: Counter = "localhost_nodeports_accepted_packets",
+            "First packets of accepted connections to NodePorts on 127.0.0.0/8. 0 if packets are not counted, see headgate_agent_packet_counters";
+    }
 }
 
 impl KubeProxyMetrics {
-    pub(super) fn register(&self, registry: &mut MetricRegistry) {
-        let mut add = registry.adder(KUBE_PROXY);
-        let family = "ip_family";
-        let help = "When the last sync succeeded, in seconds since the Unix epoch";
-        add.gauge("sync_proxy_rules_last_timestamp_seconds", family, help, self.last_timestamp.clone());
-        let help = "When the last change arrived, in seconds since the Unix epoch";
-        add.gauge("sync_proxy_rules_last_queued_timestamp_seconds", family, help, self.last_queued_timestamp.clone());
-        let help = "Changes of endpoints that are not in the kernel yet";
-        add.gauge("sync_proxy_rules_endpoint_changes_pending", "", help, self.endpoint_changes_pending.clone());
-        let help = "Changes of endpoints (kube-proxy counts EndpointSlices)";
-        add.counter("sync_proxy_rules_endpoint_changes", "", help, self.endpoint_changes_total.clone());
-        let help = "Changes of services that are not in the kernel yet";
-        add.gauge("sync_proxy_rules_service_changes_pending", "", help, self.service_changes_pending.clone());
-        add.counter("sync_proxy_rules_service_changes", "", "Changes of services", self.service_changes_total.clone());
-        add.counter("proxy_healthz", "code", "Answers to /healthz", self.healthz.clone());
-        add.counter("proxy_livez", "code", "Answers to /livez", self.livez.clone());
-        let mut add = registry.adder("kubeproxy_iptables");
-        let help = "Dropped packets whose conntrack state was INVALID. 0 if packets are not counted, see headgate_agent_packet_counters";
-        add.counter("ct_state_invalid_dropped_packets", "", help, self.invalid_dropped.clone());
-        let help = "First packets of accepted connections to NodePorts on 127.0.0.0/8. 0 if packets are not counted, see headgate_agent_packet_counters";
-        add.counter("localhost_nodeports_accepted_packets", "", help, self.localhost_accepted.clone());
-    }
-
     /// Reads the packet counters from the kernel. Call it before encoding.
     pub(super) fn read_packet_counters(&self) {
         match packet_counters::read() {

@@ -6,10 +6,7 @@ mod services;
 mod userspace;
 
 use headgate_listener::{ClosedConnections, ProcessMetrics};
-use prometheus_client::{
-    metrics::{counter::Counter, family::Family},
-    registry::Unit,
-};
+use prometheus_client::metrics::{counter::Counter, family::Family};
 
 use self::{kube_proxy::KubeProxyMetrics, services::ServiceMetrics, userspace::UserspaceMetrics};
 use crate::{
@@ -66,31 +63,34 @@ impl Metrics {
             &metrics.process;
         let mut add = registry.adder("process");
         let help = "CPU time of the agent, without its child processes";
-        add.counter("cpu_seconds", "", help, cpu_seconds.clone());
+        add.add("cpu_seconds", "", help, cpu_seconds.clone());
         let help = "Resident memory of the agent, without its child processes";
-        add.gauge_in(Unit::Bytes, "resident_memory", "", help, resident_bytes.clone());
+        add.add("resident_memory_bytes", "", help, resident_bytes.clone());
         let help = "Virtual memory of the agent, without its child processes";
-        add.gauge_in(Unit::Bytes, "virtual_memory", "", help, virtual_bytes.clone());
+        add.add("virtual_memory_bytes", "", help, virtual_bytes.clone());
         let help = "When the agent started, in seconds since the Unix epoch";
-        add.gauge_in(Unit::Seconds, "start_time", "", help, started.clone());
-        add.gauge("open_fds", "", "Open file descriptors", open_fds.clone());
-        add.gauge("max_fds", "", "Maximum number of open file descriptors", max_fds.clone());
+        add.add("start_time_seconds", "", help, started.clone());
+        add.add("open_fds", "", "Open file descriptors", open_fds.clone());
+        add.add("max_fds", "", "Maximum number of open file descriptors", max_fds.clone());
         metrics.session.register(registry);
+        metrics.session.tls.register(registry);
         metrics.saves.register(registry);
         metrics.sync.register(registry);
+        metrics.sync.dataplane.register(registry);
         metrics.interfaces.register(registry);
         metrics.conntrack.register(registry);
         metrics.health_check_ports.register(registry);
         metrics.endpoint_checks.register(registry);
         metrics.drain.register(registry);
         let help = "Probes of the ClusterIPs of the API and of the cluster DNS, for `headgatectl migrate run`";
-        registry.adder(AGENT).counter("probes", "result (answered, failed)", help, metrics.probes.clone());
+        registry.adder(AGENT).add("probes", "result (answered, failed)", help, metrics.probes.clone());
         let help = "Connections to HTTP ports that were closed because of limits, by port (health, metrics, drain or health_check_node_port) and reason: evicted (a new connection needed the place), or refused (not accepted, for example because of too many open files)";
         let closed = metrics.http_closed.clone();
-        registry.adder(AGENT).counter("http_connections_closed", "port, reason", help, closed);
+        registry.adder(AGENT).add("http_connections_closed", "port, reason", help, closed);
         metrics.kube_proxy.register(registry);
         metrics.services.register(registry);
         metrics.userspace.register(registry);
+        metrics.userspace.register_figures(registry);
         metrics
     }
 

@@ -9,7 +9,7 @@ use tracing::warn;
 
 use crate::{
     dataplane::nftables::{Counts, ServiceCounters},
-    metric_registry::{AGENT, MetricRegistry},
+    metric_registry::{AGENT, metrics},
 };
 
 /// The most Services with metrics. The first Services by namespace and name have metrics.
@@ -17,28 +17,21 @@ pub(super) const MAX_SERVICES: usize = 5_000;
 
 pub(super) type ServiceLabels = [(&'static str, String); 2];
 
-#[derive(Debug, Default)]
-pub(crate) struct ServiceMetrics {
-    connections: Family<ServiceLabels, Counter>,
-    packets: Family<ServiceLabels, Counter>,
-    bytes: Family<ServiceLabels, Counter>,
-    omitted: Gauge,
+metrics! {
+    pub(crate) struct ServiceMetrics {}
+    AGENT {
+        connections: Family<ServiceLabels, Counter> = "service_connections" ["namespace, service"],
+            "Connections to a Service that this node sent to an endpoint, with --nftables-service-counters";
+        packets: Family<ServiceLabels, Counter> = "service_packets" ["namespace, service"],
+            "Packets of connections to a Service, in both directions, with --nftables-service-counters";
+        bytes: Family<ServiceLabels, Counter> = "service_bytes" ["namespace, service"],
+            "Bytes of connections to a Service, in both directions, with the IP header, with --nftables-service-counters";
+        omitted: Gauge = "services_without_counters",
+            "Services without metrics of their own, because the first 5,000 Services by name have metrics";
+    }
 }
 
 impl ServiceMetrics {
-    pub(super) fn register(&self, registry: &mut MetricRegistry) {
-        let mut add = registry.adder(AGENT);
-        let labels = "namespace, service";
-        let help = "Connections to a Service that this node sent to an endpoint, with --nftables-service-counters";
-        add.counter("service_connections", labels, help, self.connections.clone());
-        let help = "Packets of connections to a Service, in both directions, with --nftables-service-counters";
-        add.counter("service_packets", labels, help, self.packets.clone());
-        let help = "Bytes of connections to a Service, in both directions, with the IP header, with --nftables-service-counters";
-        add.counter("service_bytes", labels, help, self.bytes.clone());
-        let help = "Services without metrics of their own, because the first 5,000 Services by name have metrics";
-        add.gauge("services_without_counters", "", help, self.omitted.clone());
-    }
-
     /// Reads all counters from the kernel. If they cannot be read, the metrics keep their values.
     pub(crate) fn refresh(&self, counters: &Arc<ServiceCounters>) {
         match counters.read() {
@@ -67,6 +60,7 @@ mod tests {
     use headgate_core::Protocol;
 
     use super::*;
+    use crate::metric_registry::MetricRegistry;
 
     #[test]
     fn metrics_are_sums_over_frontends_and_limited_in_number() {

@@ -12,7 +12,7 @@ use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge}
 use super::services::{MAX_SERVICES, ServiceLabels};
 use crate::{
     dataplane::ProxyCounts,
-    metric_registry::{self, MetricRegistry, USERSPACE},
+    metric_registry::{self, MetricRegistry, USERSPACE, metrics},
 };
 
 /// A counter or gauge: its name, its meaning, and its value among the counts of a Service.
@@ -89,7 +89,7 @@ type Reason = metric_registry::Labels<1>;
 
 type SecondsCounter = Counter<f64, AtomicU64>;
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 struct Totals {
     counters: [Counter; COUNTERS.len()],
     gauges: [Gauge; GAUGES.len()],
@@ -97,7 +97,7 @@ struct Totals {
 }
 
 /// The same figures for each Service.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 struct Services {
     counters: [Family<ServiceLabels, Counter>; COUNTERS.len()],
     gauges: [Family<ServiceLabels, Gauge>; GAUGES.len()],
@@ -105,51 +105,46 @@ struct Services {
     omitted: Gauge,
 }
 
-#[derive(Debug, Default)]
-pub(crate) struct UserspaceMetrics {
-    totals: Totals,
-    services: Services,
-    unknown_destination: Counter,
-    exhausted: Counter,
-    dropped: Family<Reason, Counter>,
-    accept_pauses: Counter,
-    pipes: Gauge,
-    pipes_refused: Counter,
+metrics! {
+    pub(crate) struct UserspaceMetrics {
+        totals: Totals,
+        services: Services,
+    }
+    USERSPACE {
+        unknown_destination: Counter = "connections_unknown_destination",
+            "Connections that were reset because no Service has their destination, such as connections to a listener itself";
+        exhausted: Counter = "descriptors_exhausted",
+            "How often the kernel had no descriptor, no memory or no local port for a connection or a UDP session";
+        dropped: Family<Reason, Counter> = "datagrams_dropped_by_reason" ["reason"],
+            "Datagrams that the proxy dropped";
+        accept_pauses: Counter = "accept_pauses",
+            "How often a thread stopped accepting for 100 ms, because of exhaustion or of the limit of open files";
+        pipes: Gauge = "pipes", "Pipes of splice(2), each with two descriptors";
+        pipes_refused: Counter = "pipes_refused",
+            "How often a transfer got no pipe, and copied its bytes through a buffer instead";
+    }
 }
 
 impl UserspaceMetrics {
-    pub(super) fn register(&self, registry: &mut MetricRegistry) {
-        let Self { totals, services, unknown_destination, exhausted, dropped, accept_pauses, pipes, pipes_refused } =
-            self;
+    /// Registers the figures, as sums and for each Service.
+    pub(super) fn register_figures(&self, registry: &mut MetricRegistry) {
+        let Self { totals, services, .. } = self;
         let mut add = registry.adder(USERSPACE);
         let labels = "namespace, service";
         let of_service = |help: &str| format!("{help}, for each Service, with --userspace-service-counters");
         for ((name, help, _), (total, service)) in COUNTERS.iter().zip(totals.counters.iter().zip(&services.counters)) {
-            add.counter(name, "", help, total.clone());
-            add.counter(&format!("service_{name}"), labels, &of_service(help), service.clone());
+            add.add(name, "", help, total.clone());
+            add.add(&format!("service_{name}"), labels, &of_service(help), service.clone());
         }
         for ((name, help, _), (total, service)) in GAUGES.iter().zip(totals.gauges.iter().zip(&services.gauges)) {
-            add.gauge(name, "", help, total.clone());
-            add.gauge(&format!("service_{name}"), labels, &of_service(help), service.clone());
+            add.add(name, "", help, total.clone());
+            add.add(&format!("service_{name}"), labels, &of_service(help), service.clone());
         }
         let (name, help) = CONNECT_SECONDS;
-        add.counter(name, "", help, totals.connect_seconds.clone());
-        add.counter(&format!("service_{name}"), labels, &of_service(help), services.connect_seconds.clone());
+        add.add(name, "", help, totals.connect_seconds.clone());
+        add.add(&format!("service_{name}"), labels, &of_service(help), services.connect_seconds.clone());
         let help = "Services without metrics of their own, because the first 5,000 Services by name have metrics";
-        add.gauge("services_without_counters", "", help, services.omitted.clone());
-        let help = "Connections that were reset because no Service has their destination, such as connections to a listener itself";
-        add.counter("connections_unknown_destination", "", help, unknown_destination.clone());
-        let help =
-            "How often the kernel had no descriptor, no memory or no local port for a connection or a UDP session";
-        add.counter("descriptors_exhausted", "", help, exhausted.clone());
-        let help = "Datagrams that the proxy dropped";
-        add.counter("datagrams_dropped_by_reason", "reason", help, dropped.clone());
-        let help =
-            "How often a thread stopped accepting for 100 ms, because of exhaustion or of the limit of open files";
-        add.counter("accept_pauses", "", help, accept_pauses.clone());
-        add.gauge("pipes", "", "Pipes of splice(2), each with two descriptors", pipes.clone());
-        let help = "How often a transfer got no pipe, and copied its bytes through a buffer instead";
-        add.counter("pipes_refused", "", help, pipes_refused.clone());
+        add.add("services_without_counters", "", help, services.omitted.clone());
     }
 
     /// Sets all metrics. Services have metrics of their own only if `has_services` is true.

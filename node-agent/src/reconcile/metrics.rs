@@ -12,7 +12,7 @@ use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge,
 
 use crate::{
     dataplane::{FamilyStatistics, Report, metrics::DataplaneMetrics},
-    metric_registry::{AGENT, FAMILY_LABELS, KUBE_PROXY, Labels, MetricRegistry, sync_histogram},
+    metric_registry::{AGENT, FAMILY_LABELS, KUBE_PROXY, Labels, metrics, sync_histogram},
     state::progress::Trigger,
 };
 
@@ -41,47 +41,86 @@ impl SyncKind {
     }
 }
 
-/// Metrics of syncs.
-#[derive(Debug, Clone)]
-pub struct SyncMetrics {
-    started: SystemTime,
-    /// The version that is in the kernel.
-    pub version_programmed: Gauge<u64, AtomicU64>,
-    /// Number of times that another program had removed or changed Headgate's rules.
-    pub repairs: Counter,
-    /// Number of verifications that failed.
-    pub verifications_failed: Counter,
-    /// Number of services that the kernel rejects, as a whole or in part.
-    pub services_rejected: Gauge,
-    /// Number of times that the kernel began to reject a service, as a whole or in part.
-    pub service_rejections: Counter,
-    /// Number of problems that the operator has to fix.
-    pub degraded_modes: Gauge,
-    /// Metrics that the dataplane updates.
-    pub dataplane: DataplaneMetrics,
-    /// 1 while rules count packets into [`crate::packet_counters`], else 0.
-    pub counts_packets: Gauge,
-    /// 1 while the agent writes rules of nftables, else 0. It selects kube-proxy's metrics.
-    pub uses_nftables: Gauge,
-    verifications: Family<Labels<1>, Counter>,
-    verified_at: Gauge,
-    drifted: Family<[(&'static str, String); 2], Counter>,
-    drifted_services: Arc<Mutex<BTreeSet<ServiceKey>>>,
-    mode: Family<[(&'static str, String); 2], Gauge>,
-    standby: Family<[(&'static str, String); 1], Gauge>,
-    apply_duration: Family<Labels<1>, Histogram>,
-    applies_failed: Family<Labels<1>, Counter>,
-    services_planned: Counter,
-    objects_written: Counter,
-    sync_duration: Family<Labels<1>, Histogram>,
-    sync_full_duration: Family<Labels<1>, Histogram>,
-    sync_partial_duration: Family<Labels<1>, Histogram>,
-    programming_duration: Family<Labels<1>, Histogram>,
-    no_local_endpoints: Family<Labels<2>, Gauge>,
-    iptables_total: Family<Labels<2>, Gauge>,
-    iptables_last: Family<Labels<2>, Gauge>,
-    restore_failures: Family<Labels<1>, Counter>,
-    partial_restore_failures: Family<Labels<1>, Counter>,
+metrics! {
+    /// Metrics of syncs. The time of the call of `default` counts as the start of the process.
+    pub struct SyncMetrics {
+        started: SystemTime = SystemTime::now(),
+        /// Metrics that the dataplane updates.
+        pub dataplane: DataplaneMetrics,
+        /// 1 while the agent writes rules of nftables, else 0. It selects kube-proxy's metrics.
+        pub uses_nftables: Gauge,
+        drifted_services: Arc<Mutex<BTreeSet<ServiceKey>>>,
+    }
+    AGENT {
+        pub version_programmed: Gauge<u64, AtomicU64> = "version_programmed", "Version that is in the kernel";
+        mode: Family<[(&'static str, String); 2], Gauge> = "mode_info" ["backend, reason"],
+            "Always 1. The labels say which backend runs, and why the agent chose it; `reason` is empty if the configuration leaves no choice";
+        standby: Family<[(&'static str, String); 1], Gauge> = "standby" ["proxy"],
+            "1 while the agent stands by, because another service proxy works on the node. Served only at --standby-address";
+        apply_duration: Family<Labels<1>, Histogram> = "apply_duration_seconds" ["kind (partial, full)"],
+            "Time from the start of a sync until the kernel has accepted the rules",
+            Family::new_with_constructor(sync_histogram);
+        applies_failed: Family<Labels<1>, Counter> = "applies_failed" ["kind (partial, full, nothing)"],
+            "Attempts to program the kernel that failed";
+        services_planned: Counter = "services_planned", "Services that were planned, summed over all syncs";
+        objects_written: Counter = "objects_written",
+            "Chains, or the corresponding objects of the dataplane, that were written";
+        pub repairs: Counter = "repairs",
+            "Times that another program had removed or changed rules and the agent restored them";
+        pub verifications_failed: Counter = "verifications_failed", "Times that the rules could not be verified";
+        verifications: Family<Labels<1>, Counter> = "forwarding_verifications" ["result (equal, drift, failed)"],
+            "Verifications of what the kernel forwards, by their result: equal to what the state asks for, drift, or failed";
+        verified_at: Gauge = "verified_timestamp_seconds",
+            "Time of the last verification of what the kernel forwards that did not fail, in Unix seconds";
+        drifted: Family<[(&'static str, String); 2], Counter> = "service_drift" ["namespace, service"],
+            "Verifications that found a Service served otherwise than the state asks for. Only the first 100 Services have a counter";
+        pub services_rejected: Gauge = "services_refused",
+            "Services that the kernel rejects, as a whole or in part. Their last good rules stay, and they delay no other Service";
+        pub degraded_modes: Gauge = "degraded_modes",
+            "Problems on this node that the operator has to fix because Services get less than was configured, such as iptables in place of ipvs. /status on the metrics port and `headgatectl agents` list these problems";
+        pub service_rejections: Counter = "service_refusals",
+            "Times that the kernel began to reject a Service, as a whole or in part";
+        pub counts_packets: Gauge = "packet_counters",
+            "1 while rules count packets in nfnetlink_acct objects, from which the metrics kubeproxy_iptables_…_packets_total are read";
+    }
+    KUBE_PROXY {
+        sync_duration: Family<Labels<1>, Histogram> = "sync_proxy_rules_duration_seconds" ["ip_family"],
+            "Time that a sync took", Family::new_with_constructor(sync_histogram);
+        sync_full_duration: Family<Labels<1>, Histogram> = "sync_full_proxy_rules_duration_seconds" ["ip_family"],
+            "Time that a full sync took", Family::new_with_constructor(sync_histogram);
+        sync_partial_duration: Family<Labels<1>, Histogram> = "sync_partial_proxy_rules_duration_seconds" ["ip_family"],
+            "Time that a sync of only the changed Services took", Family::new_with_constructor(sync_histogram);
+        programming_duration: Family<Labels<1>, Histogram> = "network_programming_duration_seconds" ["ip_family"],
+            "Time from the trigger of an endpoint change (annotation endpoints.kubernetes.io/last-change-trigger-time) to the kernel's acknowledgement. Removals, and triggers before the start of the process, do not count",
+            Family::new_with_constructor(programming_histogram);
+        no_local_endpoints: Family<Labels<2>, Gauge> = "sync_proxy_rules_no_local_endpoints_total"
+            ["ip_family, traffic_policy (internal, external)"],
+            "Service ports whose traffic is dropped on this node, because their policy is Local and all their endpoints are on other nodes";
+    }
+    "kubeproxy_sync_proxy_rules_nftables" {
+        sync_failures: Family<Labels<1>, Counter> = "sync_failures" ["ip_family"],
+            "Syncs that failed to program the kernel";
+        cleanup_failures: Family<Labels<1>, Counter> = "cleanup_failures" ["ip_family"],
+            "Always 0: the agent deletes old rules in the transaction of a sync, not afterwards as kube-proxy",
+            never_counted();
+    }
+    "kubeproxy_sync_proxy_rules_iptables" {
+        iptables_total: Family<Labels<2>, Gauge> = "total" ["ip_family, table (nat, filter)"],
+            "iptables rules that Headgate has in the kernel";
+        iptables_last: Family<Labels<2>, Gauge> = "last" ["ip_family, table (nat, filter)"],
+            "iptables rules that the last sync wrote";
+        restore_failures: Family<Labels<1>, Counter> = "restore_failures" ["ip_family"],
+            "Syncs that failed to program the kernel";
+        partial_restore_failures: Family<Labels<1>, Counter> = "partial_restore_failures" ["ip_family"],
+            "Syncs of only the changed Services that failed to program the kernel";
+    }
+}
+
+/// A counter that is 0 for each IP family.
+fn never_counted() -> Family<Labels<1>, Counter> {
+    let never = Family::default();
+    IpFamily::BOTH.iter().for_each(|family| drop(never.get_or_create(&FAMILY_LABELS[*family as usize])));
+    never
 }
 
 /// The buckets of kube-proxy: from 0.25 s to 300 s, in steps that grow.
@@ -91,81 +130,7 @@ fn programming_histogram() -> Histogram {
     Histogram::new(buckets)
 }
 
-/// The time of the call of `default` counts as the start of the process.
-impl Default for SyncMetrics {
-    fn default() -> Self {
-        Self {
-            started: SystemTime::now(),
-            version_programmed: Gauge::default(),
-            repairs: Counter::default(),
-            verifications_failed: Counter::default(),
-            services_rejected: Gauge::default(),
-            service_rejections: Counter::default(),
-            degraded_modes: Gauge::default(),
-            dataplane: DataplaneMetrics::default(),
-            counts_packets: Gauge::default(),
-            uses_nftables: Gauge::default(),
-            verifications: Family::default(),
-            verified_at: Gauge::default(),
-            drifted: Family::default(),
-            drifted_services: Arc::default(),
-            mode: Family::default(),
-            standby: Family::default(),
-            apply_duration: Family::new_with_constructor(sync_histogram),
-            applies_failed: Family::default(),
-            services_planned: Counter::default(),
-            objects_written: Counter::default(),
-            sync_duration: Family::new_with_constructor(sync_histogram),
-            sync_full_duration: Family::new_with_constructor(sync_histogram),
-            sync_partial_duration: Family::new_with_constructor(sync_histogram),
-            programming_duration: Family::new_with_constructor(programming_histogram),
-            no_local_endpoints: Family::default(),
-            iptables_total: Family::default(),
-            iptables_last: Family::default(),
-            restore_failures: Family::default(),
-            partial_restore_failures: Family::default(),
-        }
-    }
-}
-
 impl SyncMetrics {
-    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
-        let mut add = registry.adder(AGENT);
-        add.gauge("version_programmed", "", "Version that is in the kernel", self.version_programmed.clone());
-        let help = "Always 1. The labels say which backend runs, and why the agent chose it; `reason` is empty if the configuration leaves no choice";
-        add.gauge("mode_info", "backend, reason", help, self.mode.clone());
-        let help = "1 while the agent stands by, because another service proxy works on the node. Served only at --standby-address";
-        add.gauge("standby", "proxy", help, self.standby.clone());
-        let help = "Time from the start of a sync until the kernel has accepted the rules";
-        add.histogram("apply_duration_seconds", "kind (partial, full)", help, self.apply_duration.clone());
-        let help = "Attempts to program the kernel that failed";
-        add.counter("applies_failed", "kind (partial, full, nothing)", help, self.applies_failed.clone());
-        let help = "Services that were planned, summed over all syncs";
-        add.counter("services_planned", "", help, self.services_planned.clone());
-        let help = "Chains, or the corresponding objects of the dataplane, that were written";
-        add.counter("objects_written", "", help, self.objects_written.clone());
-        let help = "Times that another program had removed or changed rules and the agent restored them";
-        add.counter("repairs", "", help, self.repairs.clone());
-        let help = "Times that the rules could not be verified";
-        add.counter("verifications_failed", "", help, self.verifications_failed.clone());
-        let help = "Verifications of what the kernel forwards, by their result: equal to what the state asks for, drift, or failed";
-        add.counter("forwarding_verifications", "result (equal, drift, failed)", help, self.verifications.clone());
-        let help = "Time of the last verification of what the kernel forwards that did not fail, in Unix seconds";
-        add.gauge("verified_timestamp_seconds", "", help, self.verified_at.clone());
-        let help = "Verifications that found a Service served otherwise than the state asks for. Only the first 100 Services have a counter";
-        add.counter("service_drift", "namespace, service", help, self.drifted.clone());
-        let help = "Services that the kernel rejects, as a whole or in part. Their last good rules stay, and they delay no other Service";
-        add.gauge("services_refused", "", help, self.services_rejected.clone());
-        let help = "Problems on this node that the operator has to fix because Services get less than was configured, such as iptables in place of ipvs. /status on the metrics port and `headgatectl agents` list these problems";
-        add.gauge("degraded_modes", "", help, self.degraded_modes.clone());
-        let help = "Times that the kernel began to reject a Service, as a whole or in part";
-        add.counter("service_refusals", "", help, self.service_rejections.clone());
-        let help = "1 while rules count packets in nfnetlink_acct objects, from which the metrics kubeproxy_iptables_…_packets_total are read";
-        add.gauge("packet_counters", "", help, self.counts_packets.clone());
-        self.register_kube_proxy_names(registry);
-        self.dataplane.register(registry);
-    }
-
     /// Records which backend runs, and why the agent chose this backend.
     pub(crate) fn set_mode(&self, backend: &str, reason: Option<&str>) {
         self.uses_nftables.set(matches!(backend, "nftables" | "userspace").into());
@@ -195,38 +160,6 @@ impl SyncMetrics {
             let labels = [("namespace", service.namespace.to_string()), ("service", service.name.to_string())];
             self.drifted.get_or_create(&labels).inc();
         }
-    }
-
-    fn register_kube_proxy_names(&self, registry: &mut MetricRegistry) {
-        let mut add = registry.adder(KUBE_PROXY);
-        let family = "ip_family";
-        add.histogram("sync_proxy_rules_duration_seconds", family, "Time that a sync took", self.sync_duration.clone());
-        let help = "Time that a full sync took";
-        add.histogram("sync_full_proxy_rules_duration_seconds", family, help, self.sync_full_duration.clone());
-        let help = "Time that a sync of only the changed Services took";
-        add.histogram("sync_partial_proxy_rules_duration_seconds", family, help, self.sync_partial_duration.clone());
-        let help = "Time from the trigger of an endpoint change (annotation endpoints.kubernetes.io/last-change-trigger-time) to the kernel's acknowledgement. Removals, and triggers before the start of the process, do not count";
-        add.histogram("network_programming_duration_seconds", family, help, self.programming_duration.clone());
-        let labels = "ip_family, traffic_policy (internal, external)";
-        let help = "Service ports whose traffic is dropped on this node, because their policy is Local and all their endpoints are on other nodes";
-        add.gauge("sync_proxy_rules_no_local_endpoints_total", labels, help, self.no_local_endpoints.clone());
-        let mut add = registry.adder("kubeproxy_sync_proxy_rules_nftables");
-        let help = "Syncs that failed to program the kernel";
-        add.counter("sync_failures", family, help, self.restore_failures.clone());
-        let help = "Always 0: the agent deletes old rules in the transaction of a sync, not afterwards as kube-proxy";
-        let never = Family::<Labels<1>, Counter>::default();
-        IpFamily::BOTH.iter().for_each(|family| drop(never.get_or_create(&FAMILY_LABELS[*family as usize])));
-        add.counter("cleanup_failures", family, help, never);
-        let mut add = registry.adder("kubeproxy_sync_proxy_rules_iptables");
-        let labels = "ip_family, table (nat, filter)";
-        let help = "iptables rules that Headgate has in the kernel";
-        add.gauge("total", labels, help, self.iptables_total.clone());
-        let help = "iptables rules that the last sync wrote";
-        add.gauge("last", labels, help, self.iptables_last.clone());
-        let help = "Syncs that failed to program the kernel";
-        add.counter("restore_failures", family, help, self.restore_failures.clone());
-        let help = "Syncs of only the changed Services that failed to program the kernel";
-        add.counter("partial_restore_failures", family, help, self.partial_restore_failures.clone());
     }
 
     /// Records a sync that succeeded. `triggers` are those of programmed endpoint changes.
@@ -294,6 +227,7 @@ impl SyncMetrics {
         for family in IpFamily::BOTH.into_iter().filter(|family| families.is_empty() || families.contains(family)) {
             let label = FAMILY_LABELS[family as usize];
             self.restore_failures.get_or_create(&label).inc();
+            self.sync_failures.get_or_create(&label).inc();
             if kind == SyncKind::Partial {
                 self.partial_restore_failures.get_or_create(&label).inc();
             }

@@ -20,7 +20,7 @@ use tokio::{
     time::{Instant, sleep_until, timeout_at},
 };
 
-use crate::metric_registry::{AGENT, Labels, MetricRegistry};
+use crate::metric_registry::{AGENT, Labels, metrics};
 
 /// Maximum number of unanswered requests (`discovery.proto`, rule 18).
 const MAX_WAITING: usize = 1_024;
@@ -41,22 +41,19 @@ const MAX_UNSENT: usize = 2 * MAX_WAITING;
 /// How long the replica's answer may take after the end of the wait.
 const ANSWER_GRACE: Duration = Duration::from_secs(1);
 
-/// Metrics of the requests.
-#[derive(Debug, Clone, Default)]
-pub struct DrainMetrics {
-    requests: Family<Labels<1>, Counter>,
+metrics! {
+    /// Metrics of the requests.
+    pub struct DrainMetrics {}
+    AGENT {
+        requests: Family<Labels<1>, Counter> = "drain_requests" ["result (drained, incomplete, last, refused)"],
+            "Requests of pods that stop and wait until no node sends new connections to them";
+    }
 }
 
 impl DrainMetrics {
     /// Counts a request. `result` is from a small fixed set.
     pub(crate) fn count(&self, result: &'static str) {
         self.requests.get_or_create(&[("result", result)]).inc();
-    }
-
-    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
-        let help = "Requests of pods that stop and wait until no node sends new connections to them";
-        let results = "result (drained, incomplete, last, refused)";
-        registry.adder(AGENT).counter("drain_requests", results, help, self.requests.clone());
     }
 }
 

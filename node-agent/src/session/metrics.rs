@@ -8,34 +8,34 @@ use std::{
 use headgate_core::node_state::SourceState;
 use headgate_proto::v1::welcome::ResumeMode;
 use headgate_tls::{Loaded, Validity};
-use prometheus_client::{
-    metrics::{counter::Counter, family::Family, gauge::Gauge},
-    registry::Unit,
-};
+use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge};
 use tokio::sync::watch;
 
-use crate::metric_registry::{AGENT, Labels, MetricRegistry};
+use crate::metric_registry::{AGENT, Labels, metrics};
 
-/// Metrics of the session.
-#[derive(Debug, Clone, Default)]
-pub struct SessionMetrics {
-    /// 1 while a stream is open and `Welcome` has arrived.
-    pub connected: Gauge,
-    /// Number of attempts to connect, without the first attempt.
-    pub reconnects: Counter,
-    /// Number of received resources that the agent could not use.
-    pub rejected_resources: Counter,
-    /// Version of the state that the agent holds.
-    pub version_received: Gauge<u64, AtomicU64>,
-    /// The newest version that the control plane has.
-    pub head_version: Gauge<u64, AtomicU64>,
-    /// Certificates and handshakes.
-    pub tls: TlsMetrics,
-    enrolments: Family<Labels<1>, Counter>,
-    stream_errors: Family<Labels<1>, Counter>,
-    resumes: Family<Labels<1>, Counter>,
-    source_age_seconds: Gauge<f64, AtomicU64>,
-    source: watch::Sender<Source>,
+metrics! {
+    /// Metrics of the session.
+    pub struct SessionMetrics {
+        /// Certificates and handshakes.
+        pub tls: TlsMetrics,
+        source: watch::Sender<Source>,
+    }
+    AGENT {
+        pub connected: Gauge = "connected", "1 while a control plane serves this agent";
+        stream_errors: Family<Labels<1>, Counter> = "stream_errors" ["reason"], "Streams that ended, by reason";
+        pub reconnects: Counter = "reconnects", "Attempts to connect, without the first attempt";
+        resumes: Family<Labels<1>, Counter> = "resumes" ["mode (log, digests, full)"],
+            "Streams that began, by resume mode";
+        pub rejected_resources: Counter = "rejected_resources",
+            "Resources that the control plane sent and this agent cannot use";
+        source_age_seconds: Gauge<f64, AtomicU64> = "source_age_seconds",
+            "Time since the control plane last heard from its source";
+        pub version_received: Gauge<u64, AtomicU64> = "version_received", "Version of the state that the agent holds";
+        pub head_version: Gauge<u64, AtomicU64> = "head_version",
+            "Newest version that the control plane has, as of its last heartbeat";
+        enrolments: Family<Labels<1>, Counter> = "enrolments" ["result (success, failure)"],
+            "Attempts to get a certificate (--enrolment-address), by result";
+    }
 }
 
 /// What the replica reports about its source.
@@ -47,25 +47,6 @@ struct Source {
 }
 
 impl SessionMetrics {
-    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
-        let mut add = registry.adder(AGENT);
-        add.gauge("connected", "", "1 while a control plane serves this agent", self.connected.clone());
-        add.counter("stream_errors", "reason", "Streams that ended, by reason", self.stream_errors.clone());
-        add.counter("reconnects", "", "Attempts to connect, without the first attempt", self.reconnects.clone());
-        let help = "Streams that began, by resume mode";
-        add.counter("resumes", "mode (log, digests, full)", help, self.resumes.clone());
-        let help = "Resources that the control plane sent and this agent cannot use";
-        add.counter("rejected_resources", "", help, self.rejected_resources.clone());
-        let help = "Time since the control plane last heard from its source";
-        add.gauge_in(Unit::Seconds, "source_age", "", help, self.source_age_seconds.clone());
-        add.gauge("version_received", "", "Version of the state that the agent holds", self.version_received.clone());
-        let help = "Newest version that the control plane has, as of its last heartbeat";
-        add.gauge("head_version", "", help, self.head_version.clone());
-        let help = "Attempts to get a certificate (--enrolment-address), by result";
-        add.counter("enrolments", "result (success, failure)", help, self.enrolments.clone());
-        self.tls.register(registry);
-    }
-
     /// Counts an attempt to get a certificate. The status shows a problem until new files load.
     pub(crate) fn enrolled(&self, problem: Option<String>) {
         let result = if problem.is_none() { "success" } else { "failure" };
@@ -119,28 +100,24 @@ impl SessionMetrics {
     }
 }
 
-/// Metrics of certificates and TLS handshakes.
-#[derive(Debug, Clone, Default)]
-pub struct TlsMetrics {
-    handshakes: Family<Labels<1>, Counter>,
-    reloads: Family<Labels<1>, Counter>,
-    not_after: Family<Labels<1>, Gauge<i64, AtomicI64>>,
-    /// What is wrong with the current TLS files. `None` if the files can be used, and no control
-    /// plane rejects the certificate.
-    pub(crate) problem: watch::Sender<Option<String>>,
+metrics! {
+    /// Metrics of certificates and TLS handshakes.
+    pub struct TlsMetrics {
+        /// What is wrong with the current TLS files. `None` if the files can be used, and no
+        /// control plane rejects the certificate.
+        pub(crate) problem: watch::Sender<Option<String>>,
+    }
+    AGENT {
+        handshakes: Family<Labels<1>, Counter> = "tls_handshakes" ["kind (full, resumed)"],
+            "Completed TLS handshakes with control planes, by kind";
+        reloads: Family<Labels<1>, Counter> = "tls_reloads" ["result (success, failure)"],
+            "Changes of the TLS files, by whether the agent could load them";
+        not_after: Family<Labels<1>, Gauge<i64, AtomicI64>> = "tls_certificate_not_after_seconds" ["file (cert, ca)"],
+            "Expiry time in seconds since 1970, by file: the agent's certificate (cert), and the first authority in the CA file to expire (ca)";
+    }
 }
 
 impl TlsMetrics {
-    fn register(&self, registry: &mut MetricRegistry) {
-        let mut add = registry.adder(AGENT);
-        let help = "Completed TLS handshakes with control planes, by kind";
-        add.counter("tls_handshakes", "kind (full, resumed)", help, self.handshakes.clone());
-        let help = "Changes of the TLS files, by whether the agent could load them";
-        add.counter("tls_reloads", "result (success, failure)", help, self.reloads.clone());
-        let help = "Expiry time in seconds since 1970, by file: the agent's certificate (cert), and the first authority in the CA file to expire (ca)";
-        add.gauge_in(Unit::Seconds, "tls_certificate_not_after", "file (cert, ca)", help, self.not_after.clone());
-    }
-
     /// Records TLS files that were loaded. The first load is not a reload.
     pub(crate) fn loaded<C>(&self, loaded: &Loaded<C>, is_first: bool) {
         if !is_first {

@@ -30,39 +30,23 @@ use super::{Observer, Scope};
 use crate::{
     backoff::Backoff,
     interfaces::Interfaces,
-    metric_registry::{AGENT, FAMILY_LABELS, KUBE_PROXY, Labels, MetricRegistry, sync_histogram},
+    metric_registry::{AGENT, FAMILY_LABELS, KUBE_PROXY, Labels, metrics, sync_histogram},
     node_inputs::NodeInputs,
 };
 use wire::UdpEntry;
 
-/// Metrics of the cleanup. `duration` and `deleted` have kube-proxy's names and meanings.
-#[derive(Debug, Clone)]
-pub struct ConntrackMetrics {
-    duration: Labelled<Labels<1>, Histogram>,
-    deleted: Labelled<Labels<1>, Counter>,
-    failed: Labelled<Labels<1>, Counter>,
-}
-
-impl Default for ConntrackMetrics {
-    fn default() -> Self {
-        Self {
-            duration: Labelled::new_with_constructor(sync_histogram),
-            deleted: Labelled::default(),
-            failed: Labelled::default(),
-        }
+metrics! {
+    /// Metrics of the cleanup.
+    pub struct ConntrackMetrics {}
+    KUBE_PROXY {
+        duration: Labelled<Labels<1>, Histogram> = "conntrack_reconciler_sync_duration_seconds" ["ip_family"],
+            "Time that a pass over the connection tracking table took", Labelled::new_with_constructor(sync_histogram);
+        deleted: Labelled<Labels<1>, Counter> = "conntrack_reconciler_deleted_entries" ["ip_family"],
+            "Stale UDP entries that were deleted from the connection tracking table";
     }
-}
-
-impl ConntrackMetrics {
-    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
-        let labels = "ip_family";
-        let mut add = registry.adder(KUBE_PROXY);
-        let help = "Time that a pass over the connection tracking table took";
-        add.histogram("conntrack_reconciler_sync_duration_seconds", labels, help, self.duration.clone());
-        let help = "Stale UDP entries that were deleted from the connection tracking table";
-        add.counter("conntrack_reconciler_deleted_entries", labels, help, self.deleted.clone());
-        let help = "Passes over the connection tracking table that failed and are tried again";
-        registry.adder(AGENT).counter("conntrack_passes_failed", labels, help, self.failed.clone());
+    AGENT {
+        failed: Labelled<Labels<1>, Counter> = "conntrack_passes_failed" ["ip_family"],
+            "Passes over the connection tracking table that failed and are tried again";
     }
 }
 

@@ -26,7 +26,7 @@ use tracing::info;
 
 use super::{Changes, Follower, Mailbox};
 use crate::{
-    metric_registry::{AGENT, Labels, MetricRegistry},
+    metric_registry::{AGENT, Labels, metrics},
     state::AgentState,
 };
 
@@ -196,27 +196,20 @@ fn targets(state: &State, key: &Arc<ServiceKey>, node: &NodeFacts, namespaces: &
     (asked > 0).then_some((ServiceTargets { interval_ms, addresses }, shortage))
 }
 
-// Metrics of active health checks.
-
-/// Metrics of endpoint checks.
-#[derive(Debug, Clone, Default)]
-pub struct EndpointCheckMetrics {
-    checks: family::Family<Labels<1>, Counter>,
-    checked: Gauge,
-    failing: Gauge,
+metrics! {
+    /// Metrics of endpoint checks.
+    pub struct EndpointCheckMetrics {}
+    AGENT {
+        checks: family::Family<Labels<1>, Counter> = "endpoint_checks" ["result (passed, failed, not_made)"],
+            "Active health checks of endpoints";
+        checked: Gauge = "endpoints_checked",
+            "Endpoints that are checked for services with the annotation headgate.io/health-check";
+        failing: Gauge = "endpoints_failing",
+            "Endpoints that fail their health checks. They get no new connections while other endpoints of their service pass";
+    }
 }
 
 impl EndpointCheckMetrics {
-    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
-        let mut add = registry.adder(AGENT);
-        let help = "Active health checks of endpoints";
-        add.counter("endpoint_checks", "result (passed, failed, not_made)", help, self.checks.clone());
-        let help = "Endpoints that are checked for services with the annotation headgate.io/health-check";
-        add.gauge("endpoints_checked", "", help, self.checked.clone());
-        let help = "Endpoints that fail their health checks. They get no new connections while other endpoints of their service pass";
-        add.gauge("endpoints_failing", "", help, self.failing.clone());
-    }
-
     /// Counts a check that has ended: the endpoint accepted a connection (`passed`), refused it or
     /// did not answer in time (`failed`), or this machine could not make the check (`not_made`).
     pub(crate) fn checked(&self, result: &'static str) {

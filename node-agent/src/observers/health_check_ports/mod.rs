@@ -37,27 +37,18 @@ use tracing::{info, warn};
 
 use super::{Changes, Follower, Mailbox};
 use crate::{
-    metric_registry::{AGENT, MetricRegistry},
+    metric_registry::{AGENT, metrics},
     node_inputs::NodeInputs,
     state::progress::Backlog,
 };
 
-/// Metrics of the health-check node ports.
-#[derive(Debug, Clone, Default)]
-pub struct HealthCheckMetrics {
-    /// Number of listening sockets.
-    pub listening: Gauge,
-    /// Attempts to listen that failed.
-    pub bind_failures: Counter,
-}
-
-impl HealthCheckMetrics {
-    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
-        let mut add = registry.adder(AGENT);
-        let help = "Sockets that listen at health-check node ports";
-        add.gauge("health_check_listeners", "", help, self.listening.clone());
-        let help = "Attempts to listen at a health-check node port that failed";
-        add.counter("health_check_bind_failures", "", help, self.bind_failures.clone());
+metrics! {
+    /// Metrics of the health-check node ports.
+    pub struct HealthCheckMetrics {}
+    AGENT {
+        pub listening: Gauge = "health_check_listeners", "Sockets that listen at health-check node ports";
+        pub bind_failures: Counter = "health_check_bind_failures",
+            "Attempts to listen at a health-check node port that failed";
     }
 }
 
