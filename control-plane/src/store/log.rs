@@ -202,26 +202,16 @@ impl Resume {
     }
 }
 
-/// How a stream begins (discovery.proto, section 3).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum ResumeMode {
-    /// The stream begins with the changes since the agent's version.
-    Log,
-    /// The stream begins with the buckets whose digests differ.
-    Digests,
-    /// The stream begins with the whole state.
-    Full,
-}
-
-impl ResumeMode {
-    /// Lower-case name, for metrics and `Inspect`.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Log => "log",
-            Self::Digests => "digests",
-            Self::Full => "full",
-        }
+headgate_core::named! {
+    /// How a stream begins (discovery.proto, section 3).
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum ResumeMode {
+        /// The stream begins with the changes since the agent's version.
+        Log = "log",
+        /// The stream begins with the buckets whose digests differ.
+        Digests = "digests",
+        /// The stream begins with the whole state.
+        Full = "full",
     }
 }
 

@@ -12,6 +12,43 @@
 //! This crate opens no sockets, reads no clock, starts no processes and uses no async runtime. A
 //! test checks its dependencies with `cargo metadata`.
 
+/// Defines an enum whose values have names, with `ALL`, `as_str`, `parse` and `Display`.
+#[macro_export]
+macro_rules! named {
+    (
+        $(#[$about:meta])*
+        pub enum $name:ident { $($(#[$doc:meta])* $value:ident = $text:literal,)+ }
+    ) => {
+        $(#[$about])*
+        pub enum $name { $($(#[$doc])* $value,)+ }
+
+        impl $name {
+            /// All values.
+            pub const ALL: [Self; [$($text),+].len()] = [$(Self::$value),+];
+
+            /// The name.
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$value => $text,)+
+                }
+            }
+
+            /// The value with this name, or `None` if the name is unknown.
+            #[must_use]
+            pub fn parse(name: &str) -> Option<Self> {
+                Self::ALL.into_iter().find(|value| value.as_str() == name)
+            }
+        }
+
+        impl ::std::fmt::Display for $name {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                f.write_str(self.as_str())
+            }
+        }
+    };
+}
+
 mod behaviours;
 mod conventions;
 mod dataplane;

@@ -61,21 +61,20 @@ impl fmt::Display for Family {
     }
 }
 
-/// A transport protocol that Services can name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Protocol {
-    /// TCP.
-    Tcp,
-    /// UDP.
-    Udp,
-    /// SCTP.
-    Sctp,
+crate::named! {
+    /// A transport protocol that Services can name. Named as in the Kubernetes API.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum Protocol {
+        /// TCP.
+        Tcp = "TCP",
+        /// UDP.
+        Udp = "UDP",
+        /// SCTP.
+        Sctp = "SCTP",
+    }
 }
 
 impl Protocol {
-    /// All protocols.
-    pub const ALL: [Self; 3] = [Self::Tcp, Self::Udp, Self::Sctp];
-
     /// The name in lower case, as in iptables rules and in the hashes of kube-proxy.
     #[must_use]
     pub fn as_lower_str(self) -> &'static str {
@@ -84,17 +83,6 @@ impl Protocol {
             Self::Udp => "udp",
             Self::Sctp => "sctp",
         }
-    }
-}
-
-/// The name in upper case, as in the Kubernetes API.
-impl fmt::Display for Protocol {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Tcp => "TCP",
-            Self::Udp => "UDP",
-            Self::Sctp => "SCTP",
-        })
     }
 }
 
@@ -366,46 +354,20 @@ impl Endpoint {
 // of the algorithms. In place of an algorithm that it does not support, a dataplane uses its
 // default and reports this ([`Demand`](crate::Demand)).
 
-/// An algorithm that chooses endpoints.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum LoadBalancing {
-    /// Selects an endpoint at random.
-    Random,
-    /// Selects the endpoints in turn.
-    RoundRobin,
-    /// Selects the endpoint with the fewest connections from this node.
-    LeastConnections,
-    /// Selects an endpoint by a hash of the client's address. All nodes select the same endpoint
-    /// for a client. When an endpoint is removed, only few clients of the other endpoints change
-    /// their endpoint.
-    ConsistentHash,
-}
-
-impl LoadBalancing {
-    /// All algorithms.
-    pub const ALL: [Self; 4] = [Self::Random, Self::RoundRobin, Self::LeastConnections, Self::ConsistentHash];
-
-    /// Returns the value of the annotation.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Random => "random",
-            Self::RoundRobin => "round-robin",
-            Self::LeastConnections => "least-connections",
-            Self::ConsistentHash => "consistent-hash",
-        }
-    }
-
-    /// Returns the algorithm with this name, or `None` if the name is unknown.
-    #[must_use]
-    pub fn parse(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|algorithm| algorithm.as_str() == name)
-    }
-}
-
-impl fmt::Display for LoadBalancing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+crate::named! {
+    /// An algorithm that chooses endpoints.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum LoadBalancing {
+        /// Selects an endpoint at random.
+        Random = "random",
+        /// Selects the endpoints in turn.
+        RoundRobin = "round-robin",
+        /// Selects the endpoint with the fewest connections from this node.
+        LeastConnections = "least-connections",
+        /// Selects an endpoint by a hash of the client's address. All nodes select the same
+        /// endpoint for a client. When an endpoint is removed, only few clients of the other
+        /// endpoints change their endpoint.
+        ConsistentHash = "consistent-hash",
     }
 }
 
@@ -476,38 +438,14 @@ impl<T: ?Sized + Hash + Eq> Pool<T> {
 // The PROXY protocol, which tells endpoints the address of the client (`proxy-protocol.txt` of
 // HAProxy). The annotation `headgate.io/proxy-protocol` of a Service selects a version.
 
-/// A version of the PROXY protocol.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum ProxyProtocol {
-    /// A line of text.
-    V1,
-    /// A binary header.
-    V2,
-}
-
-impl ProxyProtocol {
-    /// All versions.
-    pub const ALL: [Self; 2] = [Self::V1, Self::V2];
-
-    /// Returns the value of the annotation.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::V1 => "v1",
-            Self::V2 => "v2",
-        }
-    }
-
-    /// Returns the version with this name, or `None` if the name is unknown.
-    #[must_use]
-    pub fn parse(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|version| version.as_str() == name)
-    }
-}
-
-impl fmt::Display for ProxyProtocol {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+crate::named! {
+    /// A version of the PROXY protocol.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum ProxyProtocol {
+        /// A line of text.
+        V1 = "v1",
+        /// A binary header.
+        V2 = "v2",
     }
 }
 
@@ -537,14 +475,16 @@ impl fmt::Display for ServiceKey {
     }
 }
 
-/// An internal or external traffic policy, `Cluster` if the given one has no effect.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub enum TrafficPolicy {
-    /// Traffic may go to all endpoints of the cluster.
-    #[default]
-    Cluster,
-    /// Traffic may go only to endpoints on this node.
-    Local,
+crate::named! {
+    /// An internal or external traffic policy, `Cluster` if the given one has no effect.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+    pub enum TrafficPolicy {
+        /// Traffic may go to all endpoints of the cluster.
+        #[default]
+        Cluster = "Cluster",
+        /// Traffic may go only to endpoints on this node.
+        Local = "Local",
+    }
 }
 
 impl TrafficPolicy {
@@ -552,15 +492,6 @@ impl TrafficPolicy {
     #[must_use]
     pub fn is_local(self) -> bool {
         self == Self::Local
-    }
-}
-
-impl fmt::Display for TrafficPolicy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Cluster => "Cluster",
-            Self::Local => "Local",
-        })
     }
 }
 

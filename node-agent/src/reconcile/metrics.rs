@@ -19,25 +19,22 @@ use crate::{
 /// The maximum number of Services with a counter of drift.
 const MAX_DRIFTED: usize = 100;
 
-/// The extent of a sync.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum SyncKind {
-    /// The state changed, but no rule changed. Nothing is written.
-    Nothing,
-    /// The services that changed are programmed.
-    Partial,
-    /// The whole state is compared with the kernel, and the differences are programmed.
-    Full,
+headgate_core::named! {
+    /// The extent of a sync.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum SyncKind {
+        /// The state changed, but no rule changed. Nothing is written.
+        Nothing = "nothing",
+        /// The services that changed are programmed.
+        Partial = "partial",
+        /// The whole state is compared with the kernel, and the differences are programmed.
+        Full = "full",
+    }
 }
 
 impl SyncKind {
     fn label(self) -> Labels<1> {
-        let kind = match self {
-            Self::Nothing => "nothing",
-            Self::Partial => "partial",
-            Self::Full => "full",
-        };
-        [("kind", kind)]
+        [("kind", self.as_str())]
     }
 }
 

@@ -1,42 +1,25 @@
 //! The states of a replica's source and of a node. `docs/concepts.md` describes these states for
 //! operators.
 
-use std::{fmt, time::Duration};
+use std::time::Duration;
 
 /// When a replica decides whether a node is up to date, it ignores changes that it has known for
 /// less than this duration. In a busy cluster, some newer changes are always on their way to the
 /// node.
 pub const SETTLED: Duration = Duration::from_secs(1);
 
-/// The state of the source of a control plane replica.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum SourceState {
-    /// The replica has not listed every kind since its start, so it has no complete state to serve.
-    Unlisted,
-    /// The replica has listed every kind, but changes no longer arrive.
-    CutOff,
-    /// The replica has listed every kind, and changes arrive.
-    Following,
-}
-
-impl SourceState {
-    /// All states.
-    pub const ALL: [Self; 3] = [Self::Unlisted, Self::CutOff, Self::Following];
-
-    /// The name of the state in metrics, JSON and the Inspect service.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Unlisted => "unlisted",
-            Self::CutOff => "cut_off",
-            Self::Following => "following",
-        }
-    }
-}
-
-impl fmt::Display for SourceState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+crate::named! {
+    /// The state of the source of a control plane replica. Named as in metrics, JSON and the
+    /// Inspect service.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub enum SourceState {
+        /// The replica has not listed every kind since its start, so it has no complete state to
+        /// serve.
+        Unlisted = "unlisted",
+        /// The replica has listed every kind, but changes no longer arrive.
+        CutOff = "cut_off",
+        /// The replica has listed every kind, and changes arrive.
+        Following = "following",
     }
 }
 
@@ -54,30 +37,28 @@ pub struct Reported {
     pub is_standby: bool,
 }
 
-/// The state of a node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum NodeState {
-    /// The node has all changes that its replica has known for longer than [`SETTLED`], and the
-    /// replica follows its source.
-    UpToDate,
-    /// The node lacks a change that its replica has known for longer than [`SETTLED`].
-    Behind,
-    /// The node's last attempt to program its kernel failed, or the node rejects a resource.
-    Failing,
-    /// The node has acknowledged nothing on its stream, or the replica's source is unlisted. The
-    /// kernel may hold rules from an earlier stream, which the replica cannot confirm.
-    Waiting,
-    /// The replica's source is cut off.
-    CutOff,
-    /// Another service proxy works on the node, and the agent writes nothing.
-    Standby,
+crate::named! {
+    /// The state of a node. Named as in metrics, JSON and the Inspect service.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub enum NodeState {
+        /// The node has all changes that its replica has known for longer than [`SETTLED`], and the
+        /// replica follows its source.
+        UpToDate = "up_to_date",
+        /// The node lacks a change that its replica has known for longer than [`SETTLED`].
+        Behind = "behind",
+        /// The node's last attempt to program its kernel failed, or the node rejects a resource.
+        Failing = "failing",
+        /// The node has acknowledged nothing on its stream, or the replica's source is unlisted.
+        /// The kernel may hold rules from an earlier stream, which the replica cannot confirm.
+        Waiting = "waiting",
+        /// The replica's source is cut off.
+        CutOff = "cut_off",
+        /// Another service proxy works on the node, and the agent writes nothing.
+        Standby = "standby",
+    }
 }
 
 impl NodeState {
-    /// All states.
-    pub const ALL: [Self; 6] =
-        [Self::UpToDate, Self::Behind, Self::Failing, Self::Waiting, Self::CutOff, Self::Standby];
-
     /// Returns the state of a node from the state of its replica's source and from what the node
     /// has reported to that replica. The first state that applies is returned, in this order:
     /// standby, waiting because the source is unlisted, failing, waiting because the node has
@@ -93,19 +74,6 @@ impl NodeState {
             SourceState::CutOff => Self::CutOff,
             SourceState::Following if is_settled => Self::UpToDate,
             SourceState::Following => Self::Behind,
-        }
-    }
-
-    /// The name of the state in metrics, JSON and the Inspect service.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::UpToDate => "up_to_date",
-            Self::Behind => "behind",
-            Self::Failing => "failing",
-            Self::Waiting => "waiting",
-            Self::CutOff => "cut_off",
-            Self::Standby => "standby",
         }
     }
 }

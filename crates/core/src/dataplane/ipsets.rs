@@ -8,68 +8,75 @@ use ipnet::IpNet;
 
 use crate::model::{Family, Protocol};
 
-/// A set. Elements are added to the sets in the order of this list and removed in the opposite
-/// order. Sets that let packets pass come before sets that reject or drop packets, so an update
-/// never blocks an address that both the old and the new state admit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Set {
-    /// ClusterIPs and ports.
-    ClusterIp,
-    /// externalIPs and ports, Cluster policy.
-    ExternalIp,
-    /// externalIPs and ports, Local policy.
-    ExternalIpLocal,
-    /// Load balancer IPs and ports.
-    LoadBalancer,
-    /// Load balancer IPs and ports, Local policy.
-    LoadBalancerLocal,
-    /// Load balancer IPs and ports, each with a source range whose clients may reach it.
-    LoadBalancerSourceCidr,
-    /// Load balancer IPs and ports that the node may reach, each with the same address as source.
-    LoadBalancerSourceIp,
-    /// Load balancer IPs and ports that have source ranges.
-    LoadBalancerFirewall,
-    /// NodePorts, TCP.
-    NodePortTcp,
-    /// NodePorts, TCP, Local policy.
-    NodePortLocalTcp,
-    /// NodePorts, UDP.
-    NodePortUdp,
-    /// NodePorts, UDP, Local policy.
-    NodePortLocalUdp,
-    /// Node addresses and NodePorts, SCTP.
-    NodePortSctp,
-    /// Node addresses and NodePorts, SCTP, Local policy.
-    NodePortLocalSctp,
-    /// Node addresses and NodePorts that have virtual servers, of all protocols. This set marks
-    /// these servers as programmed by Headgate. kube-proxy has no such set.
-    NodePortServers,
-    /// Health-check node ports.
-    HealthCheckNodePort,
-    /// Endpoints that may be on this node, each as destination and as source.
-    LoopBack,
-    /// Addresses of Headgate's device.
-    DeviceAddresses,
-    /// Addresses and ports without any endpoint: packets are rejected. kube-proxy has no such set.
-    NoEndpoints,
-    /// Addresses and ports with Local policy whose endpoints are all on other nodes: packets are
-    /// dropped. kube-proxy has no such set.
-    NoLocalEndpoints,
+crate::named! {
+    /// A set. Elements are added to the sets in the order of this list and removed in the opposite
+    /// order. Sets that let packets pass come before sets that reject or drop packets, so an update
+    /// never blocks an address that both the old and the new state admit. Named as for IPv4,
+    /// without the prefix `KUBE-`.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum Set {
+        /// ClusterIPs and ports.
+        ClusterIp = "CLUSTER-IP",
+        /// externalIPs and ports, Cluster policy.
+        ExternalIp = "EXTERNAL-IP",
+        /// externalIPs and ports, Local policy.
+        ExternalIpLocal = "EXTERNAL-IP-LOCAL",
+        /// Load balancer IPs and ports.
+        LoadBalancer = "LOAD-BALANCER",
+        /// Load balancer IPs and ports, Local policy.
+        LoadBalancerLocal = "LOAD-BALANCER-LOCAL",
+        /// Load balancer IPs and ports, each with a source range whose clients may reach it.
+        LoadBalancerSourceCidr = "LOAD-BALANCER-SOURCE-CIDR",
+        /// Load balancer IPs and ports that the node may reach, each with the same address as
+        /// source.
+        LoadBalancerSourceIp = "LOAD-BALANCER-SOURCE-IP",
+        /// Load balancer IPs and ports that have source ranges.
+        LoadBalancerFirewall = "LOAD-BALANCER-FW",
+        /// NodePorts, TCP.
+        NodePortTcp = "NODE-PORT-TCP",
+        /// NodePorts, TCP, Local policy.
+        NodePortLocalTcp = "NODE-PORT-LOCAL-TCP",
+        /// NodePorts, UDP.
+        NodePortUdp = "NODE-PORT-UDP",
+        /// NodePorts, UDP, Local policy.
+        NodePortLocalUdp = "NODE-PORT-LOCAL-UDP",
+        /// Node addresses and NodePorts, SCTP.
+        NodePortSctp = "NODE-PORT-SCTP-HASH",
+        /// Node addresses and NodePorts, SCTP, Local policy.
+        NodePortLocalSctp = "NODE-PORT-LOCAL-SCTP-HASH",
+        /// Node addresses and NodePorts that have virtual servers, of all protocols. This set marks
+        /// these servers as programmed by Headgate. kube-proxy has no such set.
+        NodePortServers = "NODE-PORT-SERVERS",
+        /// Health-check node ports.
+        HealthCheckNodePort = "HEALTH-CHECK-NODE-PORT",
+        /// Endpoints that may be on this node, each as destination and as source.
+        LoopBack = "LOOP-BACK",
+        /// Addresses of Headgate's device.
+        DeviceAddresses = "IPVS-IPS",
+        /// Addresses and ports without any endpoint: packets are rejected. kube-proxy has no such
+        /// set.
+        NoEndpoints = "NO-ENDPOINTS",
+        /// Addresses and ports with Local policy whose endpoints are all on other nodes: packets
+        /// are dropped. kube-proxy has no such set.
+        NoLocalEndpoints = "NO-LOCAL-ENDPOINTS",
+    }
 }
 
-/// The type of a set.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum SetKind {
-    /// `bitmap:port`, 0 to 65,535.
-    Port,
-    /// `hash:ip`.
-    Ip,
-    /// `hash:ip,port`.
-    IpPort,
-    /// `hash:ip,port,ip`.
-    IpPortIp,
-    /// `hash:ip,port,net`.
-    IpPortNet,
+crate::named! {
+    /// The type of a set. Named as in the kernel.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum SetKind {
+        /// `bitmap:port`, 0 to 65,535.
+        Port = "bitmap:port",
+        /// `hash:ip`.
+        Ip = "hash:ip",
+        /// `hash:ip,port`.
+        IpPort = "hash:ip,port",
+        /// `hash:ip,port,ip`.
+        IpPortIp = "hash:ip,port,ip",
+        /// `hash:ip,port,net`.
+        IpPortNet = "hash:ip,port,net",
+    }
 }
 
 impl SetKind {
@@ -89,18 +96,6 @@ impl SetKind {
     pub fn max_elements(count: usize) -> u32 {
         let is_enough = u32::try_from(count).is_ok_and(|count| count <= Self::KUBE_PROXYS_MAX_ELEMENTS);
         if is_enough { Self::KUBE_PROXYS_MAX_ELEMENTS } else { Self::MAX_ELEMENTS }
-    }
-
-    /// The name of the type in the kernel.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Port => "bitmap:port",
-            Self::Ip => "hash:ip",
-            Self::IpPort => "hash:ip,port",
-            Self::IpPortIp => "hash:ip,port,ip",
-            Self::IpPortNet => "hash:ip,port,net",
-        }
     }
 }
 
@@ -160,30 +155,6 @@ fn write_net(f: &mut fmt::Formatter<'_>, net: &IpNet) -> fmt::Result {
 const NAME_LENGTH: usize = 31;
 
 impl Set {
-    /// All sets.
-    pub const ALL: [Self; 20] = [
-        Self::ClusterIp,
-        Self::ExternalIp,
-        Self::ExternalIpLocal,
-        Self::LoadBalancer,
-        Self::LoadBalancerLocal,
-        Self::LoadBalancerSourceCidr,
-        Self::LoadBalancerSourceIp,
-        Self::LoadBalancerFirewall,
-        Self::NodePortTcp,
-        Self::NodePortLocalTcp,
-        Self::NodePortUdp,
-        Self::NodePortLocalUdp,
-        Self::NodePortSctp,
-        Self::NodePortLocalSctp,
-        Self::NodePortServers,
-        Self::HealthCheckNodePort,
-        Self::LoopBack,
-        Self::DeviceAddresses,
-        Self::NoEndpoints,
-        Self::NoLocalEndpoints,
-    ];
-
     /// Sets whose elements are addresses and ports of Headgate's virtual servers.
     pub const OF_SERVERS: [Self; 5] =
         [Self::ClusterIp, Self::ExternalIp, Self::ExternalIpLocal, Self::LoadBalancer, Self::NodePortServers];
@@ -191,48 +162,16 @@ impl Set {
     /// Sets that kube-proxy does not have.
     pub const NOT_OF_KUBE_PROXY: [Self; 3] = [Self::NodePortServers, Self::NoEndpoints, Self::NoLocalEndpoints];
 
-    /// The name for IPv4 without the prefix `KUBE-`.
-    fn suffix(self) -> &'static str {
-        match self {
-            Self::ClusterIp => "CLUSTER-IP",
-            Self::ExternalIp => "EXTERNAL-IP",
-            Self::ExternalIpLocal => "EXTERNAL-IP-LOCAL",
-            Self::LoadBalancer => "LOAD-BALANCER",
-            Self::LoadBalancerLocal => "LOAD-BALANCER-LOCAL",
-            Self::LoadBalancerSourceCidr => "LOAD-BALANCER-SOURCE-CIDR",
-            Self::LoadBalancerSourceIp => "LOAD-BALANCER-SOURCE-IP",
-            Self::LoadBalancerFirewall => "LOAD-BALANCER-FW",
-            Self::NodePortTcp => "NODE-PORT-TCP",
-            Self::NodePortLocalTcp => "NODE-PORT-LOCAL-TCP",
-            Self::NodePortUdp => "NODE-PORT-UDP",
-            Self::NodePortLocalUdp => "NODE-PORT-LOCAL-UDP",
-            Self::NodePortSctp => "NODE-PORT-SCTP-HASH",
-            Self::NodePortLocalSctp => "NODE-PORT-LOCAL-SCTP-HASH",
-            Self::NodePortServers => "NODE-PORT-SERVERS",
-            Self::HealthCheckNodePort => "HEALTH-CHECK-NODE-PORT",
-            Self::LoopBack => "LOOP-BACK",
-            Self::DeviceAddresses => "IPVS-IPS",
-            Self::NoEndpoints => "NO-ENDPOINTS",
-            Self::NoLocalEndpoints => "NO-LOCAL-ENDPOINTS",
-        }
-    }
-
     /// Returns the name as kube-proxy forms it: names of IPv6 sets contain a `6`, and names that
     /// are too long are truncated.
     #[must_use]
     pub fn name(self, family: Family) -> String {
         let mut name = match family {
-            Family::V4 => format!("KUBE-{}", self.suffix()),
-            Family::V6 => format!("KUBE-6-{}", self.suffix()),
+            Family::V4 => format!("KUBE-{}", self.as_str()),
+            Family::V6 => format!("KUBE-6-{}", self.as_str()),
         };
         name.truncate(NAME_LENGTH);
         name
-    }
-
-    /// Returns the set with this name in a family.
-    #[must_use]
-    pub fn parse(name: &str, family: Family) -> Option<Self> {
-        Self::ALL.into_iter().find(|set| set.name(family) == name)
     }
 
     /// Returns the type of the set.

@@ -24,47 +24,28 @@ use crate::{
     },
 };
 
-/// How the node forwards packets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
-    /// Rules of iptables.
-    Iptables,
-    /// Virtual servers of IPVS.
-    Ipvs,
-    /// Maps of nftables.
-    Nftables,
-    /// A proxy carries TCP connections and datagrams, behind rules of nftables.
-    Userspace,
-    /// A proxy carries TCP connections, behind rules of iptables.
-    UserspaceIptables,
+crate::named! {
+    /// How the node forwards packets. Named as in the option `--proxy-mode`, with the rules in
+    /// front of the proxy if they are not those of nftables.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Mode {
+        /// Rules of iptables.
+        Iptables = "iptables",
+        /// Virtual servers of IPVS.
+        Ipvs = "ipvs",
+        /// Maps of nftables.
+        Nftables = "nftables",
+        /// A proxy carries TCP connections and datagrams, behind rules of nftables.
+        Userspace = "userspace",
+        /// A proxy carries TCP connections, behind rules of iptables.
+        UserspaceIptables = "userspace-iptables",
+    }
 }
 
 impl Mode {
-    /// All modes.
-    pub const ALL: [Self; 5] = [Self::Iptables, Self::Ipvs, Self::Nftables, Self::Userspace, Self::UserspaceIptables];
-
-    /// The name of the mode, as in the option `--proxy-mode`, with the rules in front of the proxy
-    /// if they are not those of nftables.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Iptables => "iptables",
-            Self::Ipvs => "ipvs",
-            Self::Nftables => "nftables",
-            Self::Userspace => "userspace",
-            Self::UserspaceIptables => "userspace-iptables",
-        }
-    }
-
     /// True if source ranges also apply without endpoints. Other modes then reject all clients.
     pub(crate) fn guards_without_endpoints(self) -> bool {
         matches!(self, Self::Nftables | Self::Userspace)
-    }
-
-    /// Returns the mode with this name.
-    #[must_use]
-    pub fn parse(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|mode| mode.as_str() == name)
     }
 }
 
@@ -117,29 +98,18 @@ pub struct To {
     pub protocol: Option<Protocol>,
 }
 
-/// What happens to the packet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PacketFate {
-    /// It goes to one of the chosen endpoints.
-    Forwarded,
-    /// The client gets an error at once.
-    Rejected,
-    /// The node drops the packet.
-    Dropped,
-    /// The Service has no rule for the packet: others, or the routes of the node, decide.
-    NotServed,
-}
-
-impl PacketFate {
-    /// The name in the protocol.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Forwarded => "forwarded",
-            Self::Rejected => "rejected",
-            Self::Dropped => "dropped",
-            Self::NotServed => "not served",
-        }
+crate::named! {
+    /// What happens to the packet.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum PacketFate {
+        /// It goes to one of the chosen endpoints.
+        Forwarded = "forwarded",
+        /// The client gets an error at once.
+        Rejected = "rejected",
+        /// The node drops the packet.
+        Dropped = "dropped",
+        /// The Service has no rule for the packet: others, or the routes of the node, decide.
+        NotServed = "not served",
     }
 }
 

@@ -23,30 +23,17 @@ use crate::{
     },
 };
 
-/// Where a packet comes from. A traffic policy Local applies only to [`Self::Outside`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Origin {
-    /// A client that is neither the node itself nor recognised as a pod of the node.
-    Outside,
-    /// A pod of the node. Without a detector of local pods the same as [`Self::Outside`].
-    Pod,
-    /// The node itself.
-    Node,
-}
-
-impl Origin {
-    /// All origins.
-    pub const ALL: [Self; 3] = [Self::Outside, Self::Pod, Self::Node];
-}
-
-/// The origin as a part of a sentence: "from outside".
-impl fmt::Display for Origin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Outside => "from outside",
-            Self::Pod => "from pods of the node",
-            Self::Node => "from the node itself",
-        })
+crate::named! {
+    /// Where a packet comes from, as a part of a sentence. A traffic policy Local applies only to
+    /// [`Self::Outside`].
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum Origin {
+        /// A client that is neither the node itself nor recognised as a pod of the node.
+        Outside = "from outside",
+        /// A pod of the node. Without a detector of local pods the same as [`Self::Outside`].
+        Pod = "from pods of the node",
+        /// The node itself.
+        Node = "from the node itself",
     }
 }
 

@@ -30,32 +30,20 @@ use ipnet::IpNet;
 use super::Dirty;
 use crate::model::{Family, Protocol, Service, ServiceKey, ServicePort};
 
-/// What a frontend is for a Service, the strongest claim first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Claim {
-    /// One of its ClusterIPs.
-    ClusterIp,
-    /// Reserved, by no Service.
-    Reserved,
-    /// An address of its load balancer.
-    LoadBalancerIp,
-    /// One of its externalIPs.
-    ExternalIp,
-    /// Its NodePort.
-    NodePort,
-}
-
-impl Claim {
-    /// The name of the claim in a sentence.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::ClusterIp => "ClusterIP",
-            Self::Reserved => "reserved",
-            Self::LoadBalancerIp => "load balancer IP",
-            Self::ExternalIp => "externalIP",
-            Self::NodePort => "NodePort",
-        }
+crate::named! {
+    /// What a frontend is for a Service, the strongest claim first. Named as in sentences.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum Claim {
+        /// One of its ClusterIPs.
+        ClusterIp = "ClusterIP",
+        /// Reserved, by no Service.
+        Reserved = "reserved",
+        /// An address of its load balancer.
+        LoadBalancerIp = "load balancer IP",
+        /// One of its externalIPs.
+        ExternalIp = "externalIP",
+        /// Its NodePort.
+        NodePort = "NodePort",
     }
 }
 

@@ -63,7 +63,8 @@ impl FakeKernel {
         let script = plan.script.to_string();
         for rule in script.lines().filter(|line| line.starts_with("-A ") || line.starts_with("-I ")) {
             for name in referred_sets(rule) {
-                let set = Set::parse(name, self.family).ok_or_else(|| format!("not a set of Headgate: `{rule}`"))?;
+                let set = Set::ALL.into_iter().find(|set| set.name(self.family) == name);
+                let set = set.ok_or_else(|| format!("not a set of Headgate: `{rule}`"))?;
                 self.sets.get(&set).ok_or_else(|| format!("set does not exist: `{rule}`"))?;
             }
         }

@@ -47,12 +47,12 @@ pub fn has_localnet_guard(config: &RenderConfig) -> bool {
 fn gate_chains(config: &RenderConfig) -> impl Iterator<Item = FixedChain> {
     config.listeners.iter().map(|(chain, listener)| {
         let mut rules = String::new();
-        Line::append(&mut rules, chain.name())
+        Line::append(&mut rules, chain.as_str())
             .protocol(Protocol::Tcp)
             .comment("the proxy, while it accepts connections")
             .while_gate_is_closed(config.family)
             .jump(format_args!("DNAT --to-destination {listener}"));
-        FixedChain { table: RulesTable::Nat, name: chain.name(), rules }
+        FixedChain { table: RulesTable::Nat, name: chain.as_str(), rules }
     })
 }
 

@@ -29,37 +29,16 @@ pub use ruleset::{FixedChain, Jump, Ruleset};
 pub use script::Script;
 pub use tally::Tally;
 
-use std::fmt;
-
-/// The tables that Headgate writes to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum RulesTable {
-    /// The canary, an empty chain: if the canary is missing, another program has flushed the
-    /// tables. In IPVS mode, also the rules for the source ranges of load balancer IPs.
-    Mangle,
-    /// DNAT and masquerading of service traffic.
-    Nat,
-    /// Rules that reject, drop and accept packets.
-    Filter,
-}
-
-impl RulesTable {
-    /// All tables.
-    pub const ALL: [Self; 3] = [Self::Mangle, Self::Nat, Self::Filter];
-
-    /// The name of the table in iptables.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Mangle => "mangle",
-            Self::Nat => "nat",
-            Self::Filter => "filter",
-        }
-    }
-}
-
-impl fmt::Display for RulesTable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
+crate::named! {
+    /// The tables that Headgate writes to.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum RulesTable {
+        /// The canary, an empty chain: if the canary is missing, another program has flushed the
+        /// tables. In IPVS mode, also the rules for the source ranges of load balancer IPs.
+        Mangle = "mangle",
+        /// DNAT and masquerading of service traffic.
+        Nat = "nat",
+        /// Rules that reject, drop and accept packets.
+        Filter = "filter",
     }
 }

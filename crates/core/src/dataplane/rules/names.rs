@@ -46,34 +46,20 @@ pub const INVALID_COUNTER: &str = "ct_state_invalid_dropped_pkts";
 /// The nfacct counter of packets to NodePorts on 127.0.0.0/8. kube-proxy uses this name too.
 pub const LOCALHOST_COUNTER: &str = "localhost_nps_accepted_pkts";
 
-/// The chains of mode userspace in nat. Each leads TCP connections to one listener of the proxy
-/// while the gate is closed, and else returns. A listener belongs to a policy, and to addresses of
-/// Services or to NodePorts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum GateChain {
-    /// `KUBE-GATE-CLUSTER`.
-    Cluster,
-    /// `KUBE-GATE-LOCAL`.
-    Local,
-    /// `KUBE-GATE-NODEPORT-CLUSTER`.
-    NodePortCluster,
-    /// `KUBE-GATE-NODEPORT-LOCAL`.
-    NodePortLocal,
-}
-
-impl GateChain {
-    /// All chains.
-    pub const ALL: [Self; 4] = [Self::Cluster, Self::Local, Self::NodePortCluster, Self::NodePortLocal];
-
-    /// The name of the chain.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Cluster => "KUBE-GATE-CLUSTER",
-            Self::Local => "KUBE-GATE-LOCAL",
-            Self::NodePortCluster => "KUBE-GATE-NODEPORT-CLUSTER",
-            Self::NodePortLocal => "KUBE-GATE-NODEPORT-LOCAL",
-        }
+crate::named! {
+    /// The chains of mode userspace in nat. Each leads TCP connections to one listener of the proxy
+    /// while the gate is closed, and else returns. A listener belongs to a policy, and to addresses
+    /// of Services or to NodePorts.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum GateChain {
+        /// `KUBE-GATE-CLUSTER`.
+        Cluster = "KUBE-GATE-CLUSTER",
+        /// `KUBE-GATE-LOCAL`.
+        Local = "KUBE-GATE-LOCAL",
+        /// `KUBE-GATE-NODEPORT-CLUSTER`.
+        NodePortCluster = "KUBE-GATE-NODEPORT-CLUSTER",
+        /// `KUBE-GATE-NODEPORT-LOCAL`.
+        NodePortLocal = "KUBE-GATE-NODEPORT-LOCAL",
     }
 }
 
@@ -122,10 +108,10 @@ pub fn all(table: RulesTable) -> &'static [&'static str] {
                     CANARY,
                     LOAD_BALANCER,
                     NODE_PORT,
-                    GateChain::Cluster.name(),
-                    GateChain::Local.name(),
-                    GateChain::NodePortCluster.name(),
-                    GateChain::NodePortLocal.name(),
+                    GateChain::Cluster.as_str(),
+                    GateChain::Local.as_str(),
+                    GateChain::NodePortCluster.as_str(),
+                    GateChain::NodePortLocal.as_str(),
                 ]
             }
         }
@@ -212,40 +198,8 @@ impl DispatchChain {
     }
 }
 
-/// The purpose of a chain with a hashed name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum ChainKind {
-    /// `KUBE-SVC-`: distributes connections over the endpoints for Cluster policy.
-    ClusterPolicy,
-    /// `KUBE-SVL-`: distributes connections over the endpoints for Local policy.
-    LocalPolicy,
-    /// `KUBE-EXT-`: handles traffic to external addresses and NodePorts.
-    External,
-    /// `KUBE-FW-`: checks the source ranges of load balancer IPs.
-    Firewall,
-    /// `KUBE-SEP-`: translates the destination to one endpoint.
-    Endpoint,
-    /// `KUBE-SVC-G-`: second level of the dispatch by address.
-    AddressGroup,
-    /// `KUBE-EXT-G-`: second level of the dispatch by NodePort.
-    NodePortGroup,
-    /// `KUBE-HPS-`: second level of KUBE-HAIRPIN.
-    HairpinGroup,
-}
-
-impl ChainKind {
-    const ALL: [Self; 8] = [
-        Self::ClusterPolicy,
-        Self::LocalPolicy,
-        Self::External,
-        Self::Firewall,
-        Self::Endpoint,
-        Self::AddressGroup,
-        Self::NodePortGroup,
-        Self::HairpinGroup,
-    ];
-
-    /// The start of the name.
+crate::named! {
+    /// The purpose of a chain with a hashed name. Named by the start of the name.
     ///
     /// Groups jump to chains of services. The kernel does not delete a chain while a rule jumps to
     /// the chain. So when kube-proxy replaces Headgate on a node, kube-proxy must remove the groups
@@ -254,18 +208,24 @@ impl ChainKind {
     /// prefixes of groups therefore begin with such a prefix: `KUBE-SVC-G-` begins with
     /// `KUBE-SVC-`. Hairpin groups have another prefix, because kube-proxy keeps KUBE-HAIRPIN,
     /// which jumps to them.
-    #[must_use]
-    pub fn prefix(self) -> &'static str {
-        match self {
-            Self::ClusterPolicy => "KUBE-SVC-",
-            Self::LocalPolicy => "KUBE-SVL-",
-            Self::External => "KUBE-EXT-",
-            Self::Firewall => "KUBE-FW-",
-            Self::Endpoint => "KUBE-SEP-",
-            Self::AddressGroup => "KUBE-SVC-G-",
-            Self::NodePortGroup => "KUBE-EXT-G-",
-            Self::HairpinGroup => "KUBE-HPS-",
-        }
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    pub enum ChainKind {
+        /// `KUBE-SVC-`: distributes connections over the endpoints for Cluster policy.
+        ClusterPolicy = "KUBE-SVC-",
+        /// `KUBE-SVL-`: distributes connections over the endpoints for Local policy.
+        LocalPolicy = "KUBE-SVL-",
+        /// `KUBE-EXT-`: handles traffic to external addresses and NodePorts.
+        External = "KUBE-EXT-",
+        /// `KUBE-FW-`: checks the source ranges of load balancer IPs.
+        Firewall = "KUBE-FW-",
+        /// `KUBE-SEP-`: translates the destination to one endpoint.
+        Endpoint = "KUBE-SEP-",
+        /// `KUBE-SVC-G-`: second level of the dispatch by address.
+        AddressGroup = "KUBE-SVC-G-",
+        /// `KUBE-EXT-G-`: second level of the dispatch by NodePort.
+        NodePortGroup = "KUBE-EXT-G-",
+        /// `KUBE-HPS-`: second level of KUBE-HAIRPIN.
+        HairpinGroup = "KUBE-HPS-",
     }
 }
 
@@ -317,7 +277,7 @@ impl ChainName {
         ChainKind::ALL.into_iter().find_map(|kind| {
             // KUBE-SVC-G- begins with KUBE-SVC-. If `text` has the longer prefix, the text after
             // the shorter prefix contains a dash and is not a valid hash.
-            let hash = BASE32_NOPAD.decode(text.strip_prefix(kind.prefix())?.as_bytes()).ok()?;
+            let hash = BASE32_NOPAD.decode(text.strip_prefix(kind.as_str())?.as_bytes()).ok()?;
             Some(Self { kind, hash: hash.try_into().ok()? })
         })
     }
@@ -325,7 +285,7 @@ impl ChainName {
 
 impl fmt::Display for ChainName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.kind.prefix())?;
+        f.write_str(self.kind.as_str())?;
         BASE32_NOPAD.encode_display(&self.hash).fmt(f)
     }
 }

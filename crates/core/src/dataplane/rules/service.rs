@@ -230,7 +230,7 @@ impl<'a> PortRules<'a> {
         // If both ports are equal, all connections with this port count as those of the NodePort.
         let used = ports.into_iter().skip(usize::from(self.view.port == self.view.node_port));
         for (port, gate) in used.filter(|(port, _)| *port != 0) {
-            Line::append(rules, chain).protocol(protocol).port(protocol, port).jump(gate.name());
+            Line::append(rules, chain).protocol(protocol).port(protocol, port).jump(gate.as_str());
         }
     }
 

@@ -246,7 +246,7 @@ impl RulesLedger {
         for (chain, rule) in jumps.filter(|(_, rule)| rule.ends_with(&jump)) {
             script.delete_rule(RulesTable::Filter, chain, rule);
         }
-        let chains = GateChain::ALL.map(|chain| (RulesTable::Nat, chain.name())).into_iter();
+        let chains = GateChain::ALL.map(|chain| (RulesTable::Nat, chain.as_str())).into_iter();
         let chains = chains.chain([(RulesTable::Filter, GATE_INPUT)]);
         for (table, name) in chains.filter(|(table, name)| existing.get(*table).chains.contains_key(*name)) {
             script.delete_chain(table, &name);
