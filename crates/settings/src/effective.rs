@@ -21,20 +21,22 @@ const INTERFACE_NAME_MAX: usize = 15;
 /// The value of `nodePortAddresses` that means the node's own addresses.
 const PRIMARY: &str = "primary";
 
-/// How the kernel is programmed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum ProxyMode {
-    /// The agent chooses nftables or iptables, without a difference for Services.
-    #[default]
-    Auto,
-    /// The agent writes iptables rules.
-    Iptables,
-    /// The agent uses virtual servers of IPVS.
-    Ipvs,
-    /// The agent uses maps of nftables.
-    Nftables,
-    /// The agent carries connections itself, behind rules of nftables or iptables.
-    Userspace,
+headgate_core::named! {
+    /// How the kernel is programmed. Named as in the option `--proxy-mode`.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+    pub enum ProxyMode {
+        /// The agent chooses nftables or iptables, without a difference for Services.
+        #[default]
+        Auto = "auto",
+        /// The agent writes iptables rules.
+        Iptables = "iptables",
+        /// The agent uses virtual servers of IPVS.
+        Ipvs = "ipvs",
+        /// The agent uses maps of nftables.
+        Nftables = "nftables",
+        /// The agent carries connections itself, behind rules of nftables or iptables.
+        Userspace = "userspace",
+    }
 }
 
 /// Settings of mode ipvs. A timeout of zero keeps the kernel's value.
@@ -208,7 +210,8 @@ impl Checker<'_> {
         let any = if is_v6 { "[::]:10256" } else { "0.0.0.0:10256" };
         let loopback = if is_v6 { "[::1]:10249" } else { "127.0.0.1:10249" };
         let hostname_override = Some(raw.text("hostnameOverride")).filter(|name| !name.is_empty());
-        let mode = self.mode();
+        // The raw value is a choice of the table of settings, or empty.
+        let mode = ProxyMode::parse(&raw.text("mode")).unwrap_or_default();
         let [sync_period, min_sync_period] = periods(mode, raw.origin);
         self.periods(sync_period, min_sync_period);
         self.note_unused_modes(mode);
@@ -251,17 +254,6 @@ impl Checker<'_> {
         settings
     }
 
-    fn mode(&self) -> ProxyMode {
-        match self.raw.text("mode").as_str() {
-            "iptables" => ProxyMode::Iptables,
-            "ipvs" => ProxyMode::Ipvs,
-            "nftables" => ProxyMode::Nftables,
-            "userspace" => ProxyMode::Userspace,
-            // The raw value is a choice of the table of settings.
-            _ => ProxyMode::Auto,
-        }
-    }
-
     /// Adds a note for each given setting of a mode that is not in use.
     fn note_unused_modes(&mut self, mode: ProxyMode) {
         let (raw, periods) = (self.raw, periods(mode, self.raw.origin));
@@ -274,9 +266,8 @@ impl Checker<'_> {
                 _ => false,
             },
         };
-        let mode = raw.text("mode");
         for id in FIELDS.iter().map(Field::id).filter(|id| is_unused(id) && raw.is_changed(id)) {
-            self.note_unused(id, "mode", if mode.is_empty() { "auto" } else { &mode });
+            self.note_unused(id, "mode", mode.as_str());
         }
     }
 

@@ -18,7 +18,7 @@ pub use raw::{Findings, Origin, Raw};
 
 use std::{collections::BTreeMap, io, path::Path};
 
-use self::{remark::Remark, yaml::Tree};
+use self::remark::Remark;
 
 /// The configuration cannot be used. The operator must change it before another attempt.
 #[derive(Debug, thiserror::Error)]
@@ -99,7 +99,8 @@ pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
 /// Parses the text of a configuration file. Errors name the file as `path`.
 /// Errors: the same errors as [`read_file`], except errors of reading the file.
 pub fn parse(path: &str, text: String) -> Result<ConfigFile, ConfigError> {
-    let (raw, Findings { mut problems, notes }) = Raw::from_tree(&Tree::parse(path, &text)?);
+    let (document, repeated) = yaml::parse(path, &text)?;
+    let (raw, Findings { mut problems, notes }) = Raw::from_document(&document, repeated);
     // Report invalid combinations of settings together with invalid single values.
     problems.extend(Settings::check(&raw).err().unwrap_or_default());
     if problems.is_empty() {

@@ -10,31 +10,21 @@ use super::{
     raw::{Findings, KIND, Origin, Raw},
     remark::Remark,
     value::shown,
-    yaml::Tree,
+    yaml,
 };
 
-/// What the agent makes of a setting.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
-    /// The setting has the same effect.
-    CarriesOver,
-    /// The setting is not given, and Headgate's default differs from kube-proxy's.
-    OtherDefault,
-    /// The agent accepts the setting, which has no effect.
-    NoEffect,
-    /// The agent does not start with this value.
-    Invalid,
-}
-
-impl Outcome {
-    /// The text in tables and in JSON.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::CarriesOver => "carries over",
-            Self::OtherDefault => "other default",
-            Self::NoEffect => "no effect",
-            Self::Invalid => "invalid",
-        }
+headgate_core::named! {
+    /// What the agent makes of a setting.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Outcome {
+        /// The setting has the same effect.
+        CarriesOver = "carries over",
+        /// The setting is not given, and Headgate's default differs from kube-proxy's.
+        OtherDefault = "other default",
+        /// The agent accepts the setting, which has no effect.
+        NoEffect = "no effect",
+        /// The agent does not start with this value.
+        Invalid = "invalid",
     }
 }
 
@@ -83,8 +73,7 @@ const MIN_SYNC: &str = "kube-proxy: 1s. Headgate: 0s, because it writes only wha
 /// Errors: the file is not YAML, or holds no configuration of kube-proxy. Invalid settings are no
 /// error: they are lines of the answer.
 pub fn check_file(path: &str, text: &str) -> Result<Checked, ConfigError> {
-    let tree = Tree::parse(path, text)?;
-    let document = tree.to_json();
+    let (document, repeated) = yaml::parse(path, text)?;
     let none = |what: String| ConfigError::NoConfiguration { path: path.to_owned(), what };
     let name = || {
         let part = |key| document["metadata"][key].as_str().filter(|text| !text.is_empty());
@@ -95,8 +84,10 @@ pub fn check_file(path: &str, text: &str) -> Result<Checked, ConfigError> {
             let data = document["data"].as_object().cloned().unwrap_or_default();
             let mut unreadable = Vec::new();
             for (key, text) in data.iter().filter_map(|(key, text)| Some((key, text.as_str()?))) {
-                match Tree::parse(&format!("the key {key} in {path}"), text) {
-                    Ok(tree) if tree.to_json()["kind"] == KIND => return Ok(check_document(&tree)),
+                match yaml::parse(&format!("the key {key} in {path}"), text) {
+                    Ok((document, repeated)) if document["kind"] == KIND => {
+                        return Ok(check_document(&document, repeated));
+                    }
                     Ok(_) => {}
                     // The configuration is perhaps a text that cannot be parsed.
                     Err(error) => unreadable.push((!text.contains(KIND), error)),
@@ -118,12 +109,12 @@ pub fn check_file(path: &str, text: &str) -> Result<Checked, ConfigError> {
             Ok(check_arguments(&found?))
         }
         Some("List") => Err(none("it is a list; pass one object".to_owned())),
-        _ => Ok(check_document(&tree)),
+        _ => Ok(check_document(&document, repeated)),
     }
 }
 
-fn check_document(tree: &Tree) -> Checked {
-    let (raw, findings) = Raw::from_tree(tree);
+fn check_document(document: &Json, repeated: Option<Remark>) -> Checked {
+    let (raw, findings) = Raw::from_document(document, repeated);
     checked(&raw, Vec::new(), findings)
 }
 
@@ -144,7 +135,6 @@ pub fn check_arguments(arguments: &[String]) -> Checked {
 fn arguments_of(spec: &Json) -> Option<Result<Vec<String>, String>> {
     let arguments = |container: &Json| Some((container["name"] == "kube-proxy", arguments_of_container(container)?));
     let found = spec["containers"].as_array()?.iter().filter_map(arguments);
-    // Another container may only mention kube-proxy in a script.
     found.min_by_key(|(is_named, found)| (found.is_err(), !is_named)).map(|(_, found)| found)
 }
 
@@ -153,11 +143,6 @@ fn arguments_of_container(container: &Json) -> Option<Result<Vec<String>, String
     let mut words: Vec<String> = texts("command").chain(texts("args")).map(str::to_owned).collect();
     if let Some(program) = words.iter().position(|word| is_kube_proxy(word)) {
         return Some(Ok(words.split_off(program + 1)));
-    }
-    if let Some(script) = script(&words).filter(|script| script.contains("kube-proxy")) {
-        return Some(
-            arguments_in_script(script).map_err(|why| format!("kube-proxy starts in a shell script, and {why}")),
-        );
     }
     (container["name"] == "kube-proxy").then(|| match words.first() {
         Some(program) if !program.starts_with('-') => Err(format!("its container kube-proxy runs {program}")),
@@ -168,47 +153,6 @@ fn arguments_of_container(container: &Json) -> Option<Result<Vec<String>, String
 
 fn is_kube_proxy(word: &str) -> bool {
     word.rsplit('/').next() == Some("kube-proxy") && !word.contains(char::is_whitespace)
-}
-
-/// The script of a command such as `/bin/sh -c SCRIPT`.
-fn script(words: &[String]) -> Option<&str> {
-    let (shell, rest) = words.split_first()?;
-    let is_shell = ["sh", "ash", "bash", "dash"].contains(&shell.rsplit('/').next()?);
-    let option = rest.iter().position(|word| word.starts_with('-') && word.ends_with('c')).filter(|_| is_shell)?;
-    rest.get(option + 1).map(String::as_str)
-}
-
-/// The arguments of kube-proxy in a script that starts it once. An operator in quotes is an error
-/// too, because it leaves half a quotation on each side.
-fn arguments_in_script(script: &str) -> Result<Vec<String>, String> {
-    if let Some(character) = script.chars().find(|character| "$`{".contains(*character)) {
-        return Err(format!("only a shell can evaluate the character {character}"));
-    }
-    // This `&` separates no commands.
-    let script = script.replace("\\\n", " ").replace(">&", ">").replace("&>", ">");
-    let mut starts = Vec::new();
-    for command in script.split([';', '&', '|', '(', ')', '\n']) {
-        let (command, redirections) = command.split_at(command.find(['<', '>']).unwrap_or(command.len()));
-        let mut words = shlex::split(command).ok_or("a quotation mark has no end, or an operator is in quotes")?;
-        let program = usize::from(words.first().is_some_and(|word| word == "exec"));
-        if !words.get(program).is_some_and(|word| is_kube_proxy(word)) {
-            continue;
-        }
-        if redirections.contains(" -") {
-            return Err("a redirection comes before an argument".to_owned());
-        }
-        let is_number = |word: &String| word.bytes().all(|byte| byte.is_ascii_digit());
-        if !redirections.is_empty() && !command.ends_with(char::is_whitespace) {
-            // This is the number of a descriptor.
-            words.pop_if(|word| is_number(word));
-        }
-        starts.push(words.split_off(program + 1));
-    }
-    match starts.len() {
-        0 => Err("no command of the script is kube-proxy".to_owned()),
-        1 => Ok(starts.swap_remove(0)),
-        _ => Err("the script starts it more than once".to_owned()),
-    }
 }
 
 fn checked(raw: &Raw, program_flags: Vec<Line>, findings: Findings) -> Checked {
@@ -418,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_are_read_from_a_simple_shell_script() {
+    fn containers_that_start_kube_proxy_by_a_shell_are_refused_with_the_remedy() {
         let pod = |command: &[&str], args: &[&str]| {
             let containers = serde_json::json!([
                 {"name": "log", "command": ["/bin/sh", "-c", "tail -F $HOME/kube-proxy.log"]},
@@ -427,55 +371,18 @@ mod tests {
             let pod = serde_json::json!({"kind": "Pod", "metadata": {"name": "p"}, "spec": {"containers": containers}});
             check_file("f.yaml", &pod.to_string()).map_err(|error| error.to_string())
         };
-        let expected = Ok(check_arguments(&words("--cluster-cidr=10.0.0.0/8 --proxy-mode=ipvs")));
-        let gke = "exec kube-proxy --cluster-cidr=10.0.0.0/8 --proxy-mode=ipvs 1>>/var/log/kube-proxy.log 2>&1";
-        let kops = "mkfifo /tmp/pipe; (tee -a /var/log/kube-proxy.log < /tmp/pipe & ) ; exec /usr/local/bin/kube-proxy \
-                    --cluster-cidr=10.0.0.0/8 --proxy-mode='ipvs' > /tmp/pipe 2>&1";
-        for script in [gke, kops] {
-            assert_eq!(pod(&["/bin/sh", "-c", script], &[]), expected, "{script}");
-            assert_eq!(pod(&["/bin/bash", "-o", "pipefail", "-ec"], &[script]), expected, "{script}");
-        }
-        let ending = "; pass the flags of kube-proxy: headgatectl migrate check -- FLAGS";
-        for (command, why) in [
-            (
-                &["sh", "-c", "exec kube-proxy --a=$B"][..],
-                "in a shell script, and only a shell can evaluate the character $",
-            ),
-            (&["sh", "-c", "kube-proxy --cleanup; kube-proxy"], "the script starts it more than once"),
-            (&["sh", "-c", "env A=b kube-proxy --c"], "no command of the script is kube-proxy"),
-            (&["sh", "-c", "/start"], "the Pod p: its container kube-proxy runs sh"),
-            (&["/hyperkube", "proxy", "--proxy-mode=ipvs"], "its container kube-proxy runs /hyperkube"),
+        for (command, program) in [
+            (&["/bin/sh", "-c", "exec kube-proxy --proxy-mode=ipvs 2>&1"][..], "/bin/sh"),
+            (&["/hyperkube", "proxy", "--proxy-mode=ipvs"], "/hyperkube"),
         ] {
             let error = pod(command, &[]).unwrap_err();
-            assert!(error.contains(why) && error.ends_with(ending), "{command:?}: {error}");
+            let ending = format!(
+                "the Pod p: its container kube-proxy runs {program}; pass the flags of kube-proxy: headgatectl migrate check -- FLAGS"
+            );
+            assert!(error.ends_with(&ending), "{command:?}: {error}");
         }
+        let expected = Ok(check_arguments(&words("--cluster-cidr=10.0.0.0/8 --proxy-mode=ipvs")));
         assert_eq!(pod(&[], &["--cluster-cidr=10.0.0.0/8", "--proxy-mode=ipvs"]), expected);
-    }
-
-    #[test]
-    fn scripts_are_split_like_in_a_shell() {
-        for (script, expected) in [
-            ("exec kube-proxy --b=c --d 1>>/var/log/a.log 2>&1", &["--b=c", "--d"][..]),
-            ("kube-proxy --b=1 2>&1 | tee -a /l || c&&d", &["--b=1"]),
-            ("set -e\n kube-proxy \\\n  --b &", &["--b"]),
-            (
-                "kube-proxy --b='x y' --c=\"x\\\"y\\z\" '' d\\ e '[::]:1'",
-                &["--b=x y", "--c=x\"y\\z", "", "d e", "[::]:1"],
-            ),
-            ("kube-proxy --v=2>l", &["--v=2"]),
-            ("kube-proxy --v 2 >l", &["--v", "2"]),
-            ("kube-proxy --b # --c\n", &["--b"]),
-            ("kube-proxy --b &>l", &["--b"]),
-            ("kube-proxy --b >&- ;>l d", &["--b"]),
-        ] {
-            let expected = expected.iter().map(ToString::to_string).collect();
-            assert_eq!(arguments_in_script(script), Ok(expected), "{script}");
-        }
-        for arguments in
-            ["$b", "\"$b\"", "`b`", "{b,c}", "'b", "\"b", "'b;c'", "'b>c'", "b\\;", ">l --b", "&>l --b", "2>&1 --b"]
-        {
-            assert!(arguments_in_script(&format!("kube-proxy {arguments}")).is_err(), "{arguments}");
-        }
     }
 
     #[test]

@@ -2,13 +2,12 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use serde_json::Value as Json;
+use serde_json::{Map, Value as Json};
 
 use super::{
     fields::{self, FIELDS, Field, Meaning},
     remark::Remark,
     value::{Kind, parse_duration},
-    yaml::Tree,
 };
 
 /// The `apiVersion` of the configuration file.
@@ -134,18 +133,19 @@ impl Raw {
         root
     }
 
-    /// Reads a document, and finds all problems in it.
-    pub(super) fn from_tree(tree: &Tree) -> (Self, Findings) {
-        let (mut raw, mut findings) = (Self { origin: Origin::File, ..Self::default() }, Findings::default());
-        let Tree::Mapping(entries) = tree else {
+    /// Reads a document, and finds all problems in it. `repeated` is a note about it.
+    pub(super) fn from_document(document: &Json, repeated: Option<Remark>) -> (Self, Findings) {
+        let mut raw = Self { origin: Origin::File, ..Self::default() };
+        let mut findings = Findings { notes: repeated.into_iter().collect(), ..Findings::default() };
+        let Json::Object(entries) = document else {
             let what = format!("is not a mapping; begin with `apiVersion: {API_VERSION}`");
             findings.problems.push(Remark::new("the document", what));
             return (raw, findings);
         };
         for (key, expected) in [("apiVersion", API_VERSION), ("kind", KIND)] {
-            let found = entries.iter().rev().find(|(found, _)| found == key).map(|(_, tree)| tree.to_json());
-            if found != Some(Json::from(expected)) {
-                let found = found.map_or_else(|| "missing".to_owned(), |found| format!("{found} cannot be used"));
+            if document[key] != expected {
+                let found = entries.get(key).map(|found| format!("{found} cannot be used"));
+                let found = found.unwrap_or_else(|| "missing".to_owned());
                 findings.problems.push(Remark::new(key, format!("{found}; write {expected}")));
             }
         }
@@ -153,25 +153,20 @@ impl Raw {
         (raw, findings)
     }
 
-    fn read_section(&mut self, prefix: &str, entries: &[(String, Tree)], findings: &mut Findings) {
-        for (i, (key, tree)) in entries.iter().enumerate() {
+    fn read_section(&mut self, prefix: &str, entries: &Map<String, Json>, findings: &mut Findings) {
+        for (key, value) in entries {
             let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
-            let is_repeated = entries[i + 1..].iter().any(|(later, _)| later == key);
-            if is_repeated {
-                findings.notes.push(Remark::new(path, "appears more than once; the last value is used"));
-                continue;
-            }
             if path == "apiVersion" || path == "kind" {
                 continue;
             }
             // A key with a dot is not a path: `iptables.syncPeriod` at the top level is unknown.
             let field = fields::by_id(&path).filter(|field| !field.path.is_empty() && !key.contains('.'));
-            match (field, tree) {
-                (_, Tree::Scalar(Json::Null)) => {}
-                (Some(field), tree) => self.read_field(field, tree, findings),
-                (None, Tree::Mapping(inner)) if fields::is_section(&path) => self.read_section(&path, inner, findings),
+            match (field, value) {
+                (_, Json::Null) => {}
+                (Some(field), value) => self.read_field(field, value, findings),
+                (None, Json::Object(inner)) if fields::is_section(&path) => self.read_section(&path, inner, findings),
                 (None, _) if fields::is_section(&path) => {
-                    let what = format!("{} cannot be used; write a mapping", tree.to_json());
+                    let what = format!("{value} cannot be used; write a mapping");
                     findings.problems.push(Remark::new(path, what));
                 }
                 (None, _) => findings.notes.push(Remark::new(path, "unknown")),
@@ -179,12 +174,11 @@ impl Raw {
         }
     }
 
-    fn read_field(&mut self, field: &'static Field, tree: &Tree, findings: &mut Findings) {
-        let json = tree.to_json();
-        match field.kind.from_json(&json) {
+    fn read_field(&mut self, field: &'static Field, json: &Json, findings: &mut Findings) {
+        match field.kind.from_json(json) {
             // kube-proxy does not distinguish an empty value from an absent value, and kubeadm
             // writes all fields, including empty fields.
-            Ok(_) if means_unset(field, &json) => {}
+            Ok(_) if means_unset(field, json) => {}
             Ok(value) if is_default(field, &value) && matches!(field.meaning, Meaning::Ignored(_)) => {}
             Ok(value) => self.set(field.path, value),
             Err(error) => findings.problems.push(Remark::new(field.path, error)),
