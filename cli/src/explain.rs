@@ -2,9 +2,13 @@
 
 use std::net::IpAddr;
 
-use headgate_proto::v1::{
-    ExplainQuery, Explanation, FindPodRequest, PodInfo, ServiceKey, node_answer::Kind as Part,
-    node_query::Kind as Query,
+use bytes::Bytes;
+use headgate_proto::{
+    address_to_wire,
+    v1::{
+        ExplainQuery, Explanation, FindPodRequest, PodInfo, ServiceKey, node_answer::Kind as Part,
+        node_query::Kind as Query,
+    },
 };
 use serde_json::json;
 use tonic::Code;
@@ -28,25 +32,25 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &ExplainArgs, selecte
     let from = find(session, wanted).await?;
     let Selected { namespace, name } = selected;
     let (destination, port, protocol) = match &wanted.to {
-        Some(to) => (octets(to.at.ip()), to.at.port(), to.protocol.clone()),
-        None => (Vec::new(), 0, String::new()),
+        Some(to) => (address_to_wire(to.at.ip()), to.at.port(), to.protocol.clone()),
+        None => (Bytes::new(), 0, String::new()),
     };
     let is_possible = |source: &&IpAddr| wanted.to.as_ref().is_none_or(|to| to.at.is_ipv4() == source.is_ipv4());
-    let mut sources: Vec<Vec<u8>> = from.sources.iter().filter(is_possible).copied().map(octets).collect();
+    let mut sources: Vec<Bytes> = from.sources.iter().filter(is_possible).copied().map(address_to_wire).collect();
     if sources.is_empty() {
         if let (Some(source), Some(to)) = (from.sources.first(), &wanted.to) {
             let text = format!("the source {source} and the destination {} are of different IP families", to.at);
             return Err(Failure::Usage(text));
         }
-        sources.push(Vec::new());
+        sources.push(Bytes::new());
     }
     let mut explained: Vec<Explanation> = Vec::new();
     for source in sources {
         let query = ExplainQuery {
             service: Some(ServiceKey { namespace: namespace.clone(), name: name.clone() }),
-            source: source.into(),
+            source,
             source_is_local_pod: from.is_pod,
-            destination: destination.clone().into(),
+            destination: destination.clone(),
             port: port.into(),
             protocol: protocol.clone(),
         };
@@ -71,13 +75,6 @@ pub(crate) async fn run(session: &mut Session<'_>, wanted: &ExplainArgs, selecte
         text += "\n\nThe Service has no address of this IP family.";
     }
     session.write(&(text + "\n"))
-}
-
-fn octets(address: IpAddr) -> Vec<u8> {
-    match address {
-        IpAddr::V4(v4) => v4.octets().to_vec(),
-        IpAddr::V6(v6) => v6.octets().to_vec(),
-    }
 }
 
 /// Finds the node that explains, and the source of the connection.

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use headgate_settings::value;
+
 /// A duration in milliseconds.
 pub fn milliseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
@@ -63,23 +65,15 @@ pub fn time_of_day(unix_ms: u64) -> String {
     format!("{hours:02}:{minutes:02}:{seconds:02}.{:03}", of_day % 1000)
 }
 
-/// Parses a duration such as `90s`, `5m`, `1h` or `250ms`. The duration must be above 0 and at most
-/// a day.
-pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let milliseconds = match unit {
-        "ms" => 1,
-        "s" => 1_000,
-        "m" => 60_000,
-        "h" => 3_600_000,
-        _ => return Err("write a number and a unit: 250ms, 90s, 5m or 1h".to_owned()),
-    };
-    let value = number.parse::<u64>().ok().and_then(|number| number.checked_mul(milliseconds));
-    match value {
-        Some(value @ 1..=86_400_000) => Ok(Duration::from_millis(value)),
-        _ => Err("must be above 0 and at most a day".to_owned()),
-    }
+/// The longest duration of an option.
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// Parses a duration such as `90s`, `1h30m` or `250ms`. The duration must be at least a millisecond
+/// and at most a day.
+pub fn parse_duration(text: &str) -> Result<Duration, &'static str> {
+    let duration = value::parse_duration(text).ok_or("write numbers with units: 250ms, 90s, 5m or 1h30m")?;
+    let is_allowed = (Duration::from_millis(1)..=DAY).contains(&duration);
+    if is_allowed { Ok(duration) } else { Err("must be above 0 and at most a day") }
 }
 
 #[cfg(test)]
@@ -112,7 +106,8 @@ mod tests {
     fn durations_are_parsed_with_their_unit() {
         let seconds = |text| parse_duration(text).map(|duration| duration.as_secs_f64());
         assert_eq!((seconds("90s"), seconds("5m"), seconds("250ms")), (Ok(90.0), Ok(300.0), Ok(0.25)));
-        for wrong in ["", "60", "s", "0s", "25h", "-1s", "1.5s", "99999999999999999999h"] {
+        assert_eq!((seconds("1h30m"), seconds("1.5s")), (Ok(5400.0), Ok(1.5)));
+        for wrong in ["", "60", "s", "0s", "1us", "25h", "-1s", "99999999999999999999h"] {
             assert!(seconds(wrong).is_err(), "{wrong}");
         }
     }
