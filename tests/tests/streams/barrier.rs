@@ -14,7 +14,7 @@ use headgate_control_plane::{
     objects::{PodId, SourceKind},
     serve::{PeerSettings, Security, Settings},
 };
-use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, Weight};
+use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, TrafficPolicy, Weight};
 use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
 
 use crate::{
@@ -63,7 +63,8 @@ impl Pair {
         let address = |host: u8| SocketAddr::from((Ipv4Addr::new(127, high, low, number * 2 + host), 7443));
         let names = [1, 2].map(|host| (address(host).ip().to_string(), 7444)).to_vec();
         let start = async |host: u8| {
-            let peers = Some(PeerSettings { names: names.clone(), ..PeerSettings::default() });
+            let names = || PeerSettings { names: names.clone(), ..PeerSettings::default() };
+            let peers = Some(settings.peers.clone().unwrap_or_else(names));
             let settings = Settings { replica_name: format!("replica-{host}"), peers, ..settings.clone() };
             let replica = Replica::start_at(address(host), settings, Security::Plaintext).await;
             replica.store.synced();
@@ -259,4 +260,40 @@ async fn a_silent_replica_leaves_its_nodes_unconfirmed() {
     assert_eq!(said.unconfirmed, ["b", "c"], "an operator learns the names");
     assert!(said.reason.contains("replica at "), "{said:?}");
     drop(first);
+}
+
+/// A Local policy keeps the pod in use on its own node alone, so all other nodes have to confirm.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_endpoint_of_a_node_waits_for_the_other_nodes() {
+    let mut pair = Pair::start(NEVER).await;
+    let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    let Change::Service(mut local) = service(1, 80) else { panic!("no Service") };
+    local.internal_traffic_policy = TrafficPolicy::Local;
+    pair.change_both([Change::Service(local), endpoint(POD, "a", TERMINATING)]);
+    program_all(&pair, [(0, &mut a), (1, &mut b)]).await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_waits(&mut a).await;
+    program_all(&pair, [(1, &mut c)]).await;
+    let last = answer(&mut a).await;
+    assert_eq!(last.result(), Outcome::Last, "{last:?}");
+}
+
+/// A replica that has not listed its source does not know the pod yet.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_waits_until_the_replica_has_listed_its_source() {
+    let peers = Some(PeerSettings::default());
+    let young = Settings { peers, uncovered_after: Duration::ZERO, ..settings() };
+    let replica = Replica::start_with(young, Security::Plaintext).await;
+    let mut a = replica.open("a").await;
+    a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    assert_waits(&mut a).await;
+    let changes = [service(1, 80), endpoint(POD, "a", TERMINATING), endpoint(OTHER, "b", Conditions::READY)];
+    let changes = changes.into_iter().map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).collect();
+    let pod = Some((PodId::new("pod", "pod").in_namespace("default"), Some("a".into())));
+    let pods = vec![PodChange { service: key(1), address: POD.into(), pod }];
+    replica.store.commit(Transaction { changes, pods, nodes: vec![apply("a")], ..Transaction::default() });
+    replica.store.synced();
+    program(&replica, &mut a).await;
+    let drained = answer(&mut a).await;
+    assert_eq!(drained.result(), Outcome::Drained, "{drained:?}");
 }

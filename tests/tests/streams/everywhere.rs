@@ -1,17 +1,24 @@
 //! What all nodes have programmed, as two replicas know it together (discovery.proto, sections 16
 //! and 18). The simulation judges what they say while replicas and agents fail.
 
-use std::{net::Ipv4Addr, time::Duration};
+use std::{
+    net::{IpAddr, Ipv4Addr},
+    time::Duration,
+};
 
-use headgate_control_plane::model::NodeChange;
+use headgate_control_plane::{
+    model::NodeChange,
+    serve::{PeerSettings, Settings},
+};
+use headgate_core::{Change, Conditions};
 use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
 use headgate_tests::testbed::page;
-use tokio::task::spawn_blocking;
+use tokio::{task::spawn_blocking, time::sleep};
 
 use crate::{
-    barrier::{NEVER, OTHER, POD, Pair, TERMINATING, apply, ask, endpoint, program, removed},
+    barrier::{NEVER, OTHER, POD, Pair, TERMINATING, apply, ask, endpoint, program, program_all, removed},
     client::{Client, eventually},
-    replica::Replica,
+    replica::{Replica, key, service, settings},
 };
 
 /// The nodes that a replica lists, with their states.
@@ -51,6 +58,51 @@ async fn the_nodes_of_a_replica_that_stops_count_until_they_return() {
     let address = first.running.metrics_addr.unwrap();
     let page = spawn_blocking(move || page::get(address, "/metrics")).await.unwrap().unwrap();
     assert!(page.contains("headgate_control_plane_nodes_absent{reason=\"lost\"} 2"), "{page}");
+}
+
+/// As when the pod of a replica leaves its Service, and ends a moment later.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_nodes_of_a_replica_count_when_no_name_leads_to_it_any_more() {
+    let peers = Some(PeerSettings { service: Some(key(9)), ..PeerSettings::default() });
+    let mut pair = Pair::start_with(Settings { uncovered_after: Duration::ZERO, peers, ..settings() }).await;
+    let hosts = [0, 1].map(|replica| match pair.replicas[replica].running.local_addr.ip() {
+        IpAddr::V4(host) => host,
+        IpAddr::V6(host) => panic!("{host}"),
+    });
+    let replica = |host: Ipv4Addr| {
+        let Change::Endpoint(_, place) = endpoint(host, "a", Conditions::READY) else { panic!("no endpoint") };
+        Change::Endpoint(key(9), place)
+    };
+    pair.change_both([service(9, 80), replica(hosts[0]), replica(hosts[1])]);
+    let [mut a, _b, _c] = all_programmed(&mut pair).await;
+    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "up_to_date")]).await;
+    pair.change(0, Change::RemoveEndpoint(key(9), hosts[1].into()));
+    program(&pair.replicas[0], &mut a).await;
+    // A replica looks at the names once a second.
+    sleep(Duration::from_secs(2)).await;
+    let Pair { replicas: [first, second], .. } = pair;
+    second.running.stop().await;
+    until_agents(&first, &[("a", "up_to_date"), ("b", "no_agent"), ("c", "no_agent")]).await;
+    let found = ask(&mut a, POD, 60_000, 700).await;
+    assert_eq!((found.result(), found.unconfirmed_count), (Outcome::Incomplete, 2), "{found:?}");
+}
+
+/// The node forwards with its old rules, whatever happens to its Node.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_that_is_deleted_and_created_again_counts() {
+    // No replica is too young to know all nodes, and none forgets one during the test.
+    let age = Duration::from_secs(6);
+    let mut pair = Pair::start(age).await;
+    let (mut a, b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    sleep(age).await;
+    pair.change_both([removed()]);
+    program_all(&pair, [(0, &mut a), (1, &mut c)]).await;
+    drop(b);
+    until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "no_agent"), ("c", "up_to_date")]).await;
+    pair.put_nodes(&[NodeChange::Remove("b".into())]);
+    pair.put_nodes(&[apply("b")]);
+    let found = ask(&mut a, POD, 60_000, 700).await;
+    assert_eq!((found.result(), found.unconfirmed_count), (Outcome::Incomplete, 1), "{found:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -109,6 +109,24 @@ async fn wait_names_nodes_that_reject_the_change_or_lose_their_agent() {
     assert!(answer.out.contains("\n  b: no agent: "), "{}", answer.out);
 }
 
+/// People see the last 64 rejections. The others count as well, also after a withdrawal.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rejection_that_nobody_sees_counts() {
+    let replica = Replica::start().await;
+    replica.put((1..=80).map(|number| service(number, 80)));
+    let a = replica.agent("a").await;
+    let resource = |number| format!("Service default/service-{number}");
+    let rejection = |number| v1::Rejection { resource: resource(number), ..v1::Rejection::default() };
+    let first = v1::Nack { rejections: (1..=80).map(rejection).collect(), in_force: 80, ..v1::Nack::default() };
+    a.send(v1::agent_message::Body::Nack(first)).await;
+    let then = v1::Nack { withdrawn: vec![resource(80)], in_force: 79, ..v1::Nack::default() };
+    a.send(v1::agent_message::Body::Nack(then)).await;
+    a.ack().await;
+    assert_eq!(headgatectl(&[&replica], "wait service-80").await.code, 0);
+    let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await;
+    assert_eq!((answer.code, answer.out.as_str()), (3, ""));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn wait_without_any_node_succeeds_only_with_allow_absent() {
     let replica = Replica::start().await;

@@ -1,6 +1,6 @@
 use std::time::{Duration, Instant};
 
-use super::rig::{Rig, node, service, slice};
+use super::rig::{Rig, eventually, node, service, slice};
 
 const SYNCS: &str = "kubeproxy_sync_proxy_rules_duration_seconds_count{ip_family=\"IPv4\"}";
 
@@ -25,6 +25,45 @@ fn row_94_after_a_failure_the_agent_tries_again_until_everything_is_programmed()
     rig.until_rules("both changes are programmed", "filter", |rules| {
         rules.iter().any(|rule| rule.contains("ns/more:http")) && !rules.iter().any(|rule| rule.contains("ns/web:http"))
     });
+}
+
+/// Those who ask about the node do not take a failure for a success.
+#[test]
+fn a_change_that_the_kernel_does_not_have_is_not_acknowledged() {
+    let rig = Rig::web(10);
+    rig.make_breakable("iptables-nft-restore");
+    let _agent = rig.agent(&[]);
+    rig.until_said(&["agents"], &["up to date"]);
+    rig.break_tool("iptables-nft-restore");
+    rig.put("more", &service("more", 20, ""));
+    rig.until_metric("headgate_agent_applies_failed_total{kind=\"partial\"}", |failures| failures >= 1.0);
+    let said = rig.headgatectl(&["wait", "ns/more", "--timeout=2s"]);
+    assert!(said.as_ref().is_err_and(|error| error.contains("broken on purpose")), "{said:?}");
+    rig.mend_tool("iptables-nft-restore");
+    rig.until_said(&["wait", "ns/more"], &["1 node has programmed it"]);
+}
+
+/// The state on disk is older than the rules of an agent that was killed.
+#[test]
+fn newer_rules_stay_while_the_next_agent_cannot_look_at_them() {
+    let mut rig = Rig::web(10);
+    rig.make_breakable("iptables-nft");
+    let folder = format!("--state-dir={}", rig.path("state").display());
+    let agent = rig.agent(&[&folder, "--state-save-period=1h"]);
+    let file = rig.path("state/state");
+    eventually("the state is saved", || if file.exists() { Ok(()) } else { Err("no file".to_owned()) });
+    rig.put("web-1", &slice("web", &[("node-a", 11)], ""));
+    rig.until_rule("nat", "10.244.1.11:8080");
+    drop(agent);
+    rig.stop_control_plane();
+    rig.break_tool("iptables-nft");
+    let agent = rig.agent(&[&folder]);
+    agent.until_logged("could not find out whether the rules of the last run are in place");
+    rig.mend_tool("iptables-nft");
+    agent.until_logged("the rules of the last run are in place");
+    let rules = rig.rules("iptables-nft-save", "nat");
+    assert!(rules.iter().any(|rule| rule.contains("10.244.1.11:8080")), "{rules:#?}");
+    assert!(!rules.iter().any(|rule| rule.contains("10.244.1.10:8080")), "{rules:#?}");
 }
 
 // rows: 95
