@@ -17,7 +17,7 @@ use tokio::{task::spawn_blocking, time::sleep};
 
 use crate::{
     barrier::{NEVER, OTHER, POD, Pair, TERMINATING, apply, ask, endpoint, program, program_all, removed},
-    client::{Client, eventually},
+    client::{Client, channel, eventually},
     replica::{Replica, key, service, settings},
 };
 
@@ -74,6 +74,11 @@ async fn the_nodes_of_a_replica_count_when_no_name_leads_to_it_any_more() {
         Change::Endpoint(key(9), place)
     };
     pair.change_both([service(9, 80), replica(hosts[0]), replica(hosts[1])]);
+    for (replica, node) in pair.replicas.iter().zip(["a", "b"]) {
+        let at = replica.running.local_addr;
+        let opens = async || Client::open(channel(at).await, node, None).await.is_ok();
+        eventually("the replicas know each other", opens).await;
+    }
     let [mut a, _b, _c] = all_programmed(&mut pair).await;
     until_agents(&pair.replicas[0], &[("a", "up_to_date"), ("b", "up_to_date"), ("c", "up_to_date")]).await;
     pair.change(0, Change::RemoveEndpoint(key(9), hosts[1].into()));

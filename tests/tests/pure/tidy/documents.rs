@@ -22,6 +22,14 @@ fn links(text: &str) -> Vec<String> {
     links
 }
 
+/// The tests that documents name, as a link with the name of the test to its file.
+fn named_tests(text: &str) -> Vec<(String, String)> {
+    let links = text.split("[`").skip(1).filter_map(|rest| rest.split_once("`]("));
+    let tests = links.filter_map(|(name, rest)| Some((name, rest.split_once(')')?.0)));
+    let is_test = |(name, target): &(&str, &str)| target.contains("/tests/") && !name.contains(['/', '.']);
+    tests.filter(is_test).map(|(name, target)| (name.to_owned(), target.to_owned())).collect()
+}
+
 /// The anchors of a document's headings.
 fn anchors(text: &str) -> BTreeSet<String> {
     let headings = text.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
@@ -53,6 +61,19 @@ fn every_link_has_a_target() {
         }
     }
     assert!(seen > 0, "no link was found: this test does not read links correctly");
+}
+
+#[test]
+fn every_test_that_a_document_names_exists() {
+    let mut seen = 0;
+    for (path, text) in documents().iter().filter(|(path, _)| path != "docs/behaviours.md") {
+        for (name, file) in named_tests(text) {
+            let code = super::text(&Path::new(path).parent().unwrap().join(&file)).unwrap_or_default();
+            assert!(code.contains(&format!("fn {name}()")), "{path}: {file} has no test {name}");
+            seen += 1;
+        }
+    }
+    assert!(seen > 0, "no document names a test");
 }
 
 #[test]

@@ -211,6 +211,20 @@ async fn watches_that_end_or_break_are_resumed() {
     assert_eq!(relists, 4, "a kind was listed again");
 }
 
+/// With the default settings of etcd, a kind without changes brings no bookmark for many minutes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_quiet_server_is_not_cut_off() {
+    let server = server(Options { bookmarks: false, ..Options::default() });
+    let watching = Watching::start_with(&server.kubeconfig(), Duration::from_secs(3));
+    watching.until("everything is listed", |c| c.synced == 1).await;
+    // Each round is a cycle of the watches, in which the server shows that it has nothing new.
+    for _ in 0..12 {
+        let heard = watching.sink.look(|c| c.heard[&SourceKind::EndpointSlices]);
+        watching.until("the kind is current", |c| c.heard[&SourceKind::EndpointSlices] > heard).await;
+    }
+    watching.sink.look(|c| assert!(c.cut_offs.is_empty(), "{:?}", c.cut_offs));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn garbage_is_counted_and_removes_nothing() {
     let server = server(Options::default());
