@@ -477,7 +477,8 @@ def churn(seconds, kubectl, log, *command):
     print(f"{changes} changes in {seconds} s; nodes were compared {sum(counts.values())} times, "
           f"{counts['differs']} with differences, {counts['unverified']} unverified; "
           f"kubectl failed {len(failures)} times")
-    print(*failures[:10], sep="\n", file=sys.stderr)
+    if failures:
+        print(*failures[:10], sep="\n", file=sys.stderr)
     sys.exit(len(failures) > 0)
 
 

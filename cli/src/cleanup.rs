@@ -33,9 +33,10 @@ pub(crate) async fn run(wanted: &CleanupArgs, out: &mut dyn Write) -> Result<(),
     };
     let daemon_set = manifest(namespace, &image, wanted.without_proxy)?;
     let path = format!("{collection}/headgate-cleanup");
-    // The pods of an earlier cleanup, perhaps with other options, go with their DaemonSet.
-    cluster.delete(&path).await?;
-    cluster.create(&collection, &daemon_set).await?;
+    match cluster.get(&path).await? {
+        Some(_) => cluster.patch(&path, &daemon_set).await?,
+        None => cluster.create(&collection, &daemon_set).await?,
+    }
     if !wanted.wait {
         writeln!(
             out,

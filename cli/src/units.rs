@@ -73,7 +73,7 @@ const DAY: Duration = Duration::from_secs(86_400);
 pub fn parse_duration(text: &str) -> Result<Duration, &'static str> {
     let duration = value::parse_duration(text).ok_or("write numbers with units: 250ms, 90s, 5m or 1h30m")?;
     let is_allowed = (Duration::from_millis(1)..=DAY).contains(&duration);
-    if is_allowed { Ok(duration) } else { Err("must be above 0 and at most a day") }
+    if is_allowed { Ok(duration) } else { Err("must be at least 1ms and at most a day") }
 }
 
 #[cfg(test)]

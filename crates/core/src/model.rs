@@ -61,7 +61,7 @@ impl fmt::Display for Family {
     }
 }
 
-crate::named! {
+named! {
     /// A transport protocol that Services can name. Named as in the Kubernetes API.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub enum Protocol {
@@ -354,7 +354,7 @@ impl Endpoint {
 // of the algorithms. In place of an algorithm that it does not support, a dataplane uses its
 // default and reports this ([`Demand`](crate::Demand)).
 
-crate::named! {
+named! {
     /// An algorithm that chooses endpoints.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub enum LoadBalancing {
@@ -438,7 +438,7 @@ impl<T: ?Sized + Hash + Eq> Pool<T> {
 // The PROXY protocol, which tells endpoints the address of the client (`proxy-protocol.txt` of
 // HAProxy). The annotation `headgate.io/proxy-protocol` of a Service selects a version.
 
-crate::named! {
+named! {
     /// A version of the PROXY protocol.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub enum ProxyProtocol {
@@ -475,7 +475,7 @@ impl fmt::Display for ServiceKey {
     }
 }
 
-crate::named! {
+named! {
     /// An internal or external traffic policy, `Cluster` if the given one has no effect.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
     pub enum TrafficPolicy {

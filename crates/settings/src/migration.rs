@@ -144,8 +144,10 @@ fn arguments_of_container(container: &Json) -> Option<Result<Vec<String>, String
     if let Some(program) = words.iter().position(|word| is_kube_proxy(word)) {
         return Some(Ok(words.split_off(program + 1)));
     }
-    (container["name"] == "kube-proxy").then(|| match words.first() {
-        Some(program) if !program.starts_with('-') => Err(format!("its container kube-proxy runs {program}")),
+    let name = container["name"].as_str().unwrap_or_default();
+    let is_one = name == "kube-proxy" || words.iter().any(|word| word.contains("kube-proxy"));
+    is_one.then(|| match words.first() {
+        Some(program) if !program.starts_with('-') => Err(format!("its container {name} runs {program}")),
         // The image itself names the program.
         _ => Ok(words),
     })
@@ -381,6 +383,10 @@ mod tests {
             );
             assert!(error.ends_with(&ending), "{command:?}: {error}");
         }
+        let proxy = serde_json::json!([{"name": "proxy", "command": ["sh", "-c", "exec kube-proxy --v=2"]}]);
+        let other = serde_json::json!({"kind": "Pod", "metadata": {"name": "p"}, "spec": {"containers": proxy}});
+        let error = check_file("f.yaml", &other.to_string()).unwrap_err().to_string();
+        assert!(error.contains("its container proxy runs sh; pass the flags"), "{error}");
         let expected = Ok(check_arguments(&words("--cluster-cidr=10.0.0.0/8 --proxy-mode=ipvs")));
         assert_eq!(pod(&[], &["--cluster-cidr=10.0.0.0/8", "--proxy-mode=ipvs"]), expected);
     }

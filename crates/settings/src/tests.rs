@@ -169,12 +169,12 @@ fn every_problem_is_named_with_its_field_and_the_remedy() {
     let lines: Vec<&str> = error.lines().collect();
     let expected = [
         "config.yaml cannot be used:",
+        "  conntrack.min: -1 cannot be used; write a whole number of at least 0",
+        "  detectLocal: 5 cannot be used; write a mapping",
         "  iptables.masqueradeBit: 40 cannot be used; write a whole number from 0 to 31",
         "  iptables.syncPeriod: 30 cannot be used; write a duration such as 250ms, 30s, 1m0s or 24h",
-        "  conntrack.min: -1 cannot be used; write a whole number of at least 0",
-        "  oomScoreAdj: 2000 cannot be used; write a whole number from -1000 to 1000",
-        "  detectLocal: 5 cannot be used; write a mapping",
         "  mode: \"fast\" cannot be used; write one of auto, iptables, ipvs, nftables, userspace",
+        "  oomScoreAdj: 2000 cannot be used; write a whole number from -1000 to 1000",
         "  healthzBindAddress: \"here\" is not an address with a port; write one such as 0.0.0.0:10256",
         "  clusterCIDR: \"nonsense\" is not a CIDR; write one such as 10.0.0.0/8",
         "  nodePortAddresses: \"everything\" is not a CIDR; write one such as 10.0.0.0/8",

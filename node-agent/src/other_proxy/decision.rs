@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Look, Other};
+use super::{Look, Other, Synced};
 
 /// The other proxy has gone if there was no sign for this time.
 const PAUSE: Duration = Duration::from_secs(20);
@@ -67,15 +67,20 @@ impl Decision {
     /// True if an agent that programs the node yields: another proxy has returned, and its rules
     /// are complete. An agent with chains of iptables cannot tell kube-proxy's from its own.
     pub(crate) fn yields(&mut self, look: &Look, tells_chains: bool, now: Instant) -> bool {
-        let is_complete = look.other.as_ref().is_some_and(|other| {
+        let complete_after = look.other.as_ref().and_then(|other| {
             let is_untold = other.program != Other::KUBE_PROXY || !tells_chains;
-            look.has_synced.unwrap_or(look.has_rules || is_untold)
+            match look.synced {
+                Some(Synced::None) => None,
+                Some(Synced::Some) => Some(Synced::NO_MORE_AFTER),
+                Some(Synced::All) => Some(COMPLETE),
+                None => (look.has_rules || is_untold).then_some(COMPLETE),
+            }
         });
-        if !is_complete {
+        let Some(complete_after) = complete_after else {
             self.returned = None;
             return false;
-        }
-        let yields = now.saturating_duration_since(*self.returned.get_or_insert(now)) >= COMPLETE;
+        };
+        let yields = now.saturating_duration_since(*self.returned.get_or_insert(now)) >= complete_after;
         if yields {
             let was_soon = self.took_over.is_some_and(|at| now.saturating_duration_since(at) < STABLE);
             self.pause = if was_soon { (self.pause * 2).min(MAX_PAUSE) } else { PAUSE };
@@ -133,14 +138,17 @@ mod tests {
         assert!(decision.yields(&writes, true, at(102)));
         let taken_over = (103..).find(|second| decision.takes_over(&nothing(), at(*second)));
         assert_eq!(taken_over, Some(102 + 40));
-        let synced = |is_so| Look { has_synced: Some(is_so), has_rules: true, ..seen() };
+        let synced = |synced| Look { synced: Some(synced), has_rules: true, ..seen() };
         for (second, pause) in [(143, 80), (1000, 20)] {
-            assert!(!decision.yields(&synced(false), true, at(second)));
-            assert!(!decision.yields(&synced(false), true, at(second + 20)), "it cannot reach its API server");
-            assert!(!decision.yields(&synced(true), true, at(second + 21)));
-            assert!(decision.yields(&synced(true), true, at(second + 31)));
+            assert!(!decision.yields(&synced(Synced::None), true, at(second)));
+            assert!(!decision.yields(&synced(Synced::None), true, at(second + 20)), "it cannot reach its API server");
+            assert!(!decision.yields(&synced(Synced::All), true, at(second + 21)));
+            assert!(decision.yields(&synced(Synced::All), true, at(second + 31)));
             assert_eq!(decision.pause, Duration::from_secs(pause));
         }
+        let some = synced(Synced::Some);
+        assert!(!decision.yields(&some, true, at(2000)) && !decision.yields(&some, true, at(2299)));
+        assert!(decision.yields(&some, true, at(2300)), "it programs no other family");
     }
 
     /// As while the machine is suspended.

@@ -13,7 +13,7 @@ mod processes;
 mod rules;
 mod watch;
 
-use std::{fmt, fs, net::SocketAddr, path::Path};
+use std::{fmt, fs, net::SocketAddr, path::Path, time::Duration};
 
 use headgate_settings::Settings;
 use tracing::warn;
@@ -76,13 +76,26 @@ impl fmt::Display for Other {
     }
 }
 
+/// Of which IP families of the kernel a proxy has written its rules.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Synced {
+    None,
+    Some,
+    All,
+}
+
+impl Synced {
+    /// If rules of only some families are there for this time, the proxy programs no others.
+    pub(crate) const NO_MORE_AFTER: Duration = Duration::from_secs(300);
+}
+
 /// What one look has seen.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Look {
     /// The other proxy, if there is any sign of it.
     pub(crate) other: Option<Other>,
-    /// Whether it has written its rules, if it says so.
-    pub(crate) has_synced: Option<bool>,
+    /// Of which IP families it has written its rules, if it says so.
+    pub(crate) synced: Option<Synced>,
     /// False if rules were not read that might be a sign.
     pub(crate) is_whole: bool,
     /// True if there are rules of kube-proxy, whoever wrote them. False if they were not read.
@@ -136,11 +149,11 @@ impl Looker {
             (None, mode) => (mode.is_some() || serves_health).then(|| Other::of(Other::UNKNOWN, None)),
         };
         let is_whole = read != ReadRules::No || seen.is_some();
-        // kube-proxy programs each family that the kernel has.
+        // kube-proxy programs each family that the kernel has, and of which its tools work.
         let families = if Path::new(IPV6).exists() { &["IPv4", "IPv6"][..] } else { &["IPv4"] };
-        let synced = |at: &SocketAddr| pages::has_synced(*at, families);
-        let has_synced = seen.as_ref().and_then(|_| self.metrics.iter().find_map(synced));
-        let mut look = Look { other: seen, has_synced, is_whole, has_rules: false };
+        let synced = |at: &SocketAddr| pages::synced(*at, families);
+        let synced = seen.as_ref().and_then(|_| self.metrics.iter().find_map(synced));
+        let mut look = Look { other: seen, synced, is_whole, has_rules: false };
         let read = match read {
             ReadRules::All if look.other.is_none() => rules::read(true, true),
             ReadRules::Beside { chains } if look.other.is_some() => rules::read(chains, false),

@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use super::Synced;
 use crate::http::AGENT_HEADER;
 
 /// How long a proxy may take to answer.
@@ -54,17 +55,22 @@ pub(super) fn is_serving_health(address: SocketAddr) -> bool {
     ask(address, "/healthz", |_| None::<()>).is_some()
 }
 
-/// Whether kube-proxy has written its rules of all these IP families, as its metrics say; `None` if
-/// they say nothing about it. Its health page answers with success before it has written any, and
-/// it writes one family after the other.
-pub(super) fn has_synced(address: SocketAddr, families: &[&str]) -> Option<bool> {
+/// Of which of these IP families kube-proxy has written its rules, as its metrics say; `None` if
+/// they cannot be read. Its health page answers with success before it has written any, and it
+/// writes one family after the other.
+pub(super) fn synced(address: SocketAddr, families: &[&str]) -> Option<Synced> {
     let is_synced = |line: &str, family: &str| {
         let (labels, at) = line.strip_prefix(LAST_SYNC)?.rsplit_once(' ')?;
         Some((labels.is_empty() || labels.contains(family)) && at.parse::<f64>().is_ok_and(|at| at > 0.0))
     };
     let read = |page: Page| {
         let has = |family: &&str| page.body.lines().any(|line| is_synced(line, family) == Some(true));
-        page.is_ok().then(|| families.iter().all(has))
+        let count = families.iter().filter(|family| has(family)).count();
+        page.is_ok().then_some(match count {
+            0 => Synced::None,
+            count if count < families.len() => Synced::Some,
+            _ => Synced::All,
+        })
     };
     ask(address, "/metrics", read).flatten()
 }
@@ -120,7 +126,7 @@ mod tests {
         }
         assert!(answered("HTTP/1.0 503 Service Unavailable\r\n\r\n", is_serving_health));
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        assert_eq!((mode(closed), is_serving_health(closed), has_synced(closed, &[])), (None, false, None));
+        assert_eq!((mode(closed), is_serving_health(closed), synced(closed, &[])), (None, false, None));
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
         assert!(is_serving_health(silent.local_addr().unwrap()));
     }
@@ -130,22 +136,22 @@ mod tests {
         for (metrics, expected) in [
             (
                 "# TYPE kubeproxy_sync_proxy_rules_last_timestamp_seconds gauge\nkubeproxy_sync_proxy_rules_last_timestamp_seconds 1.7e+09\n",
-                Some(true),
+                Some(Synced::All),
             ),
-            ("kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv4\"} 1.7e+09\n", Some(false)),
+            ("kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv4\"} 1.7e+09\n", Some(Synced::Some)),
             (
                 "kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv4\"} 1.7e+09\nkubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv6\"} 1.7e+09\n",
-                Some(true),
+                Some(Synced::All),
             ),
             (
                 "# HELP kubeproxy_sync_proxy_rules_last_timestamp_seconds text 7\nkubeproxy_sync_proxy_rules_last_timestamp_seconds 0\n",
-                Some(false),
+                Some(Synced::None),
             ),
-            ("process_start_time_seconds 1\n", Some(false)),
+            ("process_start_time_seconds 1\n", Some(Synced::None)),
         ] {
             let answer: &'static str = format!("HTTP/1.0 200 OK\r\n\r\n{metrics}").leak();
-            assert_eq!(answered(answer, |address| has_synced(address, &["IPv4", "IPv6"])), expected, "{metrics}");
+            assert_eq!(answered(answer, |address| synced(address, &["IPv4", "IPv6"])), expected, "{metrics}");
         }
-        assert_eq!(answered("HTTP/1.0 404 Not Found\r\n\r\n", |address| has_synced(address, &["IPv4"])), None);
+        assert_eq!(answered("HTTP/1.0 404 Not Found\r\n\r\n", |address| synced(address, &["IPv4"])), None);
     }
 }

@@ -11,14 +11,15 @@ use tracing::info;
 
 use crate::{
     options::Options,
-    other_proxy::{Looker, ReadRules},
+    other_proxy::{Looker, ReadRules, Synced},
 };
 
 /// How long a pod waits for another proxy, before it ends with the reason. The kubelet starts it
 /// again.
 const PATIENCE: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_secs(1);
-/// The time between kube-proxy's rules of its first IP family and those of the other.
+/// The time between an older kube-proxy's rules of its first IP family and those of the other,
+/// which its metrics do not tell apart.
 const OTHER_FAMILY: Duration = Duration::from_secs(10);
 /// What the probe of the pod looks for.
 const IS_CLEAN: &str = "/tmp/headgate-is-clean";
@@ -26,10 +27,16 @@ const IS_CLEAN: &str = "/tmp/headgate-is-clean";
 /// Waits until another proxy has written its rules. The error says that none has.
 pub(super) fn until_replaced(options: &Options) -> anyhow::Result<()> {
     let settings = options.configured()?.settings;
-    let (mut looker, until) = (Looker::new(&settings), Instant::now() + PATIENCE);
-    while looker.look(ReadRules::No).has_synced != Some(true) {
+    let (mut looker, began) = (Looker::new(&settings), Instant::now());
+    loop {
+        let patience = match looker.look(ReadRules::No).synced {
+            Some(Synced::All) => break,
+            Some(Synced::Some) if began.elapsed() >= Synced::NO_MORE_AFTER => break,
+            Some(Synced::Some) => Synced::NO_MORE_AFTER,
+            Some(Synced::None) | None => PATIENCE,
+        };
         anyhow::ensure!(
-            Instant::now() < until,
+            began.elapsed() < patience,
             "--cleanup-stay: no other service proxy says in its metrics that it has written its rules on this node, \
              so Headgate's rules stay, because nothing else would forward. Let kube-proxy return first (headgatectl \
              migrate run --back), write the address of its metrics as --metrics-bind-address, or remove the rules in \

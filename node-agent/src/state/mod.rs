@@ -444,10 +444,13 @@ impl AgentState {
     }
 
     /// Sets why a Service has fewer health checks than it asks for; `None` if it has all of them.
-    pub(crate) fn set_unchecked(&self, key: &Arc<ServiceKey>, reason: Option<&'static str>) {
+    /// Returns true if this is news.
+    pub(crate) fn set_unchecked(&self, key: &Arc<ServiceKey>, reason: Option<&'static str>) -> bool {
         let mut unchecked = self.unchecked.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = unchecked.iter().find(|(_, services)| services.contains(key)).map(|(reason, _)| *reason);
         unchecked.retain(|_, services| !(services.remove(key) && services.is_empty()));
         reason.map(|reason| unchecked.entry(reason).or_default().insert(Arc::clone(key)));
+        before != reason
     }
 
     /// Sets the addresses that programs of the node connect to. If they change in mode userspace,

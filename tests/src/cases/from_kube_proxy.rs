@@ -1,6 +1,7 @@
 //! A node moves from kube-proxy to Headgate and back, while clients hold and open connections. With
 //! a real kube-proxy if there is one, else with rules as kube-proxy writes them.
 
+use std::cell::OnceCell;
 use std::fs;
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener};
@@ -111,10 +112,15 @@ struct ModePage {
 
 impl ModePage {
     fn serve(bed: &Testbed, mode: Mode) -> Result<Self> {
-        let listen = || bed.machines().machine("node-a")?.run(|| Ok(TcpListener::bind("127.0.0.1:10249")?));
         // An agent that programs the node has the port until it yields.
-        eventually(|| listen().map(drop))?;
-        let listener = listen()?;
+        let bound = OnceCell::new();
+        eventually(|| {
+            let listen = || Ok(TcpListener::bind("127.0.0.1:10249")?);
+            let listener = bed.machines().machine("node-a")?.run(listen)?;
+            ensure!(bound.set(listener).is_ok(), "the port is bound");
+            Ok(())
+        })?;
+        let listener = bound.into_inner().context("the port is not bound")?;
         listener.set_nonblocking(true)?;
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
@@ -335,8 +341,12 @@ pub fn standby_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
 
         kube_proxy.start_again().context("going back to kube-proxy")?;
         until_logged(bed, "has returned to this node and works", 1)?;
+        check(&mut held).context("after the agent has yielded")?;
+        // In mode ipvs, sets that kube-proxy does not know stay until then.
+        bed.stop_agent("node-a")?;
+        bed.clean_up("node-a")?;
         check_rules(bed, from, true, false)?;
-        check(&mut held).context("after the agent has yielded")
+        check(&mut held).context("after the cleanup")
     })?;
     println!("{} new connections, {} held connections", asked.len(), held.len());
     ensure!(shares(&asked).len() == 2, "{:?} answered", shares(&asked));

@@ -515,12 +515,6 @@ impl Warnings {
     }
 }
 
-// Limits how fast the server reads from a client. Bytes above the limit are read later; until then
-// TCP flow control holds them back.
-//
-// A normal agent sends about a hundred bytes per second, and its `Hello` has about 20 KiB. Without
-// a limit, an agent that sends valid messages as fast as it can would use up a core.
-
 /// The number of bytes that may be read without a pause. A `Hello` and NACKs of very many resources
 /// fit.
 const BURST: u64 = 1 << 20;
@@ -532,8 +526,13 @@ const PER_SECOND: u64 = 256 << 10;
 /// even if the read returns few bytes.
 const MIN_READ: u64 = 32;
 
-/// The read budget of a client, which all its connections share. It holds the time at which the
-/// budget is full again.
+/// The read budget of a client, which all its connections share, limits how fast the server reads.
+/// Bytes above it are read later; until then TCP flow control holds them back.
+///
+/// A normal agent sends about a hundred bytes per second, and its `Hello` has about 20 KiB. Without
+/// a budget, an agent that sends valid messages as fast as it can would use up a core.
+///
+/// The value is the time at which the budget is full again.
 #[derive(Debug, Clone)]
 pub(crate) struct Budget(Arc<Mutex<Instant>>);
 

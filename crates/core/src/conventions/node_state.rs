@@ -1,14 +1,14 @@
 //! The states of a replica's source and of a node. `docs/concepts.md` describes these states for
 //! operators.
 
-use std::time::Duration;
+use core::time::Duration;
 
 /// When a replica decides whether a node is up to date, it ignores changes that it has known for
 /// less than this duration. In a busy cluster, some newer changes are always on their way to the
 /// node.
 pub const SETTLED: Duration = Duration::from_secs(1);
 
-crate::named! {
+named! {
     /// The state of the source of a control plane replica. Named as in metrics, JSON and the
     /// Inspect service.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,7 +37,7 @@ pub struct Reported {
     pub is_standby: bool,
 }
 
-crate::named! {
+named! {
     /// The state of a node. Named as in metrics, JSON and the Inspect service.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub enum NodeState {

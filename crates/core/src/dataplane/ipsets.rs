@@ -8,11 +8,11 @@ use ipnet::IpNet;
 
 use crate::model::{Family, Protocol};
 
-crate::named! {
+named! {
     /// A set. Elements are added to the sets in the order of this list and removed in the opposite
     /// order. Sets that let packets pass come before sets that reject or drop packets, so an update
-    /// never blocks an address that both the old and the new state admit. Named as for IPv4,
-    /// without the prefix `KUBE-`.
+    /// never blocks an address that both the old and the new state admit. Displayed as
+    /// for IPv4 and without the prefix `KUBE-`: [`Set::name`] has the name in the kernel.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub enum Set {
         /// ClusterIPs and ports.
@@ -62,7 +62,7 @@ crate::named! {
     }
 }
 
-crate::named! {
+named! {
     /// The type of a set. Named as in the kernel.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub enum SetKind {

@@ -24,7 +24,7 @@ use crate::{
     },
 };
 
-crate::named! {
+named! {
     /// How the node forwards packets. Named as in the option `--proxy-mode`, with the rules in
     /// front of the proxy if they are not those of nftables.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,7 +98,7 @@ pub struct To {
     pub protocol: Option<Protocol>,
 }
 
-crate::named! {
+named! {
     /// What happens to the packet.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub enum PacketFate {

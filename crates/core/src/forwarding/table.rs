@@ -23,7 +23,7 @@ use crate::{
     },
 };
 
-crate::named! {
+named! {
     /// Where a packet comes from, as a part of a sentence. A traffic policy Local applies only to
     /// [`Self::Outside`].
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -30,7 +30,7 @@ use ipnet::IpNet;
 use super::Dirty;
 use crate::model::{Family, Protocol, Service, ServiceKey, ServicePort};
 
-crate::named! {
+named! {
     /// What a frontend is for a Service, the strongest claim first. Named as in sentences.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub enum Claim {

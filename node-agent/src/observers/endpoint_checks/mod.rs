@@ -27,7 +27,7 @@ use tracing::info;
 use super::{Changes, Follower, Mailbox};
 use crate::{
     metric_registry::{AGENT, Labels, metrics},
-    state::AgentState,
+    state::{AgentState, Wake},
 };
 
 /// Maximum number of checks that run at a time. Further checks wait.
@@ -81,7 +81,7 @@ impl Checker {
             let due_at = self.checks.next_due_ms().map(|at_ms| self.started + Duration::from_millis(at_ms));
             let changed = tokio::select! {
                 () = shutdown.cancelled() => return,
-                changes = self.mailbox.take() => self.take(changes),
+                changes = self.mailbox.take() => self.take(changes).await,
                 Some(joined) = running.join_next(), if !running.is_empty() => match joined {
                     Ok((check, result)) => self.finish(&check, &result),
                     // The tasks do not panic, and nothing aborts them.
@@ -97,15 +97,18 @@ impl Checker {
         u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    fn take(&mut self, changes: Changes<Targets>) -> Vec<Arc<ServiceKey>> {
-        let now_ms = self.now_ms();
-        let take = |(key, wanted): (_, Option<Targets>)| {
+    async fn take(&mut self, changes: Changes<Targets>) -> Vec<Arc<ServiceKey>> {
+        let (now_ms, mut is_news, mut taken) = (self.now_ms(), false, Vec::new());
+        for (key, wanted) in changes {
             let (wanted, left_out) = wanted.unzip();
-            self.shared.set_unchecked(&key, left_out.flatten());
+            is_news |= self.shared.set_unchecked(&key, left_out.flatten());
             self.checks.set_service(&key, wanted, now_ms);
-            key
-        };
-        changes.into_iter().map(take).collect()
+            taken.push(key);
+        }
+        if is_news {
+            self.shared.blocking(|shared| shared.signal(Wake::Problems)).await;
+        }
+        taken
     }
 
     fn finish(&mut self, check: &FairCheck, result: &io::Result<()>) -> Vec<Arc<ServiceKey>> {

@@ -22,9 +22,9 @@ use the arguments and the ConfigMap of kube-proxy unchanged; only add `--control
 
 - With `--config`, kube-proxy's flags are ignored, as in kube-proxy, and one warning names them.
   Headgate's own flags and `--hostname-override` (`--node-name`) still have an effect.
-- Fields that are unknown, repeated or without effect are not errors: one warning names them with the
-  reason, of repeated fields only the first. Invalid values are errors. The agent reports all of them together, each with its
-  field and the remedy.
+- A warning names each field that is unknown or without effect, with the reason. Of repeated fields
+  the last value counts, and the warning names only the first such field. Invalid values are errors.
+  The agent reports all of them together, each with its field and the remedy.
 - The agent ends with status 1 when the file is edited, so that a supervisor starts it again with
   the new content. The rules stay in the kernel meanwhile. If the file vanishes, the agent only logs
   a warning.

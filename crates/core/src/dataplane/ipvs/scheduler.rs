@@ -2,7 +2,7 @@
 
 use crate::model::{LoadBalancing, Weight};
 
-crate::named! {
+named! {
     /// A scheduler of IPVS (`net/netfilter/ipvs/ip_vs_*.c`). Named as in the kernel, whose module
     /// has this name after the prefix `ip_vs_`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]

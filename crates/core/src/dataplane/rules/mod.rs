@@ -29,7 +29,7 @@ pub use ruleset::{FixedChain, Jump, Ruleset};
 pub use script::Script;
 pub use tally::Tally;
 
-crate::named! {
+named! {
     /// The tables that Headgate writes to.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub enum RulesTable {

@@ -46,7 +46,7 @@ pub const INVALID_COUNTER: &str = "ct_state_invalid_dropped_pkts";
 /// The nfacct counter of packets to NodePorts on 127.0.0.0/8. kube-proxy uses this name too.
 pub const LOCALHOST_COUNTER: &str = "localhost_nps_accepted_pkts";
 
-crate::named! {
+named! {
     /// The chains of mode userspace in nat. Each leads TCP connections to one listener of the proxy
     /// while the gate is closed, and else returns. A listener belongs to a policy, and to addresses
     /// of Services or to NodePorts.
@@ -198,7 +198,7 @@ impl DispatchChain {
     }
 }
 
-crate::named! {
+named! {
     /// The purpose of a chain with a hashed name. Named by the start of the name.
     ///
     /// Groups jump to chains of services. The kernel does not delete a chain while a rule jumps to
