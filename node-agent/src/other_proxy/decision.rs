@@ -147,6 +147,7 @@ mod tests {
             assert_eq!(decision.pause, Duration::from_secs(pause));
         }
         let some = synced(Synced::Some);
+        assert!(!decision.yields(&synced(Synced::None), true, at(1999)));
         assert!(!decision.yields(&some, true, at(2000)) && !decision.yields(&some, true, at(2299)));
         assert!(decision.yields(&some, true, at(2300)), "it programs no other family");
     }
