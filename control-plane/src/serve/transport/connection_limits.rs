@@ -1,5 +1,5 @@
-//! Limits on the number of connections, in all and for each client. The
-//! connections of a client share its read budget.
+//! Limits on the number of connections, in all and for each client. The connections of a client
+//! share its read budget.
 
 use std::{
     collections::HashMap,
