@@ -29,19 +29,18 @@ pub(super) fn until_replaced(options: &Options) -> anyhow::Result<()> {
     let settings = options.configured()?.settings;
     let (mut looker, began) = (Looker::new(&settings), Instant::now());
     loop {
-        let patience = match looker.look(ReadRules::No).synced {
+        match looker.look(ReadRules::No).synced {
             Some(Synced::All) => break,
             Some(Synced::Some) if began.elapsed() >= Synced::NO_MORE_AFTER => break,
-            Some(Synced::Some) => Synced::NO_MORE_AFTER,
-            Some(Synced::None) | None => PATIENCE,
-        };
-        anyhow::ensure!(
-            began.elapsed() < patience,
-            "--cleanup-stay: no other service proxy says in its metrics that it has written its rules on this node, \
-             so Headgate's rules stay, because nothing else would forward. Let kube-proxy return first (headgatectl \
-             migrate run --back), write the address of its metrics as --metrics-bind-address, or remove the rules in \
-             any case (--cleanup-stay=always)"
-        );
+            Some(Synced::Some) => {}
+            Some(Synced::None) | None => anyhow::ensure!(
+                began.elapsed() < PATIENCE,
+                "--cleanup-stay: no other service proxy says in its metrics that it has written its rules on this node, \
+                 so Headgate's rules stay, because nothing else would forward. Let kube-proxy return first (headgatectl \
+                 migrate run --back), write the address of its metrics as --metrics-bind-address, or remove the rules in \
+                 any case (--cleanup-stay=always)"
+            ),
+        }
         thread::sleep(PAUSE);
     }
     thread::sleep(OTHER_FAMILY);
