@@ -50,7 +50,7 @@ bench: ## Measure; write JSON to target/bench. ONLY=name runs one; ARGS="…" pa
 
 fuzz: ## Run each fuzz target for TIME seconds (600), two at a time, and print inputs and findings
 	cargo build --release --locked -p headgate-node-agent --bins
-	HEADGATE_FUZZ_SECONDS=$(or $(TIME),600) cargo nextest run --release --locked -p headgate-tests --profile fuzz
+	HEADGATE_FUZZ_SECONDS=$(or $(TIME),600) cargo nextest run --release --locked -p headgate-tests --test streams --test programs --profile fuzz
 
 kernels: setup ## Test nftables mode on Linux 5.10, 6.1 and 6.12 of Debian, in QEMU. ONLY=name runs some tests, SUITE=bookworm one kernel
 	@.ci/setup kernels

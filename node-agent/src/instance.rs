@@ -11,7 +11,6 @@ use std::{
     time::Duration,
 };
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use rustix::process::geteuid;
 use tokio::{io::AsyncReadExt as _, net::UnixStream};
 use tracing::{info, warn};
@@ -64,12 +63,11 @@ pub(crate) async fn claim() -> io::Result<Option<UnixListener>> {
 /// one. The process is 0 if the caller cannot see it, as in another container. Agents of other
 /// users do not count.
 /// Errors: the system does not connect to the socket of the agent.
-pub(crate) fn running() -> io::Result<Option<i32>> {
-    match StdUnixStream::connect_addr(&SocketAddr::from_abstract_name(NAME)?) {
+pub(crate) async fn running() -> io::Result<Option<i32>> {
+    match connect(&SocketAddr::from_abstract_name(NAME)?) {
         Ok(stream) => {
-            // rustix has no process 0, and reports an error without a number instead.
-            let owner = getsockopt(&stream, PeerCredentials)?;
-            Ok(Some(owner.pid()).filter(|_| !is_foreign(owner.uid())))
+            let owner = stream.peer_cred()?;
+            Ok(owner.pid().filter(|_| !is_foreign(owner.uid())))
         }
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(None),
         Err(error) => Err(error),
@@ -98,9 +96,9 @@ mod tests {
         if nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).is_err() {
             panic!("this test needs CAP_SYS_ADMIN");
         }
-        assert_eq!(running().unwrap(), None);
+        assert_eq!(running().await.unwrap(), None);
         let first = claim().await.unwrap();
-        assert_eq!(running().unwrap(), Some(std::process::id().cast_signed()));
+        assert_eq!(running().await.unwrap(), Some(std::process::id().cast_signed()));
         let second = tokio::spawn(claim());
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert!(!second.is_finished(), "both agents have the claim");
@@ -115,7 +113,7 @@ mod tests {
     async fn an_agent_in_another_container_is_process_0() {
         const NAME: &str = "instance::tests::an_agent_in_another_container_is_process_0";
         if std::env::var_os("IN_CONTAINER").is_some() {
-            assert_eq!(running().unwrap(), Some(0));
+            assert_eq!(running().await.unwrap(), Some(0));
             return;
         }
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();

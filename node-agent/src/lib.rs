@@ -48,7 +48,7 @@ pub mod dataplane_choice;
 pub mod http;
 mod instance;
 pub mod interfaces;
-mod memory;
+pub mod memory;
 pub mod metric_registry;
 pub mod metrics;
 pub mod node_inputs;

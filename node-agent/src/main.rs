@@ -2,7 +2,7 @@
 
 use std::{io::Write as _, process::ExitCode};
 
-use headgate_node_agent::{options::Options, program};
+use headgate_node_agent::{memory, options::Options, program};
 
 fn main() -> ExitCode {
     let options = Options::read(std::env::args_os()).unwrap_or_else(|error| error.exit());
@@ -12,6 +12,7 @@ fn main() -> ExitCode {
 }
 
 fn start(options: Options) -> anyhow::Result<()> {
+    memory::use_one_heap();
     program::start_log(&options.log, options.log_format)?;
     if program::run_task(&options)? {
         return Ok(());

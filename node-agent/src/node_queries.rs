@@ -15,7 +15,6 @@ use futures::{FutureExt as _, future::BoxFuture};
 use headgate_core::{ServiceKey, exposition, frontends::Frontend, node_state::SourceState};
 use headgate_proto::v1::{self, node_answer, node_query};
 use headgate_userspace::{ConnectionInfo, ConnectionList};
-use tokio::task::spawn_blocking;
 
 use crate::{
     dataplane::{nftables::Counts, standby},
@@ -130,7 +129,8 @@ impl NodeKnowledge for Knowledge {
 
 /// Calls `work` on a thread that may block.
 fn blocking(work: impl FnOnce() -> NodeAnswer + Send + 'static) -> BoxFuture<'static, NodeAnswer> {
-    spawn_blocking(work).map(|done| done.unwrap_or_else(|error| Err(error.to_string()))).boxed()
+    let done = headgate_listener::blocking(work);
+    done.map(|done| done.unwrap_or_else(|error| Err(error.to_string()))).boxed()
 }
 
 fn counters_parts(

@@ -43,39 +43,45 @@ use tokio::{
     time::{Instant, sleep},
 };
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 
 use crate::{
     metric_registry::{AGENT, metrics},
     state::{AgentState, Held, Restored, SavePoint, progress::Progress},
 };
 
-/// Opens the disk's state file for a node. Returns the state in the file, if it is usable, and
-/// the file, for a [`Saver`].
+/// Opens the disk's state file for a node. Returns the state in the file, or an empty one if there
+/// is no usable file, and the file, for a [`Saver`].
 ///
 /// Problems of the file or the disk are not errors. Such problems are logged with their
 /// consequence.
-pub(crate) fn open(disk: Box<dyn Disk>, node_name: Arc<str>) -> (Option<Restored>, StateFile) {
+pub(crate) fn open(disk: Box<dyn Disk>, node_name: Arc<str>) -> (Restored, StateFile) {
     let mut file = StateFile::new(disk, node_name);
-    let path = file.path();
-    let restored = match file.load() {
-        Ok(Some(restored)) => {
-            let (state, (epoch, version)) = (restored.held.state(), restored.held.position().unwrap_or_default());
-            let (services, endpoints) = (state.service_count(), state.endpoint_count());
-            let may_be_behind = restored.may_be_behind;
-            let epoch = format!("{epoch:016x}");
-            info!(path = %path.display(), services, endpoints, epoch, version, may_be_behind, "read the last good state");
-            Some(restored)
-        }
+    let (path, newer) = (file.path(), newer_rules(&*file.disk));
+    let mut restored = match file.load() {
+        Ok(Some(restored)) => restored,
         Ok(None) => {
             info!(path = %path.display(), "the folder has no state file");
-            None
+            Restored::default()
         }
         Err(error) => {
             warn!(path = %path.display(), "the file with the last good state {error}. The file is ignored, and replaced once a control plane has sent a state. Nothing else is lost");
-            None
+            Restored::default()
         }
     };
+    restored.may_be_behind = file.holds_state && newer.is_some();
+    // Also without a state, no replica that is behind the rules may replace them.
+    restored.held.raise_positions(newer.as_deref().unwrap_or_default());
+    if file.holds_state {
+        let (state, (epoch, version)) = (restored.held.state(), restored.held.position().unwrap_or_default());
+        let (services, endpoints) = (state.service_count(), state.endpoint_count());
+        let may_be_behind = restored.may_be_behind;
+        let epoch = format!("{epoch:016x}");
+        info!(path = %path.display(), services, endpoints, epoch, version, may_be_behind, "read the last good state");
+    }
+    // From now on, this run may write rules. The record also takes its space, in case that the disk
+    // fills up. If it fails, the saver tries again, and reports why.
+    let _ = file.record_run(Some(&restored.held.positions()));
     (restored, file)
 }
 
@@ -85,7 +91,7 @@ pub(crate) fn open(disk: Box<dyn Disk>, node_name: Arc<str>) -> (Option<Restored
 /// # Errors
 /// One of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
-    let names = [STATE_FILE, STATE_TEMPORARY, RUN_FILE, RUN_TEMPORARY, REPLICAS_FILE, REPLICAS_TEMPORARY, ROLE_FILE];
+    let names = [STATE_FILE, STATE_TEMPORARY, RUN_FILE, REPLICAS_FILE, REPLICAS_TEMPORARY, ROLE_FILE];
     let folder = Folder::new(folder);
     names.into_iter().try_for_each(|name| folder.remove(name))
 }
@@ -105,7 +111,7 @@ metrics! {
     AGENT {
         pub restored: Gauge = "state_restored", "1 if this run of the agent began with a state from disk";
         saves: Counter = "state_saves", "Times that the state was saved to disk";
-        pub errors: Counter = "state_save_errors", "Attempts to save the state to disk that failed";
+        pub errors: Counter = "state_save_errors", "Attempts to save the state, the list of replicas or the positions of the rules that failed";
         bytes: Gauge<u64, AtomicU64> = "state_bytes", "Size of the saved state";
     }
 }
@@ -122,18 +128,25 @@ metrics! {
 /// The name of the file with the record: the id of the boot, and pairs of a kind and its position.
 const RUN_FILE: &str = "run";
 
+/// The record of a run that has ended, and whose file holds everything that the kernel has.
+const SAVED: &str = "saved";
+
+/// The size of each record. A record replaces the last one in place, which also works on a full
+/// disk ([`Disk::overwrite`]).
+const RECORD_BYTES: usize = 512;
+
 /// The name of the file that says whether the last run programmed the node.
 pub(crate) const ROLE_FILE: &str = "role";
-const RUN_TEMPORARY: &str = "run.new";
 
-/// Returns positions of the source if the rules in the kernel may be newer than the state in the
-/// disk: an agent programmed the kernel since the boot, and did not save its last state.
+/// Returns positions of the source if the rules in the kernel may be newer than the state on
+/// disk: an agent programmed the kernel since the boot, and did not save its last state. The same
+/// holds if there is no record. The positions are unknown then.
 fn newer_rules(disk: &dyn Disk) -> Option<Vec<SourcePosition>> {
-    let record = String::from_utf8(disk.read(RUN_FILE).ok()?).ok()?;
+    let record = disk.read(RUN_FILE).ok().and_then(|bytes| String::from_utf8(bytes).ok()).unwrap_or_default();
     let mut words = record.split_whitespace();
-    let boot = words.next()?;
-    let is_this_boot = disk.boot_id().is_ok_and(|current| current == boot);
-    is_this_boot.then(|| words.filter_map(position).collect())
+    let is_other_boot = |boot| disk.boot_id().is_ok_and(|current| current != boot);
+    let is_over = words.next().is_some_and(|boot| boot == SAVED || is_other_boot(boot));
+    (!is_over).then(|| words.filter_map(position).collect())
 }
 
 fn position(word: &str) -> Option<SourcePosition> {
@@ -141,20 +154,19 @@ fn position(word: &str) -> Option<SourcePosition> {
     Some(SourcePosition { kind: kind.parse().ok()?, position: position.parse().ok()? })
 }
 
-/// Records that the kernel has rules of this agent, with the positions of the agent's state.
-/// `None` removes the record: the agent ends and its state is saved.
+/// Records that the kernel may have rules of this agent, with the positions of the agent's state.
+/// `None` records that the file holds everything that the kernel has.
 ///
 /// The record only counts in this boot, so it need not reach the disk.
 ///
 /// # Errors
-/// The file cannot be written. Without it, the next run takes the rules for older than the state.
+/// The file cannot be written. The next run then relies on the last record.
 fn record(disk: &dyn Disk, positions: Option<&[SourcePosition]>) -> io::Result<()> {
-    let Some(positions) = positions else { return disk.remove(RUN_FILE) };
-    let mut record = disk.boot_id()?;
-    positions.iter().for_each(|source| record.push_str(&format!(" {}:{}", source.kind, source.position)));
-    record.push('\n');
-    disk.write(RUN_TEMPORARY, false, &mut |output| output.write_all(record.as_bytes()))?;
-    disk.rename(RUN_TEMPORARY, RUN_FILE, false)
+    let mut record = positions.map_or_else(|| Ok(SAVED.to_owned()), |_| disk.boot_id())?;
+    for source in positions.unwrap_or_default() {
+        record.push_str(&format!(" {}:{}", source.kind, source.position));
+    }
+    disk.overwrite(RUN_FILE, format!("{record:<width$}\n", width = RECORD_BYTES - 1).as_bytes())
 }
 
 // The list of replicas.
@@ -198,8 +210,11 @@ pub struct Saver {
     replicas: watch::Receiver<BTreeSet<SocketAddr>>,
     /// The generation of the state on disk. `None` if no usable state is on disk.
     saved: Option<u64>,
-    /// The generation whose positions are recorded.
-    recorded: Option<u64>,
+    /// A new file that waits until the kernel has its generation, and its size.
+    written: Option<(u64, u64)>,
+    /// The positions that are recorded.
+    recorded: Option<Vec<SourcePosition>>,
+    lacks_record: bool,
     /// When the state may be written next.
     save_at: Instant,
     has_failed: bool,
@@ -217,7 +232,7 @@ impl Saver {
         progress: watch::Receiver<Progress>,
     ) -> Self {
         let (saved, save_at) = (file.holds_state.then_some(0), Instant::now() + pause(interval));
-        let (replicas, recorded, has_failed, lacks_replicas) = (state.replicas(), None, false, false);
+        let replicas = state.replicas();
         Self {
             file,
             interval,
@@ -226,14 +241,16 @@ impl Saver {
             progress,
             replicas,
             saved,
-            recorded,
+            written: None,
+            recorded: None,
+            lacks_record: false,
             save_at,
-            has_failed,
-            lacks_replicas,
+            has_failed: false,
+            lacks_replicas: false,
         }
     }
 
-    /// Records each programmed state, and saves such states at most once per interval, until
+    /// Records what the kernel may have, and saves what it has at most once per interval, until
     /// `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) -> Self {
         shutdown.run_until_cancelled(self.follow()).await;
@@ -241,11 +258,8 @@ impl Saver {
     }
 
     async fn follow(&mut self) {
-        if !self.has_programmed(0).await {
-            return;
-        }
         loop {
-            self.step(Instant::now()).await;
+            self.step(Instant::now());
             tokio::select! {
                 () = sleep(pause(self.interval)) => {}
                 Ok(()) = self.replicas.changed() => {}
@@ -256,50 +270,41 @@ impl Saver {
         }
     }
 
-    /// Waits until the kernel has this generation, and writes the list of replicas meanwhile.
-    /// Returns false if the reconcile loop ended.
-    async fn has_programmed(&mut self, generation: u64) -> bool {
-        loop {
-            self.save_replicas();
-            let Self { progress, replicas, .. } = self;
-            tokio::select! {
-                found = progress.wait_for(|progress| progress.generation() >= Some(generation)) => {
-                    return found.is_ok();
-                }
-                Ok(()) = replicas.changed() => {}
-            }
-        }
-    }
-
     /// Writes the list of replicas, if it has changed.
     fn save_replicas(&mut self) {
         let replicas = self.replicas.borrow_and_update().clone();
         let written = self.file.write_replicas(replicas);
-        if let Err(error) = &written {
-            self.metrics.errors.inc();
-            if !self.lacks_replicas {
-                warn!(%error, "the list of replicas cannot be saved; forwarding continues, but after a restart the agent begins with an older list, or with --control-plane");
-            }
-        }
-        self.lacks_replicas = written.is_err();
+        note(
+            &self.metrics,
+            &mut self.lacks_replicas,
+            &written,
+            "the list of replicas cannot be saved; forwarding continues, but after a restart the agent begins with an older list, or with --control-plane",
+        );
     }
 
     /// Records the run, and writes the state, if the kernel has a newer one and it is time.
-    async fn step(&mut self, now: Instant) {
+    fn step(&mut self, now: Instant) {
         self.save_replicas();
-        let programmed = self.progress.borrow_and_update().generation();
-        if programmed != self.recorded && self.file.record_run(Some(&self.state.positions())) {
-            self.recorded = programmed;
+        let (programmed, has_tried) = {
+            let progress = self.progress.borrow_and_update();
+            (progress.generation(), progress.programmed.is_some() || progress.failure.is_some())
+        };
+        // An attempt that failed may have programmed a part.
+        if has_tried {
+            let positions = self.state.positions();
+            if self.recorded.as_ref() != Some(&positions) && self.record_run(Some(&positions)) {
+                self.recorded = Some(positions);
+            }
         }
-        if programmed > self.saved && now >= self.save_at {
-            let written = self.file.write(&self.state);
-            // The file has the state of the kernel, which may be older than the agent's.
-            let may_replace = match written {
-                Ok((generation, _)) => self.has_programmed(generation).await,
-                Err(_) => true,
-            };
-            let is_saved = may_replace && self.replace(written);
-            self.save_at = Instant::now() + if is_saved { self.interval } else { LONGEST_STEP.min(self.interval) };
+        if self.written.is_none() && programmed > self.saved && now >= self.save_at {
+            match self.file.write(&self.state) {
+                Ok(written) => self.written = Some(written),
+                failed => self.replace(failed),
+            }
+        }
+        // The file has the state of the agent, which may be newer than that of the kernel.
+        if let Some(written) = self.written.take_if(|(generation, _)| programmed >= Some(*generation)) {
+            self.replace(Ok(written));
         }
     }
 
@@ -316,34 +321,55 @@ impl Saver {
         }
         if self.state.has_moved_since(self.saved) {
             let written = self.file.write(&self.state);
-            if !self.replace(written) {
-                return;
-            }
+            self.replace(written);
         }
-        self.file.record_run(None);
+        if !self.has_failed {
+            self.record_run(None);
+        }
     }
 
-    /// Replaces the file by a written one: its generation and size. Returns true if the file was
-    /// replaced.
-    fn replace(&mut self, written: io::Result<(u64, u64)>) -> bool {
-        let replaced = written.and_then(|written| self.file.commit().map(|()| written));
-        match replaced {
-            Ok((generation, bytes)) => {
-                info!(bytes, "the state is saved");
-                self.metrics.saves.inc();
-                self.metrics.bytes.set(bytes);
-                self.saved = Some(generation);
-                self.has_failed = false;
-            }
-            Err(error) => {
-                self.metrics.errors.inc();
-                if !std::mem::replace(&mut self.has_failed, true) {
-                    warn!(%error, "the state cannot be saved; forwarding continues, but a restart while no control plane answers would begin with an older state or without a state");
-                }
-            }
-        }
-        !self.has_failed
+    /// See [`record`]. Returns false if this failed.
+    fn record_run(&mut self, positions: Option<&[SourcePosition]>) -> bool {
+        let recorded = self.file.record_run(positions);
+        note(
+            &self.metrics,
+            &mut self.lacks_record,
+            &recorded,
+            "the positions of the rules cannot be recorded; forwarding continues, but after a crash an older state may replace the rules",
+        );
+        recorded.is_ok()
     }
+
+    /// Replaces the file by a written one: its generation and size.
+    fn replace(&mut self, written: io::Result<(u64, u64)>) {
+        let replaced = written.and_then(|written| self.file.commit().map(|()| written));
+        note(
+            &self.metrics,
+            &mut self.has_failed,
+            &replaced,
+            "the state cannot be saved; forwarding continues, but a restart while no control plane answers would begin with an older state or without a state",
+        );
+        let pause = if replaced.is_ok() { self.interval } else { LONGEST_STEP.min(self.interval) };
+        self.save_at = Instant::now() + pause;
+        if let Ok((generation, bytes)) = replaced {
+            info!(bytes, "the state is saved");
+            self.metrics.saves.inc();
+            self.metrics.bytes.set(bytes);
+            self.saved = Some(generation);
+        }
+    }
+}
+
+/// Notes the result of a write. Counts a failure, and logs its consequence if the last write of
+/// this kind succeeded.
+fn note<T>(metrics: &SaveMetrics, has_failed: &mut bool, written: &io::Result<T>, consequence: &str) {
+    if let Err(error) = written {
+        metrics.errors.inc();
+        if !*has_failed {
+            warn!(%error, "{consequence}");
+        }
+    }
+    *has_failed = written.is_err();
 }
 
 /// The time between two steps, if nothing wakes the saver.
@@ -356,8 +382,7 @@ fn pause(interval: Duration) -> Duration {
 /// A random id that the kernel draws at each boot.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// The folder that holds an agent's state across restarts, and the machine's boot. What `lasts`
-/// survives a loss of power once the call has returned. Anything else may survive.
+/// The folder that holds an agent's state across restarts, and the machine's boot.
 pub trait Disk: Debug + Send {
     /// Where the folder is, for messages.
     fn path(&self) -> &Path;
@@ -377,22 +402,27 @@ pub trait Disk: Debug + Send {
     fn read(&self, name: &str) -> io::Result<Vec<u8>>;
 
     /// Writes what `content` writes to a new file. Replaces the last file with this name. Returns
-    /// the size in bytes.
+    /// the size in bytes. The file survives a loss of power once it has been renamed.
     ///
     /// # Errors
     /// The file cannot be written, or `content` fails. No part of the file stays.
-    fn write(
-        &self,
-        name: &str,
-        lasts: bool,
-        content: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
-    ) -> io::Result<u64>;
+    fn write(&self, name: &str, content: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>) -> io::Result<u64>;
 
-    /// Renames a file. It replaces the file with the new name in one step.
+    /// Writes `content` over the beginning of a file. It may be lost or torn when the power fails,
+    /// unless it made the file longer. Creates the file if necessary. A file that has this size
+    /// needs no further space, where the file system writes in place (ext4 and XFS do, btrfs does
+    /// not).
+    ///
+    /// # Errors
+    /// The file cannot be written. If this created the file, it may be empty.
+    fn overwrite(&self, name: &str, content: &[u8]) -> io::Result<()>;
+
+    /// Renames a file. It replaces the file with the new name in one step, and survives a loss of
+    /// power once the call has returned.
     ///
     /// # Errors
     /// The file does not exist, or cannot be renamed.
-    fn rename(&self, from: &str, to: &str, lasts: bool) -> io::Result<()>;
+    fn rename(&self, from: &str, to: &str) -> io::Result<()>;
 
     /// Removes a file, if it exists.
     ///
@@ -453,20 +483,13 @@ impl Disk for Folder {
         fs::read(path)
     }
 
-    fn write(
-        &self,
-        name: &str,
-        lasts: bool,
-        content: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
-    ) -> io::Result<u64> {
+    fn write(&self, name: &str, content: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>) -> io::Result<u64> {
         self.remove(name)?;
         let path = self.path.join(name);
         let mut output = BufWriter::new(OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path)?);
         let written = content(&mut output).and_then(|()| {
             let file = output.into_inner().map_err(io::IntoInnerError::into_error)?;
-            if lasts {
-                file.sync_all()?;
-            }
+            file.sync_all()?;
             Ok(file.metadata()?.len())
         });
         written.inspect_err(|_| {
@@ -475,9 +498,19 @@ impl Disk for Folder {
         })
     }
 
-    fn rename(&self, from: &str, to: &str, lasts: bool) -> io::Result<()> {
+    fn overwrite(&self, name: &str, content: &[u8]) -> io::Result<()> {
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(false).mode(0o600);
+        // Opening a named pipe would wait for a reader.
+        let mut file = options.custom_flags(libc::O_NONBLOCK).open(self.path.join(name))?;
+        let is_new = file.metadata()?.len() < content.len() as u64;
+        file.write_all(content)?;
+        if is_new { file.sync_all() } else { Ok(()) }
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         fs::rename(self.path.join(from), self.path.join(to))?;
-        self.lock.as_ref().filter(|_| lasts).map_or(Ok(()), File::sync_all)
+        self.lock.as_ref().map_or(Ok(()), File::sync_all)
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
@@ -531,12 +564,7 @@ impl StateFile {
         // If the lock cannot be taken, the next write reports the reason.
         let _ = self.disk.lock();
         self.replicas = read_replicas(&*self.disk);
-        let newer = newer_rules(&*self.disk);
-        let mut restored = read_state(&*self.disk, &self.node_name)?;
-        if let (Some(restored), Some(positions)) = (&mut restored, newer) {
-            restored.may_be_behind = true;
-            restored.held.raise_positions(&positions);
-        }
+        let restored = read_state(&*self.disk, &self.node_name)?;
         self.holds_state = restored.is_some();
         Ok(restored)
     }
@@ -551,7 +579,7 @@ impl StateFile {
     fn write(&mut self, shared: &AgentState) -> io::Result<(u64, u64)> {
         self.disk.lock()?;
         let mut generation = 0;
-        let written = self.disk.write(STATE_TEMPORARY, true, &mut |output| {
+        let written = self.disk.write(STATE_TEMPORARY, &mut |output| {
             generation = self.write_to(output, shared)?;
             Ok(())
         });
@@ -593,30 +621,26 @@ impl StateFile {
 
     /// Replaces the file by the temporary file.
     fn commit(&self) -> io::Result<()> {
-        self.disk.rename(STATE_TEMPORARY, STATE_FILE, true).map_err(|error| at(&self.path(), &error))
+        self.disk.rename(STATE_TEMPORARY, STATE_FILE).map_err(|error| at(&self.path(), &error))
     }
 
     /// Replaces the list of replicas, if it differs.
     fn write_replicas(&mut self, replicas: BTreeSet<SocketAddr>) -> io::Result<()> {
         if self.replicas != replicas {
             self.disk.lock()?;
-            self.disk.write(REPLICAS_TEMPORARY, true, &mut |output| {
+            self.disk.write(REPLICAS_TEMPORARY, &mut |output| {
                 replicas.iter().try_for_each(|address| writeln!(output, "{address}"))
             })?;
-            self.disk.rename(REPLICAS_TEMPORARY, REPLICAS_FILE, true)?;
+            self.disk.rename(REPLICAS_TEMPORARY, REPLICAS_FILE)?;
             self.replicas = replicas;
         }
         Ok(())
     }
 
-    /// Records that the kernel has rules of this agent; see [`record`]. Returns false if
-    /// this failed.
-    fn record_run(&mut self, positions: Option<&[v1::SourcePosition]>) -> bool {
+    /// See [`record`].
+    fn record_run(&mut self, positions: Option<&[SourcePosition]>) -> io::Result<()> {
         let recorded = self.disk.lock().and_then(|()| record(&*self.disk, positions));
-        if let Err(error) = &recorded {
-            debug!(folder = %self.disk.path().display(), %error, "cannot record the run");
-        }
-        recorded.is_ok()
+        recorded.map_err(|error| at(&self.disk.path().join(RUN_FILE), &error))
     }
 }
 
@@ -745,7 +769,7 @@ mod last_run_tests {
     fn rules_may_be_newer_only_after_a_crash_in_the_same_boot() {
         let folder = tempfile::tempdir().unwrap();
         let (disk, run) = (&Folder::new(folder.path()), folder.path().join(RUN_FILE));
-        assert_eq!(newer_rules(disk), None, "no agent has run");
+        assert_eq!(newer_rules(disk), Some(Vec::new()), "the record is missing");
         record(disk, Some(&[])).unwrap();
         assert_eq!(newer_rules(disk), Some(Vec::new()));
         let positions = vec![SourcePosition { kind: 1, position: 7 }, SourcePosition { kind: 5, position: u64::MAX }];
@@ -759,9 +783,25 @@ mod last_run_tests {
         let record = std::fs::read_to_string(&run).unwrap();
         std::fs::write(&run, format!("0{record}")).unwrap();
         assert_eq!(newer_rules(disk), None, "the machine has rebooted");
-        for damaged in ["", "5:7", "\u{0}\u{1}"] {
+        std::fs::write(&run, "").unwrap();
+        assert_eq!(newer_rules(disk), Some(Vec::new()), "the disk was full");
+        for damaged in ["5:7", "\u{0}\u{1}"] {
             std::fs::write(&run, damaged).unwrap();
             assert_eq!(newer_rules(disk), None, "{damaged:?}");
         }
+    }
+
+    #[test]
+    fn each_record_has_the_size_of_the_longest() {
+        let folder = tempfile::tempdir().unwrap();
+        let (disk, run) = (&Folder::new(folder.path()), folder.path().join(RUN_FILE));
+        let kinds = (0..).map_while(|kind| v1::source_position::Kind::try_from(kind).ok());
+        let longest: Vec<_> = kinds.map(|kind| SourcePosition { kind: kind.into(), position: u64::MAX }).collect();
+        for positions in [None, Some(&longest[..]), Some(&[]), Some(&longest[1..2])] {
+            record(disk, positions).unwrap();
+            assert_eq!(std::fs::metadata(&run).unwrap().len(), RECORD_BYTES as u64, "{positions:?}");
+        }
+        assert!(longest.len() > 3, "{longest:?}");
+        assert_eq!(newer_rules(disk).as_deref(), Some(&longest[1..2]));
     }
 }

@@ -83,7 +83,8 @@ pub fn run_task(options: &Options) -> anyhow::Result<bool> {
 
 /// Removes everything of Headgate. Beside another proxy, an agent stands by and writes nothing.
 fn clean(options: &Options, is_beside_proxy: bool) -> anyhow::Result<()> {
-    let agent = instance::running().context("--cleanup: looking for an agent on this node")?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().context("starting a runtime")?;
+    let agent = runtime.block_on(instance::running()).context("--cleanup: looking for an agent on this node")?;
     if let Some(process) = agent.filter(|_| !is_beside_proxy) {
         let process = if process == 0 { "in another container".into() } else { format!("process {process}") };
         anyhow::bail!(

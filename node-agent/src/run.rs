@@ -218,7 +218,9 @@ async fn run_configured(
         metrics.sync.set_standby(other);
     }
     let (pages, mut tasks) = workers(&options, &settings, &mut parts, metrics, &role, &running)?;
-    let Parts { state, reconciler, mut session, barriers, saver, .. } = parts;
+    let Settings { masquerade_all, localhost_node_ports, .. } = settings;
+    parts.answer_queries(node_name, pages.clone(), masquerade_all, localhost_node_ports);
+    let Parts { state, reconciler, session, barriers, saver, .. } = parts;
     let enrolment = files.filter(|_| !options.enrolment_address.is_empty()).map(|files| {
         let (token, address) = (options.enrolment_token.clone(), options.enrolment_address.clone());
         Enrolment::new(files, token, address, Arc::clone(&state), pages.metrics.session.clone())
@@ -227,10 +229,6 @@ async fn run_configured(
     tasks.extend(servers.into_iter().map(|server| server.run(running.clone()).boxed()));
     let has_certificate = CancellationToken::new();
     tasks.push(until(&running, certificates(enrolment, tls, has_certificate.clone())));
-    let Settings { masquerade_all, localhost_node_ports, .. } = settings;
-    let inputs = reconciler.inputs();
-    let explainer = Explainer { state: Arc::clone(&state), inputs, masquerade_all, localhost_node_ports };
-    session.knowledge = Some(Arc::new(Knowledge::new(node_name, pages, explainer)));
 
     // Start them.
     let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;
@@ -300,9 +298,9 @@ impl Parts {
         metrics: &Metrics,
     ) -> Self {
         let (restored, file) = disk.map(|disk| persist::open(disk, Arc::clone(&config.node_name))).unzip();
-        let restored = restored.flatten();
-        metrics.saves.restored.set(restored.is_some().into());
-        let state = Arc::new(AgentState::restored(&config.node_name, restored.unwrap_or_default()));
+        let restored = restored.unwrap_or_default();
+        metrics.saves.restored.set(restored.held.position().is_some().into());
+        let state = Arc::new(AgentState::restored(&config.node_name, restored));
         file.iter().for_each(|file| state.set_replicas(file.replicas.clone()));
         let shared = || Arc::clone(&state);
         let (reconciler, progress) = Reconciler::new(dataplane, shared(), metrics.sync.clone(), timing);
@@ -310,6 +308,13 @@ impl Parts {
         let session = Session::new(config, shared(), metrics.session.clone(), progress.clone());
         let barriers = Arc::clone(&session.barriers);
         Self { state, reconciler, progress, session, barriers, saver }
+    }
+
+    /// Lets replicas ask about the node (discovery.proto, section 17).
+    pub fn answer_queries(&mut self, node: Arc<str>, pages: Pages, masquerade_all: bool, localhost_node_ports: bool) {
+        let (state, inputs) = (Arc::clone(&self.state), self.reconciler.inputs());
+        let explainer = Explainer { state, inputs, masquerade_all, localhost_node_ports };
+        self.session.knowledge = Some(Arc::new(Knowledge::new(node, pages, explainer)));
     }
 }
 

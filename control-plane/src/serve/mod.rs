@@ -171,9 +171,9 @@ pub async fn start(
             ([agents, inspect], [local_addr, inspect_addr])
         }
     };
-    settings.ports = Ports { agents: local_addr, inspect: inspect_addr };
     let metrics_listener = listen.metrics.map(|address| bind("--metrics-listen", address)).transpose()?;
     let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
+    settings.ports = Ports { agents: local_addr, inspect: inspect_addr, pages: metrics_addr };
     let streams = Streams::new(store, Arc::clone(&metrics), settings);
     let context = &streams.context;
     let routes = api::routes(&streams).await?;

@@ -6,7 +6,7 @@ mod options;
 use std::{io::Write as _, pin::pin, process::ExitCode};
 
 use headgate_control_plane::run::{ControlPlane, RunError};
-use headgate_node_agent::program;
+use headgate_node_agent::{memory, program};
 use tokio_util::sync::CancellationToken;
 
 use self::options::Options;
@@ -19,6 +19,7 @@ fn main() -> ExitCode {
 }
 
 fn start(options: Options) -> anyhow::Result<()> {
+    memory::use_one_heap();
     // The source logs each failed request with its kind and remedy, so the log of the API client is
     // off unless --log turns it on.
     program::start_log(&format!("kube_client=off,{}", options.agent.log), options.agent.log_format)?;

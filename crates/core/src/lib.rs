@@ -12,42 +12,9 @@
 //! This crate opens no sockets, reads no clock, starts no processes and uses no async runtime. A
 //! test checks its dependencies with `cargo metadata`.
 
-/// Defines an enum whose values have names, with `ALL`, `as_str`, `parse` and `Display`.
-#[macro_export]
-macro_rules! named {
-    (
-        $(#[$about:meta])*
-        pub enum $name:ident { $($(#[$doc:meta])* $value:ident = $text:literal,)+ }
-    ) => {
-        $(#[$about])*
-        pub enum $name { $($(#[$doc])* $value,)+ }
-
-        impl $name {
-            /// All values.
-            pub const ALL: [Self; [$($text),+].len()] = [$(Self::$value),+];
-
-            /// The name.
-            #[must_use]
-            pub const fn as_str(self) -> &'static str {
-                match self {
-                    $(Self::$value => $text,)+
-                }
-            }
-
-            /// The value with this name, or `None` if the name is unknown.
-            #[must_use]
-            pub fn parse(name: &str) -> Option<Self> {
-                Self::ALL.into_iter().find(|value| value.as_str() == name)
-            }
-        }
-
-        impl ::std::fmt::Display for $name {
-            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
-                f.write_str(self.as_str())
-            }
-        }
-    };
-}
+// First, because the other modules use its macro.
+#[macro_use]
+mod model;
 
 mod behaviours;
 mod conventions;
@@ -55,7 +22,6 @@ mod dataplane;
 pub mod endpoint_health;
 pub mod explain;
 pub mod forwarding;
-mod model;
 mod state;
 
 pub use behaviours::{conntrack, view};

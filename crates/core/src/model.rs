@@ -16,6 +16,43 @@ use ipnet::IpNet;
 
 use crate::conventions::addresses::DialPolicy;
 
+/// Defines an enum whose values have names, with `ALL`, `as_str`, `parse` and `Display`.
+#[macro_export]
+macro_rules! named {
+    (
+        $(#[$about:meta])*
+        pub enum $name:ident { $($(#[$doc:meta])* $value:ident = $text:literal,)+ }
+    ) => {
+        $(#[$about])*
+        pub enum $name { $($(#[$doc])* $value,)+ }
+
+        impl $name {
+            /// All values.
+            pub const ALL: [Self; [$($text),+].len()] = [$(Self::$value),+];
+
+            /// The name.
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$value => $text,)+
+                }
+            }
+
+            /// The value with this name, or `None` if the name is unknown.
+            #[must_use]
+            pub fn parse(name: &str) -> Option<Self> {
+                Self::ALL.into_iter().find(|value| value.as_str() == name)
+            }
+        }
+
+        impl ::std::fmt::Display for $name {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                f.write_str(self.as_str())
+            }
+        }
+    };
+}
+
 /// An IP family. The two families of a Service are programmed independently of each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Family {
@@ -555,6 +592,12 @@ pub struct Service {
 }
 
 impl Service {
+    /// True if the Service has a health-check node port.
+    #[must_use]
+    pub fn has_health_check_node_port(&self) -> bool {
+        self.health_check_node_port != 0
+    }
+
     /// Creates a plain ClusterIP service. Callers set other fields as needed.
     #[must_use]
     pub fn new(key: ServiceKey, cluster_ips: Vec<IpAddr>, ports: Vec<ServicePort>) -> Self {

@@ -20,6 +20,7 @@ use headgate_core::{
     Protocol, ProxyProtocol, Service, ServiceKey, ServicePort, State, TrafficPolicy, Weight,
     iptables::{ExistingTables, Layout, RenderConfig, RulesLedger, RulesTable, names::GateChain, ruleset},
     ipvs::{self, IpvsConfig},
+    nftables::{ExistingElements, NftablesConfig, NftablesLedger},
     view::LocalDetector,
 };
 
@@ -129,6 +130,16 @@ fn the_classic_layout() {
 #[test]
 fn the_compact_layout() {
     iptables("iptables-compact.rules", RenderConfig { layout: Layout::Compact, ..RenderConfig::new(Family::V4) });
+}
+
+/// The rules of mode nftables are the same for all Services; what differs are elements.
+#[test]
+fn elements_of_sets_and_maps() {
+    let mut ledger = NftablesLedger::new(NftablesConfig::new(Family::V4));
+    let plan = ledger.full(&FixedState(&state(), &facts()), ExistingElements::default());
+    let mut elements: Vec<String> = plan.added(&ledger).map(|element| format!("{element:?}\n")).collect();
+    elements.sort();
+    check("nftables.elements", &elements.concat());
 }
 
 #[test]

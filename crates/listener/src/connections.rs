@@ -11,13 +11,16 @@
 //!   loses a connection in the same way.
 //! - The answers that clients have not read have a limit in bytes, and are dropped in this order.
 //!
-//! A connection takes one open file, at most 8 KiB for its request, and small buffers in the
-//! kernel. A request has to arrive within some time. So all HTTP ports together hold a small part
-//! of the open files, and the rest stays for streams, TLS files and the proxy of mode userspace.
+//! A connection takes one open file, small buffers in the kernel, and from its first byte on some
+//! 20 KB, with at most 8 KiB for its request. The first byte has to arrive within some time, from
+//! there the headers of the first request within the same time again, and with HTTP/1.1 those of
+//! each later one. So all HTTP ports together hold a small part of the open files, and the rest
+//! stays for streams, TLS files and the proxy of mode userspace.
 
 use std::{
     cmp::Reverse,
     collections::{BTreeMap, HashMap},
+    error::Error,
     io,
     net::SocketAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -35,8 +38,9 @@ use prometheus_client::metrics::{counter::Counter, family::Family};
 use socket2::SockRef;
 use tokio::{
     net::{TcpListener, TcpStream},
+    sync::Notify,
     task::{JoinHandle, yield_now},
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
 use tower::Service as _;
@@ -55,8 +59,9 @@ const MAX_WAITING_CONNECTIONS: u64 = 1_024;
 /// The connections also take at most this part of the limit of open files.
 const PART_OF_OPEN_FILES: u64 = 8;
 
-/// The longest time until a complete request has arrived. Load balancers and Prometheus ask at
-/// least every 30 s, and some keep their connections.
+/// The longest time until the first byte, from there until all headers of a request have arrived,
+/// and with HTTP/1.1 from an answer until all headers of the next request. Load balancers and
+/// Prometheus ask at least every 30 s, and some keep their connections.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(40);
 
 /// The size of the buffer for a request, and so of its line and headers. hyper's smallest.
@@ -181,7 +186,7 @@ impl HttpConnections {
         let task = tokio::spawn(async move {
             let served = connections.serve_connection(number, stream, address, port.pages);
             if let Some(Err(error)) = port.stopped.run_until_cancelled(served).await {
-                debug!(%address, error, purpose, "an HTTP connection ended with an error");
+                debug!(%address, %error, purpose, "an HTTP connection ended with an error");
             }
             connections.table().open.remove(&number);
         });
@@ -220,9 +225,15 @@ impl HttpConnections {
         stream: TcpStream,
         address: SocketAddr,
         pages: Router,
-    ) -> Result<(), String> {
-        let connections = Arc::clone(self);
+    ) -> Result<(), Box<dyn Error + Send + Sync>> {
+        // hyper takes 21 KB for a connection at once, and an idle client sends nothing.
+        if timeout(self.request_timeout, stream.peek(&mut [0])).await?? == 0 {
+            return Ok(());
+        }
+        let (connections, asked) = (Arc::clone(self), Arc::<Notify>::default());
+        let first_request = Arc::clone(&asked);
         let answer = service_fn(move |mut request: Request<Incoming>| {
+            asked.notify_one();
             request.extensions_mut().insert(ConnectInfo(address));
             connections.heard(number, None);
             let (connections, answer) = (Arc::clone(&connections), pages.clone().call(request));
@@ -235,7 +246,14 @@ impl HttpConnections {
         let http2 = &mut server.http2();
         http2.max_concurrent_streams(1).max_header_list_size(REQUEST_BYTES).initial_stream_window_size(REQUEST_BYTES);
         let server = if self.answers_http2 { server } else { server.http1_only() };
-        server.serve_connection(TokioIo::new(stream), answer).await.map_err(|error| error.to_string())
+        let mut serving = Box::pin(server.serve_connection(TokioIo::new(stream), answer));
+        tokio::select! {
+            served = &mut serving => return served,
+            // hyper limits only the headers of HTTP/1.1, and not the time to find out the version.
+            () = sleep(self.request_timeout) => return Ok(()),
+            () = first_request.notified() => {}
+        }
+        serving.await
     }
 
     /// Records that a client has sent a request, or that its answer is ready. Closes other
@@ -282,8 +300,6 @@ mod tests {
     use tokio::{
         io::{AsyncReadExt as _, AsyncWriteExt as _},
         net::TcpSocket,
-        sync::Notify,
-        time::timeout,
     };
 
     use super::*;
@@ -423,12 +439,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn late_and_long_headers_end_a_connection_and_answers_may_take_long() {
+    async fn silence_and_late_or_long_headers_end_a_connection_and_answers_may_take_long() {
         for answers_http2 in [false, true] {
             let port = Port::open(connections(answers_http2, Duration::from_millis(100)), "page".into()).await;
             let waiting = port.wait(1).await;
             ended(port.get(2).await).await;
+            ended(port.connect(3, b"").await).await;
             ended(port.connect(3, b"GET / HTTP/1.1\r\nHost:").await).await;
+            // The beginning of HTTP/2, and all of it without a request.
+            ended(port.connect(3, b"PRI").await).await;
+            ended(port.connect(3, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await).await;
             let mut long = [b'x'; REQUEST_BYTES as usize];
             long[..19].copy_from_slice(b"GET / HTTP/1.1\r\nx: ");
             let mut long = port.connect(3, &long).await;

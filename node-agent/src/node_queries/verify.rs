@@ -13,11 +13,10 @@ use headgate_proto::{NodeView, digests_to_wire, v1, v1::node_answer};
 use prost::Message as _;
 use tokio::{
     sync::watch,
-    task::spawn_blocking,
     time::{Instant, sleep_until, timeout_at},
 };
 
-use super::explain::Explainer;
+use super::{blocking, explain::Explainer};
 use crate::{
     session::outbox::{NodeAnswer, drift_to_wire},
     state::{
@@ -61,8 +60,7 @@ impl Verifier {
         let Some(verification) = self.ended(run, deadline).await? else { return Ok(running(run)) };
         let buckets: BTreeSet<u16> =
             query.buckets.iter().take(MAX_BUCKETS).filter_map(|bucket| u16::try_from(*bucket).ok()).collect();
-        let describe = move || self.describe(run, &verification, &buckets);
-        spawn_blocking(describe).await.unwrap_or_else(|error| Err(error.to_string()))
+        blocking(move || self.describe(run, &verification, &buckets)).await
     }
 
     /// Requests a verification, unless the query names one. Returns its number, or `None` while the
@@ -75,9 +73,11 @@ impl Verifier {
             }
             sleep_until(next).await;
         }
-        let state = Arc::clone(&self.explainer.state);
-        let last = move || if run == 0 { state.request_verification() } else { state.verifications_requested() };
-        let last = spawn_blocking(last).await.map_err(|error| error.to_string())?;
+        let last = move |state: &AgentState| match run {
+            0 => state.request_verification(),
+            _ => state.verifications_requested(),
+        };
+        let last = self.explainer.state.blocking(last).await;
         if run > last {
             return Err(format!("the agent has restarted and does not know verification {run}; verify again"));
         }

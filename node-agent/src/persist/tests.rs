@@ -23,13 +23,13 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    Folder, MAGIC, REPLICAS_FILE, SaveMetrics, Saver, StateFile, StatePart, open, read_from, read_replicas, read_state,
-    remove,
+    Folder, MAGIC, RECORD_BYTES, REPLICAS_FILE, RUN_FILE, STATE_FILE, SaveMetrics, Saver, StateFile, StatePart,
+    newer_rules, open, read_from, read_replicas, read_state, remove,
 };
 use crate::{
     state::{
         AgentState, OwnNode, Restored, Snapshot, StateUpdate, all_buckets,
-        progress::{Programmed, Progress, Target},
+        progress::{Failure, Programmed, Progress, Target},
     },
     testing::{endpoint, key, no_endpoint, service, service_cidr},
 };
@@ -248,12 +248,11 @@ fn after_a_crash_the_positions_are_those_that_were_recorded_last() {
     agent.save();
     agent.batch(vec![endpoint("web", 201, 8080)]);
     agent.shared.set_node(&own_node(Some(node("a")), 30));
-    agent.file.record_run(Some(&agent.shared.positions()));
+    agent.file.record_run(Some(&agent.shared.positions())).unwrap();
     let before = agent.shared.positions();
     let Agent { folder, file, .. } = agent;
     drop(file);
-    let mut file = file_in(folder.path());
-    let restored = file.load().unwrap().unwrap();
+    let (restored, _file) = open(Box::new(Folder::new(folder.path())), "node-1".into());
     assert!(restored.may_be_behind, "the kernel has newer rules");
     assert_eq!(restored.held.position(), Some((7, 1)), "the replica sends what has changed since the file");
     assert_eq!(restored.held.positions(), before, "no replica that is behind the rules may replace them");
@@ -270,6 +269,71 @@ fn after_a_crash_the_positions_are_those_that_were_recorded_last() {
     shared.set_node(&own_node(Some(node("a")), 4));
     let position = |kind| shared.positions().iter().find(|source| source.kind == kind).map(|source| source.position);
     assert_eq!((position(5), position(v1::source_position::Kind::Nodes.into())), (Some(3), Some(4)));
+}
+
+/// What the last run recorded counts also if its state is missing or damaged.
+#[test]
+fn without_a_state_the_recorded_positions_count() {
+    let mut agent = Agent::with_state();
+    let positions = agent.shared.positions();
+    agent.file.record_run(Some(&positions)).unwrap();
+    let Agent { folder, file, .. } = agent;
+    drop(file);
+    let path = folder.path().join(STATE_FILE);
+    for is_damaged in [true, false] {
+        if is_damaged {
+            fs::write(&path, "damaged").unwrap();
+        } else {
+            fs::remove_file(&path).unwrap();
+        }
+        for _ in 0..2 {
+            let (restored, _file) = open(Box::new(Folder::new(folder.path())), "node-1".into());
+            assert!(!restored.may_be_behind && restored.held.position().is_none(), "there is no state");
+            assert_eq!(restored.held.resume().unwrap().positions, positions, "no replica that is behind may send");
+        }
+    }
+}
+
+#[test]
+fn a_start_without_a_record_takes_its_space_and_claims_nothing() {
+    let agent = Agent::with_state();
+    let (folder, run) = (agent.folder.path().to_owned(), agent.folder.path().join(RUN_FILE));
+    let Agent { file, folder: _kept, .. } = agent;
+    drop(file);
+    let open = || open(Box::new(Folder::new(&folder)), "node-1".into());
+    for content in [None, Some("")] {
+        let _ = fs::remove_file(&run);
+        content.into_iter().for_each(|content| fs::write(&run, content).unwrap());
+        for _ in 0..2 {
+            assert!(open().0.may_be_behind, "the record is missing");
+        }
+        assert_eq!(fs::metadata(&run).unwrap().len(), RECORD_BYTES as u64);
+    }
+    fs::remove_file(folder.join(STATE_FILE)).unwrap();
+    fs::remove_file(&run).unwrap();
+    let (restored, _file) = open();
+    assert!(!restored.may_be_behind && restored.held.resume().is_none());
+    assert_eq!(newer_rules(&Folder::new(&folder)), Some(Vec::new()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_that_failed_is_recorded_and_the_state_is_not_saved() {
+    let mut saving = Saving::start(Agent::new(), Duration::from_millis(100));
+    saving.agent.snapshot(vec![service("web", 80)]);
+    let stop = CancellationToken::new();
+    let running = tokio::spawn(saving.saver.take().unwrap().run(stop.clone()));
+    let failure = Failure {
+        target: Target { epoch: 7, version: 1, stream: 1, node_revision: 0 },
+        is_lost: false,
+        error: "IPv6 fails".into(),
+        attempts: 1,
+    };
+    saving.kernel.send_modify(|progress| progress.failure = Some(failure));
+    eventually(|| saving.run_record().is_some_and(|record| record.ends_with(" 5:1001"))).await;
+    stop.cancel();
+    running.await.unwrap().save_last();
+    assert_eq!(saving.saved_version(), None);
+    assert!(saving.run_record().unwrap().ends_with(" 5:1001"), "the kernel may have a part");
 }
 
 #[test]
@@ -322,10 +386,10 @@ fn a_second_agent_with_the_same_folder_does_not_write() {
 #[test]
 fn cleanup_removes_the_files_of_the_folder() {
     let mut agent = Agent::with_state();
-    agent.file.record_run(Some(&[]));
+    agent.file.record_run(Some(&[])).unwrap();
     agent.file.write_replicas(replicas(1)).unwrap();
     // An agent that was killed during a write leaves such files behind.
-    for half in ["state.new", "run.new", "replicas.new"] {
+    for half in ["state.new", "replicas.new"] {
         fs::write(agent.folder.path().join(half), "half").unwrap();
     }
     for _ in 0..2 {
@@ -369,7 +433,7 @@ async fn the_list_of_replicas_is_saved_when_it_changes() {
     }
     saving.agent.snapshot(vec![service("web", 80)]);
     saving.programmed(1);
-    eventually(|| saving.run_record().is_some()).await;
+    eventually(|| saving.run_record() != Some(boot())).await;
     saving.agent.shared.set_replicas(replicas(3));
     eventually(|| is_saved(3)).await;
     stop.cancel();
@@ -393,7 +457,7 @@ impl Saving {
         let Agent { folder, file, version, has_rejections, .. } = agent;
         drop(file);
         let (restored, opened) = open(Box::new(Folder::new(folder.path())), "node-1".into());
-        let shared = Arc::new(AgentState::restored("node-1", restored.unwrap_or_default()));
+        let shared = Arc::new(AgentState::restored("node-1", restored));
         let file = file_in(folder.path());
         let (kernel, progress) = watch::channel(Progress::default());
         let saver = Saver::new(opened, interval, Arc::clone(&shared), SaveMetrics::default(), progress);
@@ -410,13 +474,17 @@ impl Saving {
     }
 
     fn run_record(&self) -> Option<String> {
-        fs::read_to_string(self.agent.folder.path().join("run")).ok()
+        fs::read_to_string(self.agent.folder.path().join("run")).ok().map(|record| record.trim_end().to_owned())
     }
 
     fn saved_version(&self) -> Option<u64> {
         let restored = read_state(&Folder::new(self.agent.folder.path()), "node-1").unwrap();
         restored.map(|restored| restored.held.position().unwrap().1)
     }
+}
+
+fn boot() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim_end().to_owned()
 }
 
 async fn eventually(is_so: impl Fn() -> bool) {
@@ -436,10 +504,10 @@ async fn a_state_is_saved_only_after_the_kernel_has_it() {
     let (saver, stopped) = (saving.saver.take().unwrap(), stop.clone());
     let running = tokio::spawn(saver.run(stopped));
     tokio::time::sleep(Duration::from_millis(400)).await;
-    assert_eq!((saving.saved_version(), saving.run_record()), (None, None));
+    assert_eq!((saving.saved_version(), saving.run_record()), (None, Some(boot())));
     saving.programmed(1);
     eventually(|| saving.saved_version() == Some(1)).await;
-    assert!(saving.run_record().unwrap().ends_with(" 5:1001\n"));
+    assert!(saving.run_record().unwrap().ends_with(" 5:1001"));
     // The file is written when the kernel has version 2, and the agent already has version 3.
     saving.agent.batch(vec![service("web", 81)]);
     saving.agent.batch(vec![service("web", 82)]);
@@ -454,7 +522,7 @@ async fn a_state_is_saved_only_after_the_kernel_has_it() {
     saving.agent.batch(vec![service("web", 83)]);
     tokio::task::spawn_blocking(move || saver.save_last()).await.unwrap();
     assert_eq!(saving.saved_version(), Some(4));
-    assert_eq!(saving.run_record(), None);
+    assert_eq!(saving.run_record().as_deref(), Some("saved"));
 }
 
 proptest! {

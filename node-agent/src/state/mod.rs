@@ -804,7 +804,7 @@ impl Held {
     }
 
     /// Returns the description of the held state for `Hello`. Returns `None` when the agent holds
-    /// neither a state nor the position of its Node.
+    /// neither a state nor positions.
     pub fn resume(&self) -> Option<v1::Resume> {
         let positions = self.positions();
         match self.position {
@@ -812,7 +812,7 @@ impl Held {
                 let digests = Some(digests_to_wire(self.state.digests()));
                 Some(v1::Resume { epoch, version, positions, digests, ..v1::Resume::default() })
             }
-            // Without a snapshot, at most the position of the Node is known.
+            // Without a snapshot, the position of the Node may be known, and those of the last run.
             None => (!positions.is_empty()).then(|| v1::Resume { positions, ..v1::Resume::default() }),
         }
     }

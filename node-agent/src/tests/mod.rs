@@ -125,7 +125,7 @@ async fn a_change_is_acknowledged_after_it_is_programmed() {
     let mut store = store();
     let (mut connection, hello) = serve(&mut replica, &store).await;
     assert_eq!(hello.node_name, "node-1");
-    assert_eq!(hello.status.unwrap().backend, "memory");
+    assert_eq!(hello.status.unwrap().backend, "iptables-memory");
     assert!(hello.resume.is_none());
     let ack = connection.ack().await;
     assert_eq!((ack.version, ack.services_planned), (1, 1));

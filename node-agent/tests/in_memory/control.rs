@@ -7,8 +7,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{NodeFacts, ServiceKey, digest::Digests, view::ServicePortView};
+use headgate_core::{NodeFacts, ServiceKey, digest::Digests, forwarding, view::ServicePortView};
 use headgate_node_agent::dataplane::{DataplaneError, KernelHandle};
+
+use super::forwarding_of;
 
 /// A call of the dataplane that reached the kernel. Services are written as `namespace/name`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,6 +40,9 @@ pub struct Control(Arc<(Mutex<Script>, Condvar)>);
 pub(super) struct Script {
     pub(super) table: Table,
     calls: Vec<Call>,
+    /// The number of dumps for verifications of what the kernel forwards, and the tables that they
+    /// found, each with the number of the last dump that found it.
+    dumps: (usize, Vec<(usize, Table)>),
     failures: VecDeque<DataplaneError>,
     pub(super) verdicts: VecDeque<bool>,
     /// True from [`Control::flush`] until a full sync.
@@ -115,6 +120,17 @@ impl Control {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Notes that a verification of what the kernel forwards dumps the table now.
+    pub(super) fn note_dump(&self) {
+        let mut script = self.script();
+        let Script { table, dumps: (count, found), .. } = &mut *script;
+        *count += 1;
+        match found.last_mut() {
+            Some((last, same)) if same == table => *last = *count,
+            _ => found.push((*count, table.clone())),
+        }
+    }
+
     /// Executes a call in the kernel: waits while calls are held, records the call, and returns the
     /// next error that the test has set.
     pub(super) fn work(&self, call: Call) -> Result<MutexGuard<'_, Script>, DataplaneError> {
@@ -140,6 +156,17 @@ impl Control {
         let mut script = self.script();
         script.table.retain(|key, _| service.is_some_and(|service| key.to_string() != service));
         script.is_flushed = true;
+    }
+
+    /// The number of dumps for verifications of what the kernel forwards.
+    pub fn dumps(&self) -> usize {
+        self.script().dumps.0
+    }
+
+    /// What the table forwarded in each dump after the first `count`. Equal dumps in a row are one.
+    pub fn dumped_since(&self, count: usize) -> Vec<forwarding::Table> {
+        let found = &self.script().dumps.1;
+        found.iter().filter(|(last, _)| *last > count).map(|(_, table)| forwarding_of(table)).collect()
     }
 
     /// True from [`Self::flush`] until a full sync.

@@ -41,7 +41,8 @@ pub fn dataplane_of(control: &Control) -> DualStack<InMemoryFamily> {
     let make = |_| InMemoryFamily { control: control.clone() };
     let kernel = control.clone();
     let own = Leftover::new("memory", move || kernel.work(Call::Cleanup).map(|mut script| script.table.clear()));
-    DualStack::assemble("memory", control.clone(), vec![own], vec![Family::V4], make)
+    // Verifications need a mode.
+    DualStack::assemble("iptables-memory", control.clone(), vec![own], vec![Family::V4], make)
 }
 
 /// Changes of the table. An entry without ports removes the service.
@@ -120,6 +121,7 @@ impl Dataplane for InMemoryFamily {
     }
 
     fn decode(&mut self, kernel: &mut Control) -> Result<forwarding::Table, DataplaneError> {
+        kernel.note_dump();
         Ok(kernel.forwarding())
     }
 
@@ -162,16 +164,19 @@ impl Dataplane for InMemoryFamily {
 impl Control {
     /// What the table forwards.
     pub fn forwarding(&self) -> forwarding::Table {
-        let views = self.script().table.clone().into_values().flatten();
-        let settings = NodeSettings {
-            mode: Mode::Iptables,
-            masquerade: MasqueradeConfig::default(),
-            node_ports_v4: NodePortAddresses::All,
-            node_ports_v6: NodePortAddresses::All,
-            localhost_node_ports: false,
-        };
-        forwarding::of_views(views, Family::V4, &settings)
+        forwarding_of(&self.script().table)
     }
+}
+
+fn forwarding_of(table: &Table) -> forwarding::Table {
+    let settings = NodeSettings {
+        mode: Mode::Iptables,
+        masquerade: MasqueradeConfig::default(),
+        node_ports_v4: NodePortAddresses::All,
+        node_ports_v6: NodePortAddresses::All,
+        localhost_node_ports: false,
+    };
+    forwarding::of_views(table.values().flatten().cloned(), Family::V4, &settings)
 }
 
 fn entry(state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> (Arc<ServiceKey>, Vec<ServicePortView>) {

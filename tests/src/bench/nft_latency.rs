@@ -108,6 +108,8 @@ fn with_programs<T>(services: u32, work: impl FnOnce(&Namespace, &mut Source) ->
 
 fn wait_for_rules(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<()> {
     let started = Instant::now();
+    // `make path` compares two starts, so few Services are there at the first look at the page.
+    std::thread::sleep(Duration::from_secs(2));
     while !Page::of(namespace).is_some_and(|page| page.is_programmed(services, ENDPOINTS)) {
         agent.check_running()?;
         ensure!(started.elapsed() < LONGEST_START, "{services} Services were not programmed in time");

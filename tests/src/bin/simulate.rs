@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::{
+    alloc::System,
     collections::BTreeMap,
     process::{Command, ExitCode},
     sync::{
@@ -17,7 +18,12 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use clap::Parser;
-use headgate_tests::simulate::{self, Outcome, Planned, clock, world::lock};
+use headgate_tests::simulate::{
+    self, Outcome, Planned, clock,
+    source::{Size, set_size, size},
+    world::lock,
+};
+use peakmem_alloc::{INSTRUMENTED_SYSTEM, PeakMemAlloc, PeakMemAllocTrait as _};
 
 /// Real replicas and agents in simulated time, whose answers are compared with their kernels
 #[derive(Debug, Parser)]
@@ -34,6 +40,15 @@ struct Arguments {
     /// Run only these acts of the seed, by their numbers
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', requires = "seed")]
     acts: Option<Vec<usize>>,
+    /// The number of replicas, 2 to 9
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    replicas: usize,
+    /// The number of nodes, 3 to 100
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    nodes: usize,
+    /// The number of Services, 6 to 150
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    services: usize,
     /// Print the logs of the programs to stderr as well
     #[arg(long, requires = "seed")]
     logs: bool,
@@ -44,6 +59,12 @@ struct Arguments {
     #[arg(long, hide = true, requires = "seed")]
     json: bool,
 }
+
+#[global_allocator]
+static ALLOCATOR: &PeakMemAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+/// The most memory that the world may hold for each replica and each agent.
+const BYTES_OF_A_PROCESS: u64 = 3_000_000;
 
 /// The time in logs, as in stories.
 struct SimulatedTime;
@@ -56,6 +77,8 @@ impl tracing_subscriber::fmt::time::FormatTime for SimulatedTime {
 
 fn main() -> Result<ExitCode> {
     let arguments = Arguments::parse();
+    let Arguments { replicas, nodes, services, .. } = arguments;
+    set_size(Size { replicas, nodes, services }).map_err(anyhow::Error::msg)?;
     match arguments.seed {
         Some(seed) => one(seed, &arguments),
         None => many(&arguments),
@@ -75,7 +98,12 @@ fn one(seed: u64, arguments: &Arguments) -> Result<ExitCode> {
     }
     clock::begin(seed);
     let plan = chosen(seed, arguments.acts.as_deref());
-    let outcome = simulate::run(seed, &plan)?;
+    let mut outcome = simulate::run(seed, &plan)?;
+    outcome.peak_bytes = ALLOCATOR.get_peak_memory() as u64;
+    let most = BYTES_OF_A_PROCESS * (arguments.replicas + arguments.nodes) as u64;
+    if outcome.peak_bytes > most {
+        outcome.defects.push(format!("the world held {} bytes; at most {most}", outcome.peak_bytes));
+    }
     let has_defects = !outcome.defects.is_empty();
     if arguments.json {
         println!("{}", serde_json::to_string(&outcome)?);
@@ -96,6 +124,10 @@ fn one(seed: u64, arguments: &Arguments) -> Result<ExitCode> {
 fn seen(seed: u64, acts: Option<&[usize]>) -> Result<Outcome> {
     let mut command = Command::new(std::env::current_exe().context("finding this program")?);
     command.args(["--json", "--seed", &seed.to_string()]);
+    let Size { replicas, nodes, services } = size();
+    for (name, value) in [("--replicas", replicas), ("--nodes", nodes), ("--services", services)] {
+        command.args([name, &value.to_string()]);
+    }
     if let Some(acts) = acts {
         let acts: Vec<String> = acts.iter().map(ToString::to_string).collect();
         command.args(["--acts", &acts.join(",")]);
@@ -129,7 +161,7 @@ fn many(arguments: &Arguments) -> Result<ExitCode> {
     let (next, found) = (AtomicU64::new(arguments.first), AtomicU64::new(0));
     let (end, started) = (arguments.first + arguments.seeds, Instant::now());
     let answers: Mutex<BTreeMap<String, u64>> = Mutex::default();
-    let (simulated_ms, ran) = (AtomicU64::new(0), AtomicU64::new(0));
+    let (simulated_ms, ran, peak_bytes) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
     let work = || -> Result<()> {
         loop {
             let seed = next.fetch_add(1, Ordering::Relaxed);
@@ -139,6 +171,7 @@ fn many(arguments: &Arguments) -> Result<ExitCode> {
             let defects = match seen(seed, None) {
                 Ok(seen) => {
                     simulated_ms.fetch_add(seen.simulated_ms, Ordering::Relaxed);
+                    peak_bytes.fetch_max(seen.peak_bytes, Ordering::Relaxed);
                     let mut all = lock(&answers);
                     seen.answers.into_iter().for_each(|(answer, count)| *all.entry(answer).or_default() += count);
                     seen.defects
@@ -174,8 +207,9 @@ fn many(arguments: &Arguments) -> Result<ExitCode> {
     let hours = simulated_ms.into_inner() as f64 / 3_600_000.0;
     let (ran, found) = (ran.into_inner(), found.into_inner());
     println!(
-        "{ran} seeds, {hours:.1} simulated hours in {:.0} s; {found} seeds with defects",
-        started.elapsed().as_secs_f64()
+        "{ran} seeds, {hours:.1} simulated hours in {:.0} s, at most {:.1} MB; {found} seeds with defects",
+        started.elapsed().as_secs_f64(),
+        peak_bytes.into_inner() as f64 / 1e6
     );
     Ok(if found > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

@@ -25,7 +25,7 @@ use crate::testbed::iptables::{self, Variant};
 use crate::testbed::kube_proxy::{self, Mode, RealKubeProxies};
 use crate::testbed::manifests::{Service, ServiceType, Via};
 use crate::testbed::process::Process;
-use crate::testbed::{AgentSetup, Backend, Family, Manifests, Testbed, page, written};
+use crate::testbed::{AgentSetup, Backend, Family, Manifests, Namespace, Testbed, page, written};
 use crate::uml;
 
 /// The Services of this module's scenario. A real API server uses the first address itself.
@@ -71,16 +71,20 @@ impl<'a> KubeProxy<'a> {
             }
             Source::Recorded(stand_in) => {
                 let process = idle_kube_proxy(self.bed)?;
-                match self.mode {
-                    Mode::IptablesLegacy => recorded::load_iptables(self.bed, Variant::Legacy)?,
-                    Mode::Iptables => recorded::load_iptables(self.bed, Variant::Nft)?,
-                    Mode::Ipvs => recorded::load_ipvs(self.bed)?,
-                    Mode::Nftables => recorded::load_nftables(self.bed)?,
-                }
+                load(self.bed, self.mode)?;
                 *stand_in = Some((process, ModePage::serve(self.bed, self.mode)?));
             }
         }
         Ok(())
+    }
+
+    /// In mode ipvs, Headgate and kube-proxy share chains. A real kube-proxy writes its rules again
+    /// within 30 s; recorded ones have to be loaded again after the last write of the agent.
+    fn write_again(&self) -> Result<()> {
+        match self.source {
+            Source::Recorded(_) if self.mode == Mode::Ipvs => load(self.bed, self.mode),
+            _ => Ok(()),
+        }
     }
 
     /// Ends kube-proxy. Its rules stay.
@@ -89,6 +93,15 @@ impl<'a> KubeProxy<'a> {
             Source::Real { process, .. } => process.take().context("kube-proxy does not run")?.terminate().map(drop),
             Source::Recorded(stand_in) => stand_in.take().context("kube-proxy does not run")?.0.terminate().map(drop),
         }
+    }
+}
+
+fn load(bed: &Testbed, mode: Mode) -> Result<()> {
+    match mode {
+        Mode::IptablesLegacy => recorded::load_iptables(bed, Variant::Legacy),
+        Mode::Iptables => recorded::load_iptables(bed, Variant::Nft),
+        Mode::Ipvs => recorded::load_ipvs(bed),
+        Mode::Nftables => recorded::load_nftables(bed),
     }
 }
 
@@ -311,8 +324,19 @@ fn until_logged(bed: &Testbed, text: &str, count: usize) -> Result<()> {
     })
 }
 
+/// Ensures that `work` writes nothing on a node.
+fn writes_nothing(node: &Namespace, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    let before = node.run(written::here)?;
+    work()?;
+    let after = node.run(written::here)?;
+    let difference = before.iter().zip(&after).find(|(before, after)| before != after);
+    ensure!(before.len() == after.len() && difference.is_none(), "something was written: {difference:?}");
+    Ok(())
+}
+
 /// An agent begins beside kube-proxy and writes nothing, takes over when kube-proxy ends, and
-/// yields when it returns. Every connection succeeds, and those that are open survive.
+/// yields when it returns, so that only the rules of kube-proxy are left. The cleanup then succeeds
+/// and changes nothing. Every connection succeeds, and those that are open survive.
 ///
 /// Needs machines with [`services`] and no running programs.
 pub fn standby_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
@@ -322,13 +346,10 @@ pub fn standby_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
     let targets = targets(bed, from == Mode::Ipvs || to == Backend::Ipvs)?;
     let asked = while_asking(bed, &targets, || {
         let node = bed.machines().machine("node-a")?;
-        let before = node.run(written::here)?;
-        bed.start_agent_with("node-a", &AgentSetup { backend: Some(to), ..AgentSetup::with(&["--standby=auto"]) })?;
-        let standby = format!("standby: kube-proxy ({}) runs", from.name());
-        until_logged(bed, &standby, 1)?;
-        let after = node.run(written::here)?;
-        let difference = before.iter().zip(&after).find(|(before, after)| before != after);
-        ensure!(before.len() == after.len() && difference.is_none(), "something was written: {difference:?}");
+        writes_nothing(node, || {
+            bed.start_agent_with("node-a", &AgentSetup { backend: Some(to), ..AgentSetup::with(&["--standby=auto"]) })?;
+            until_logged(bed, &format!("standby: kube-proxy ({}) runs", from.name()), 1)
+        })?;
 
         kube_proxy.stop()?;
         until_logged(bed, "this agent programs the node", 1)?;
@@ -341,11 +362,12 @@ pub fn standby_and_back(bed: &Testbed, from: Mode, to: Backend) -> Result<()> {
 
         kube_proxy.start_again().context("going back to kube-proxy")?;
         until_logged(bed, "has returned to this node and works", 1)?;
-        // Otherwise, sets that kube-proxy does not know stay.
-        if to.uses_nftables() {
-            check_rules(bed, from, true, false)?;
-        }
-        check(&mut held).context("after the agent has yielded")
+        kube_proxy.write_again()?;
+        check_rules(bed, from, true, false).context("after the agent has yielded")?;
+        check(&mut held).context("after the agent has yielded")?;
+        bed.stop_agent("node-a")?;
+        writes_nothing(node, || bed.clean_up("node-a")).context("the cleanup")?;
+        check(&mut held).context("after the cleanup")
     })?;
     println!("{} new connections, {} held connections", asked.len(), held.len());
     ensure!(shares(&asked).len() == 2, "{:?} answered", shares(&asked));

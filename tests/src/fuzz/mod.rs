@@ -10,6 +10,7 @@ use std::{
 };
 
 use fastrand::Rng;
+use nix::time::{ClockId, clock_gettime};
 
 pub use mutate::{mutate, mutate_sequence};
 
@@ -37,6 +38,11 @@ pub fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
 fn number(variable: &str) -> Option<u64> {
     let text = std::env::var(variable).ok()?;
     Some(text.parse().unwrap_or_else(|_| panic!("{variable}: write a whole number, and not {text:?}")))
+}
+
+/// The CPU time of this process in seconds, 0 if unknown. A busy machine gives a run little of it.
+fn cpu_seconds() -> f64 {
+    clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).map_or(0.0, |time| Duration::from(time).as_secs_f64())
 }
 
 /// One run of a target.
@@ -116,9 +122,10 @@ impl Run {
     pub fn finish(self) {
         let Self { target, started, done, valid, findings, slowest: (time, bytes), .. } = self;
         println!(
-            "fuzz {target}: {done} inputs in {:.0} s, {valid} of them valid in part, {findings} findings; the slowest input \
+            "fuzz {target}: {done} inputs in {:.0} s ({:.0} s of CPU), {valid} of them valid in part, {findings} findings; the slowest input \
              ({bytes} bytes) took {:.1} ms",
             started.elapsed().as_secs_f64(),
+            cpu_seconds(),
             time.as_secs_f64() * 1e3
         );
         assert_eq!(findings, 0, "fuzz {target}: inputs with findings are in target/fuzz/{target}");

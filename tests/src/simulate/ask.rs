@@ -1,7 +1,7 @@
 //! Questions to the replicas and agents, and the comparison of each answer with the kernels.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tonic::transport::{Channel, Endpoint};
 
 use super::{
-    source::{BAIT, CLUSTER, GATE, LOCAL, NAMESPACE, NODES, Phase, Pod, service_name},
+    source::{BAIT, CLUSTER, GATE, LOCAL, NAMESPACE, NODES, Phase, Pod, service_name, size},
     world::{CLIENT, Host, Shared, inspect_address, lock},
 };
 use crate::apiserver::Kind;
@@ -42,10 +42,12 @@ pub enum Question {
     DrainUnready,
     /// A pod waits for its readiness gate.
     Gate,
+    /// Whether a node's kernel forwards as its replica requires.
+    Verify,
 }
 
 impl Question {
-    /// All questions; some of them are more frequent.
+    /// The questions about endpoints; some of them are more frequent.
     pub const ALL: [Self; 12] = [
         Self::Agents,
         Self::Agents,
@@ -83,6 +85,7 @@ impl Asker {
             Question::Drain | Question::PodAsks => self.drain(question).await,
             Question::DrainUnready => self.drain_unready().await,
             Question::Gate => self.gate().await,
+            Question::Verify => self.verify().await,
         };
         let outcome = asked.unwrap_or_else(|_| "no answer".into());
         self.shared.open_questions.fetch_sub(1, Ordering::Relaxed);
@@ -172,8 +175,8 @@ impl Asker {
         }
     }
 
-    /// Says so if a node is not up to date, which nothing keeps from being so.
-    pub async fn all_are_up_to_date(self) {
+    /// Says so if a node is not up to date or not verified, although nothing happens.
+    pub async fn all_are_well(self) {
         let rows = self.rows().await;
         let are_good =
             |rows: &Vec<v1::AgentInfo>| rows.len() == NODES.len() && rows.iter().all(|row| row.state == "up_to_date");
@@ -182,6 +185,16 @@ impl Asker {
                 rows.map(|rows| rows.into_iter().map(|row| (row.node, row.state, row.reason)).collect::<Vec<_>>());
             self.shared.is_false(&format!("not all are up to date although nothing happens: {rows:?}"));
         }
+        let said = self.verifications("").await;
+        let are_verified = said.as_ref().is_ok_and(|(verifications, absent)| {
+            let verified = verifications.iter().filter(|one| one.result == "verified" && one.drift.is_empty());
+            let nodes: BTreeSet<&str> = verified.map(|one| one.node.as_str()).collect();
+            *absent == 0 && verifications.len() == NODES.len() && nodes == NODES.iter().copied().collect()
+        });
+        if !are_verified {
+            self.shared.is_false(&format!("not all are verified although nothing happens: {said:?}"));
+        }
+        self.shared.open_questions.fetch_sub(1, Ordering::Relaxed);
     }
 
     async fn rows(&self) -> Answer<Vec<v1::AgentInfo>> {
@@ -392,6 +405,54 @@ impl Asker {
             source.release(pod);
         });
         Ok(reason)
+    }
+
+    /// The verifications of a node, or of all nodes if `node` is empty, and the number of nodes
+    /// that had no agent.
+    async fn verifications(&self, node: &str) -> Answer<(Vec<v1::NodeVerification>, u64)> {
+        let mut client = self.any_client().await?;
+        let read = async {
+            let (mut verifications, mut absent) = (Vec::new(), 0);
+            let request = v1::VerifyNodesRequest { node: node.into(), only_this_replica: false };
+            let mut stream = client.verify_nodes(request).await?.into_inner();
+            while let Some(said) = stream.message().await? {
+                verifications.extend(said.verification);
+                absent += said.absent_count;
+            }
+            Ok::<_, tonic::Status>((verifications, absent))
+        };
+        let read = timeout(LIMIT, read).await.map_err(|_| "no answer".to_owned())?;
+        read.map_err(|status| status.to_string())
+    }
+
+    async fn verify(&mut self) -> Answer<String> {
+        let is_usual = self.rng.u8(0..3) > 0;
+        let node = if is_usual { self.shared.usual_node } else { self.rng.usize(0..NODES.len()) };
+        let (known, dumps) = (self.known().await, self.shared.kernels[node].dumps());
+        let said = self.verifications(NODES[node]).await?.0.pop().ok_or("no answer")?;
+        self.shared.tell(format!("verify: {said:?}"));
+        if said.result == "verified" || said.is_repaired {
+            let Some(version) = known.get(&said.replica).copied() else { return Ok("not judged".to_owned()) };
+            let dumped = self.shared.dumped_since(node, dumps);
+            // For each Service, some dump must be as the replica required before the question.
+            // A repair says nothing about Services without drift, which may be unverified.
+            let is_said = |service: &usize| {
+                let name = format!("{NAMESPACE}/{}", service_name(*service));
+                said.result == "verified" || said.drift.iter().any(|drift| drift.service == name)
+            };
+            let difference = (0..size().services).filter(is_said).find_map(|service| {
+                let compare = |dump| self.shared.source().compare(node, dump, version, |compared| compared == service);
+                let differences: Option<Vec<String>> = dumped.iter().map(compare).collect();
+                differences.map(|mut differences| differences.pop().unwrap_or_else(|| "no kernel was read".into()))
+            });
+            if let Some(difference) = difference {
+                self.shared.is_false(&format!("verified ({} knew {version}), but {difference}", said.replica));
+            }
+        }
+        if said.result == "drift" && !lock(&self.shared.is_tampered)[node] {
+            self.shared.is_false(&format!("drift, but the kernel does what the agent writes: {:?}", said.drift));
+        }
+        Ok(said.result)
     }
 
     /// Says so if a node that counts does not forward to the pod.

@@ -23,6 +23,12 @@ struct Files {
 }
 
 impl SimulatedDisk {
+    /// An empty folder, on a disk that may be full.
+    #[must_use]
+    pub fn new(is_full: bool) -> Self {
+        Self(Arc::new(Mutex::new(Files { is_full, ..Files::default() })))
+    }
+
     fn files(&self) -> MutexGuard<'_, Files> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -55,12 +61,7 @@ impl Disk for SimulatedDisk {
         self.files().files.get(name).cloned().ok_or_else(|| ErrorKind::NotFound.into())
     }
 
-    fn write(
-        &self,
-        name: &str,
-        lasts: bool,
-        content: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>,
-    ) -> io::Result<u64> {
+    fn write(&self, name: &str, content: &mut dyn FnMut(&mut dyn Write) -> io::Result<()>) -> io::Result<u64> {
         let mut bytes = Vec::new();
         content(&mut bytes)?;
         let mut files = self.files();
@@ -69,20 +70,29 @@ impl Disk for SimulatedDisk {
             return Err(ErrorKind::StorageFull.into());
         }
         let size = bytes.len() as u64;
-        match lasts {
-            true => files.lasting.insert(name.to_owned(), bytes.clone()),
-            // After a loss of power, a part of the file may be there.
-            false => files.lasting.insert(name.to_owned(), bytes[..bytes.len() / 2].to_vec()),
-        };
+        files.lasting.insert(name.to_owned(), bytes.clone());
         files.files.insert(name.to_owned(), bytes);
         Ok(size)
     }
 
-    fn rename(&self, from: &str, to: &str, lasts: bool) -> io::Result<()> {
+    fn overwrite(&self, name: &str, content: &[u8]) -> io::Result<()> {
+        let mut files = self.files();
+        let held = files.files.get(name).map_or(0, Vec::len);
+        if files.is_full && held < content.len() {
+            files.files.entry(name.to_owned()).or_default();
+            return Err(ErrorKind::StorageFull.into());
+        }
+        // After a loss of power, a part of the content may be there.
+        files.lasting.insert(name.to_owned(), content[..content.len().min(20)].to_vec());
+        files.files.insert(name.to_owned(), content.to_vec());
+        Ok(())
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         let mut files = self.files();
         let moved = files.files.remove(from).ok_or(ErrorKind::NotFound)?;
         files.files.insert(to.to_owned(), moved);
-        if lasts && let Some(moved) = files.lasting.remove(from) {
+        if let Some(moved) = files.lasting.remove(from) {
             files.lasting.insert(to.to_owned(), moved);
         }
         Ok(())

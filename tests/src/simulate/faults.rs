@@ -8,8 +8,8 @@ use tokio::time::sleep;
 
 use super::{
     net::{ORDINARY_DELAYS_MS, Route},
-    source::{BAIT, CROWD, LOCAL, NAMESPACE, NODES, cluster_ip, service_name},
-    world::{PLACES, Shared, World, lock, node_host, replica_host},
+    source::{AGAIN, BAIT, LOCAL, NAMESPACE, NODES, Source, cluster_ip, crowd, service_name},
+    world::{Shared, World, lock, node_host, places, replica_host},
 };
 use crate::apiserver::{Cut, Kind, Order, RequestFault, RequestFilter, Restart, Verb};
 
@@ -31,6 +31,8 @@ pub enum Fault {
     Join,
     /// An agent gets SIGKILL.
     KillAgent,
+    /// An agent gets SIGTERM.
+    StopAgent,
     /// An agent starts again, its first look at the kernel fails, and no replica answers it.
     BlindRestart,
     /// An agent stops for some time.
@@ -51,12 +53,19 @@ pub enum Fault {
     Delay,
     /// Lists and watches fail, break or expire.
     FailLists,
-    /// The API server has lost its history, and its versions are higher than before.
+    /// The API server has lost its history, and its versions are higher than before. Sometimes its
+    /// objects are older.
     Restore,
     /// A watch is stuck.
     StuckWatch,
     /// A Node is deleted and created again, while its agent is dead or alive.
     NodeAgain,
+    /// There is a Node that never had an agent.
+    BareNode,
+    /// A Service is deleted, and perhaps created again.
+    ServiceAgain,
+    /// The kernel of a node hangs.
+    HangKernel,
     /// The kernel of a node fails to execute what the agent writes, and may lose rules. Later the
     /// node's connections break.
     FailKernel,
@@ -73,7 +82,7 @@ pub enum Fault {
 
 impl Fault {
     /// All faults.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 29] = [
         Self::KillReplica,
         Self::SlowLists,
         Self::FreezeReplica,
@@ -81,6 +90,7 @@ impl Fault {
         Self::Leave,
         Self::Join,
         Self::KillAgent,
+        Self::StopAgent,
         Self::BlindRestart,
         Self::FreezeAgent,
         Self::Reboot,
@@ -94,6 +104,9 @@ impl Fault {
         Self::Restore,
         Self::StuckWatch,
         Self::NodeAgain,
+        Self::BareNode,
+        Self::ServiceAgain,
+        Self::HangKernel,
         Self::FailKernel,
         Self::Reject,
         Self::StepClock,
@@ -126,8 +139,11 @@ impl World {
         let running = self.shared.running();
         let place = running.iter().copied().find(|place| is_usual && *place == self.usual_place);
         let place = place.or_else(|| rng.choice(running)).unwrap_or_default();
-        let node = if is_usual { self.usual_node } else { rng.usize(0..NODES.len()) };
+        let node = if is_usual { self.shared.usual_node } else { rng.usize(0..NODES.len()) };
         let route = if rng.bool() { Route::Silent } else { Route::Refused };
+        if matches!(fault, Fault::FailKernel | Fault::Reject | Fault::Reboot | Fault::BlindRestart) {
+            lock(&self.shared.is_tampered)[node] = true;
+        }
         self.shared.tell(format!("fault {fault:?}: replica-{place}, {}, {route:?}", NODES[node]));
         match fault {
             Fault::KillReplica => self.kill_replica(place, false),
@@ -147,9 +163,10 @@ impl World {
             }
             Fault::Vanish | Fault::Leave | Fault::Join => self.join()?,
             Fault::KillAgent => self.kill_agent(node, false),
+            Fault::StopAgent => self.stop_agent(node),
             Fault::BlindRestart => {
                 self.kill_agent(node, false);
-                (0..PLACES).for_each(|to| self.set_routes(node_host(node), replica_host(to), Route::Refused));
+                (0..places()).for_each(|to| self.set_routes(node_host(node), replica_host(to), Route::Refused));
                 self.fail_kernel(node, 1);
                 self.start_agent(node)?;
             }
@@ -166,7 +183,7 @@ impl World {
             }
             Fault::CutAgents => {
                 let all = rng.bool();
-                for to in (0..PLACES).filter(|to| all || *to == place) {
+                for to in (0..places()).filter(|to| all || *to == place) {
                     self.set_routes(node_host(node), replica_host(to), route);
                 }
             }
@@ -176,7 +193,7 @@ impl World {
                 self.shared.network.set_route(ends[0], ends[1], Route::Silent);
             }
             Fault::CutPeers => {
-                for to in (0..PLACES).filter(|to| *to != place) {
+                for to in (0..places()).filter(|to| *to != place) {
                     self.set_routes(replica_host(place), replica_host(to), route);
                 }
             }
@@ -194,7 +211,9 @@ impl World {
                 api.expire_continue_tokens();
             }
             Fault::Restore => {
-                // All objects are as before, but their versions are not.
+                if rng.bool() {
+                    self.shared.change(|source, api| source.go_back(api, || rng.bool()));
+                }
                 self.shared.api.reload(&Restart::RaiseVersions(rng.u64(1..1000)));
                 self.shared.api.order(None, &Order::Close);
             }
@@ -205,15 +224,22 @@ impl World {
                 }
                 self.shared.change(|source, api| source.delete_node(api, node));
                 // Replicas look for nodes to forget once a second.
-                let (shared, pause) = (Arc::clone(&self.shared), Duration::from_millis(rng.u64(0..2000)));
-                self.client.spawn(async move {
-                    sleep(pause).await;
+                self.later(rng.u64(0..2000), move |shared| {
                     shared.change(|source, api| source.put_node(api, node));
                     shared.tell(format!("{} exists again", NODES[node]));
                 });
             }
+            Fault::BareNode => Source::set_bare_node(&self.shared.api, true),
+            Fault::ServiceAgain => {
+                self.shared.change(|source, api| source.set_again(api, false));
+                self.shared.tell(format!("{} is deleted", service_name(AGAIN)));
+                if rng.bool() {
+                    self.later(rng.u64(0..2000), |shared| shared.change(|source, api| source.set_again(api, true)));
+                }
+            }
+            Fault::HangKernel => self.hang(node, true),
             Fault::Reject => {
-                let crowd = if rng.u8(0..3) == 0 { CROWD } else { 0..0 };
+                let crowd = if rng.u8(0..3) == 0 { crowd() } else { 0..0 };
                 let some = (0..=LOCAL).filter(|_| rng.bool()).chain(crowd.clone());
                 let rejected: Vec<String> =
                     some.map(|service| format!("{NAMESPACE}/{}", service_name(service))).collect();
@@ -227,11 +253,7 @@ impl World {
                     self.shared.forget_bait(node, rng.bool());
                 }
                 // A node in trouble often loses its connections as well.
-                let (network, pause) = (self.shared.network.clone(), Duration::from_millis(rng.u64(2000..8000)));
-                self.client.spawn(async move {
-                    sleep(pause).await;
-                    network.reset(node_host(node));
-                });
+                self.later(rng.u64(2000..8000), move |shared| shared.network.reset(node_host(node)));
             }
             Fault::StepClock => {
                 let hour = 3_600_000_000_000_i64;
@@ -251,8 +273,17 @@ impl World {
         Ok(())
     }
 
+    /// Calls `work` after a pause.
+    fn later(&self, milliseconds: u64, work: impl FnOnce(&Shared) + Send + 'static) {
+        let shared = Arc::clone(&self.shared);
+        self.client.spawn(async move {
+            sleep(Duration::from_millis(milliseconds)).await;
+            work(&shared);
+        });
+    }
+
     fn join(&mut self) -> Result<()> {
-        let free = (0..PLACES).find(|place| !lock(&self.shared.named).contains(place));
+        let free = (0..places()).find(|place| !lock(&self.shared.named).contains(place));
         let Some(place) = free else { return Ok(()) };
         // A replica that was told to leave may still run there.
         self.kill_replica(place, false);
@@ -283,12 +314,17 @@ impl World {
     pub fn heal(&mut self) -> Result<()> {
         self.shared.tell("heal");
         self.shared.api.clear_faults();
-        self.shared.change(|source, api| CROWD.for_each(|service| source.delete_service(api, service)));
+        self.shared.change(|source, api| {
+            crowd().for_each(|service| source.delete_service(api, service));
+            source.set_again(api, true);
+            Source::set_bare_node(api, false);
+        });
         for node in 0..NODES.len() {
             self.shared.change(|source, api| source.put_node(api, node));
             self.shared.kernels[node].recover();
             self.shared.kernels[node].reject(&[]);
             self.disks[node].set_full(false);
+            self.hang(node, false);
         }
         for process in self.processes() {
             (process.calendar_step, process.drift_ppm) = (0, 0);

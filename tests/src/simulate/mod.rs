@@ -10,7 +10,8 @@
 //! The programs are asked what all nodes have programmed while processes die, freeze and lose
 //! connections ([`faults`]). Each answer is compared with what the kernels forward ([`ask`]).
 //!
-//! TLS, threads and the netlink of a real kernel are left out. An agent's sync takes no time.
+//! TLS, threads and the netlink of a real kernel are left out. An agent's sync takes no time, and
+//! neither does work that blocks.
 
 pub mod api;
 pub mod ask;
@@ -37,7 +38,7 @@ use serde::{Deserialize, Serialize};
 use self::{
     ask::{Asker, Question},
     faults::Fault,
-    source::{LOCAL, NODES, Phase},
+    source::{LOCAL, NODES, Phase, size},
     world::{World, lock},
 };
 use crate::apiserver::Order;
@@ -50,14 +51,18 @@ const LONGEST_TURN_MS: u64 = 100;
 const LONGEST_HEALING: u64 = 60 * SECOND;
 /// Longer than the time after which some worlds take a Node for one that never had an agent.
 const SHORT: Duration = Duration::from_secs(46);
-/// How long a fleet is watched in which nothing happens, in seconds, and the most bytes that its
-/// connections may carry in a minute then.
+/// How long a fleet is watched in which nothing happens, in seconds.
 const QUIET: u64 = 10;
 /// By then, what the faults have caused has ended: the first pause before a Service in quarantine
 /// is tried again, and the moves between replicas.
 const CALM: u64 = 60;
 const LONG_QUIET: u64 = 200;
-const MOST_QUIET_BYTES: u64 = 60_000;
+/// What a fleet in which nothing happens may send, and how often its processes may wake up, in a
+/// minute. Each bound is multiplied by the number of nodes plus the square of the number of places
+/// for replicas.
+const MOST_QUIET_BYTES: u64 = 1_250;
+const MOST_QUIET_MESSAGES: u64 = 60;
+const MOST_QUIET_WAKEUPS: u64 = 1_750;
 
 /// What happens at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,6 +101,8 @@ pub struct Outcome {
     pub answers: BTreeMap<String, u64>,
     /// The simulated time.
     pub simulated_ms: u64,
+    /// The most memory that the world held, in bytes. 0 until the program that counts it sets it.
+    pub peak_bytes: u64,
 }
 
 /// Draws what happens for a seed.
@@ -122,7 +129,22 @@ pub fn plan(seed: u64) -> Vec<Planned> {
         at_ms += rng.u64(0..longest_pause_ms);
         Planned { at_ms, act, seed: rng.u64(..) }
     };
-    acts.into_iter().map(next).collect()
+    let mut planned: Vec<Planned> = acts.into_iter().map(next).collect();
+    // A verification repairs what it finds, so most seeds ask for none. What a fault has broken is
+    // soon repaired anyway.
+    if rng.u8(0..4) == 0 {
+        let count = rng.usize(2..7);
+        let faults = planned.iter().filter(|planned| matches!(planned.act, Act::Fault(_)));
+        let faults: Vec<u64> = faults.map(|fault| fault.at_ms).collect();
+        let verify = |_| Planned {
+            at_ms: faults[rng.usize(0..faults.len())] + rng.u64(0..3000),
+            act: Act::Ask(Question::Verify),
+            seed: rng.u64(..),
+        };
+        planned.extend((0..count).map(verify));
+        planned.sort_by_key(|planned| planned.at_ms);
+    }
+    planned
 }
 
 /// Runs the acts of a plan in a world that follows from `seed`. The calling thread must have begun
@@ -132,7 +154,8 @@ pub fn plan(seed: u64) -> Vec<Planned> {
 /// The simulation itself fails.
 pub fn run(seed: u64, plan: &[Planned]) -> Result<Outcome> {
     let (rng, world) = (Rng::with_seed(seed), World::new(&mut Rng::with_seed(seed))?);
-    let (seen, forwarded, dropped) = Default::default();
+    let pods = || vec![BTreeSet::new(); NODES.len()];
+    let (seen, forwarded, dropped) = (vec![0; NODES.len()], pods(), pods());
     let mut driver =
         Driver { rng, world, hash: DefaultHasher::new(), reached: BTreeSet::new(), seen, forwarded, dropped };
     let result = driver.everything(plan);
@@ -142,7 +165,14 @@ pub fn run(seed: u64, plan: &[Planned]) -> Result<Outcome> {
     let story = std::mem::take(&mut *lock(&shared.story));
     story.hash(&mut driver.hash);
     let answers = std::mem::take(&mut *lock(&shared.answers));
-    Ok(Outcome { defects, hash: driver.hash.finish(), story, answers, simulated_ms: clock::now() / MILLISECOND })
+    Ok(Outcome {
+        defects,
+        hash: driver.hash.finish(),
+        story,
+        answers,
+        simulated_ms: clock::now() / MILLISECOND,
+        peak_bytes: 0,
+    })
 }
 
 struct Driver {
@@ -152,17 +182,16 @@ struct Driver {
     /// The hosts that got something at the end of the last turn.
     reached: BTreeSet<IpAddr>,
     /// The number of changes of each kernel that the driver has looked at.
-    seen: [usize; NODES.len()],
+    seen: Vec<usize>,
     /// The pods to which each kernel forwards.
-    forwarded: [BTreeSet<Ipv4Addr>; NODES.len()],
+    forwarded: Vec<BTreeSet<Ipv4Addr>>,
     /// The pods that have gone, and to which a kernel did not forward any more.
-    dropped: [BTreeSet<Ipv4Addr>; NODES.len()],
+    dropped: Vec<BTreeSet<Ipv4Addr>>,
 }
 
 impl Driver {
     fn everything(&mut self, plan: &[Planned]) -> Result<()> {
-        self.world.start_replica(0)?;
-        self.world.start_replica(1)?;
+        (0..size().replicas).try_for_each(|place| self.world.start_replica(place))?;
         (0..NODES.len()).try_for_each(|node| self.world.start_agent(node))?;
         self.world.shared.change(source::Source::stock);
         self.settle("at the start")?;
@@ -178,9 +207,7 @@ impl Driver {
         let calm = self.rng.u64(0..6000) * MILLISECOND;
         self.until(clock::now() + calm);
         self.world.heal()?;
-        while self.world.shared.open_questions.load(Ordering::Relaxed) > 0 {
-            self.until(clock::now() + SECOND / 4);
-        }
+        self.until_answered();
         self.world.shared.change(source::Source::stock);
         self.settle("after all faults ended")?;
         self.stay_quiet();
@@ -213,6 +240,13 @@ impl Driver {
     fn until(&mut self, end: u64) {
         while clock::now() < end {
             self.turn(end);
+        }
+    }
+
+    /// Lets time pass until no question waits for an answer.
+    fn until_answered(&mut self) {
+        while self.world.shared.open_questions.load(Ordering::Relaxed) > 0 {
+            self.until(clock::now() + SECOND / 4);
         }
     }
 
@@ -253,9 +287,9 @@ impl Driver {
             let now: BTreeSet<Ipv4Addr> = kernel.into_values().flatten().collect();
             let is_gone = |address: &&Ipv4Addr| {
                 let source = shared.source();
-                source.pods.iter().any(|pod| pod.address == **address && pod.phase == Phase::Gone)
+                source.pods.iter().any(|pod| pod.address == **address && pod.phase == Phase::Gone && !pod.is_back)
             };
-            for address in now.intersection(&self.dropped[node]) {
+            for address in now.intersection(&self.dropped[node]).filter(is_gone) {
                 shared.is_false(&format!("{name} goes back: it forwards again to {address}, which is gone"));
             }
             self.dropped[node].extend(self.forwarded[node].difference(&now).filter(is_gone));
@@ -263,8 +297,9 @@ impl Driver {
         }
     }
 
-    /// Checks that a fleet without changes says little, and that all its nodes are up to date.
-    /// Often the API server sends no bookmarks, as etcd does not by default for many minutes.
+    /// Checks that a fleet without changes says little, and that all its nodes are up to date and
+    /// verified. Often the API server sends no bookmarks, as etcd does not by default for many
+    /// minutes.
     fn stay_quiet(&mut self) {
         let shared = Arc::clone(&self.world.shared);
         let seconds = match self.rng.u8(0..32) {
@@ -276,15 +311,25 @@ impl Driver {
         shared.api.set_options(|options| options.bookmarks = has_bookmarks);
         shared.api.order(None, &Order::Close);
         self.until(clock::now() + CALM * SECOND);
-        let before = shared.network.arrived();
+        let wakeups = |world: &mut World| world.processes().into_iter().map(|process| process.wakeups()).sum::<u64>();
+        let (before, woken) = (shared.network.arrived(), wakeups(&mut self.world));
         self.until(clock::now() + seconds * SECOND);
-        let a_minute = (shared.network.arrived() - before) * 60 / seconds;
-        if a_minute > MOST_QUIET_BYTES {
-            shared.is_false(&format!("{a_minute} bytes a minute while nothing happens; at most {MOST_QUIET_BYTES}"));
+        let (after, woken) = (shared.network.arrived(), wakeups(&mut self.world) - woken);
+        for (what, count, most) in [
+            ("bytes", after.0 - before.0, MOST_QUIET_BYTES),
+            ("messages", after.1 - before.1, MOST_QUIET_MESSAGES),
+            ("wake-ups", woken, MOST_QUIET_WAKEUPS),
+        ] {
+            let (a_minute, most) = (count * 60 / seconds, most * (NODES.len() + world::places().pow(2)) as u64);
+            shared.tell(format!("{a_minute} {what} a minute while nothing happens"));
+            if a_minute > most {
+                shared.is_false(&format!("{a_minute} {what} a minute while nothing happens; at most {most}"));
+            }
         }
         let asker = Asker { shared: Arc::clone(&shared), rng: self.rng.fork() };
-        self.world.client.spawn(asker.all_are_up_to_date());
-        self.until(clock::now() + 6 * SECOND);
+        shared.open_questions.fetch_add(1, Ordering::Relaxed);
+        self.world.client.spawn(asker.all_are_well());
+        self.until_answered();
     }
 
     /// Waits until all kernels forward what the source says.

@@ -52,8 +52,8 @@ struct Wires {
     /// The connections on which something waits for a silent route to open.
     stuck: BTreeSet<u64>,
     next: u64,
-    /// Bytes that arrived, for the trace.
-    arrived: u64,
+    /// Bytes that arrived, and in how many pieces.
+    arrived: (u64, u64),
 }
 
 impl Default for Wires {
@@ -67,7 +67,7 @@ impl Default for Wires {
             due: BTreeSet::new(),
             stuck: BTreeSet::new(),
             next: 0,
-            arrived: 0,
+            arrived: (0, 0),
         }
     }
 }
@@ -217,9 +217,9 @@ impl Network {
         }
     }
 
-    /// The bytes that have arrived so far.
+    /// The bytes that have arrived so far, and the number of pieces.
     #[must_use]
-    pub fn arrived(&self) -> u64 {
+    pub fn arrived(&self) -> (u64, u64) {
         self.wires().arrived
     }
 
@@ -270,7 +270,8 @@ impl Network {
                     // The host has closed the socket, so it answers with a reset.
                     is_broken |= pipe.is_left[READER] && !bytes.is_empty();
                     pipe.is_over |= bytes.is_empty();
-                    *arrived += bytes.len() as u64;
+                    arrived.0 += bytes.len() as u64;
+                    arrived.1 += 1;
                     pipe.readable.extend_from_slice(&bytes);
                     pipe.reader.take().into_iter().for_each(Waker::wake);
                 }

@@ -29,6 +29,7 @@ struct Running {
     /// the timers of a runtime count whole milliseconds.
     last: u64,
     left: u64,
+    turns: u64,
 }
 
 impl Process {
@@ -55,7 +56,7 @@ impl Process {
         let entered = runtime.enter();
         let started = start();
         drop(entered);
-        self.running = Some(Running { runtime, last: clock::now(), left: 0 });
+        self.running = Some(Running { runtime, last: clock::now(), left: 0, turns: 0 });
         self.is_frozen = false;
         Ok(started)
     }
@@ -64,6 +65,13 @@ impl Process {
     #[must_use]
     pub fn is_behind(&self, now: u64) -> bool {
         self.running.as_ref().is_some_and(|running| now >= running.last + LONGEST_TURN_MS * MILLISECOND)
+    }
+
+    /// How often the process has found something to do, besides the beginnings of its turns.
+    #[must_use]
+    pub fn wakeups(&self) -> u64 {
+        let parked = |running: &Running| running.runtime.metrics().worker_park_count(0).saturating_sub(running.turns);
+        self.running.as_ref().map_or(0, parked)
     }
 
     /// Lets the process run until the driver's time is `until`. Does nothing if it is frozen.
@@ -75,6 +83,7 @@ impl Process {
         let due = running.left + passed.saturating_add_signed(drift as i64);
         let turn = due / MILLISECOND * MILLISECOND;
         (running.last, running.left) = (until, due - turn);
+        running.turns += 1;
         running.runtime.block_on(async {
             // A process that was frozen finds all its timers due at once.
             if turn > LONGEST_TURN_MS * 2 * MILLISECOND {

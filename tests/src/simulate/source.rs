@@ -6,6 +6,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::Ipv4Addr,
     ops::Range,
+    sync::{LazyLock, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -20,20 +21,67 @@ pub type Forwarding = BTreeMap<Ipv4Addr, BTreeSet<Ipv4Addr>>;
 
 /// The namespace of all objects.
 pub const NAMESPACE: &str = "shop";
+
+/// How large the world is.
+#[derive(Debug, Clone, Copy)]
+pub struct Size {
+    /// The number of replicas, at most 9.
+    pub replicas: usize,
+    /// The number of nodes, at most 100.
+    pub nodes: usize,
+    /// The number of Services that always exist, at most 150.
+    pub services: usize,
+}
+
+/// Set once, before the world begins. Otherwise the world has the default size.
+static SIZE: OnceLock<Size> = OnceLock::new();
+
+/// Sets the size of the world of this process.
+///
+/// # Errors
+/// The world would be too small or too large, or has begun.
+pub fn set_size(size: Size) -> Result<(), String> {
+    let Size { replicas, nodes, services } = size;
+    if !(2..=9).contains(&replicas) || !(3..=100).contains(&nodes) || !(FEWEST_SERVICES..=150).contains(&services) {
+        return Err(format!("a world has 2 to 9 replicas, 3 to 100 nodes and {FEWEST_SERVICES} to 150 Services"));
+    }
+    SIZE.set(size).map_err(|_| "the world has begun".to_owned())
+}
+
+/// How large the world is.
+pub fn size() -> Size {
+    *SIZE.get_or_init(|| Size { replicas: 2, nodes: 3, services: 20 })
+}
+
 /// The nodes.
-pub const NODES: [&str; 3] = ["node-a", "node-b", "node-c"];
+pub static NODES: LazyLock<Vec<&'static str>> = LazyLock::new(|| {
+    let name = |number: usize| match u8::try_from(number) {
+        Ok(number @ 0..26) => format!("node-{}", char::from(b'a' + number)),
+        _ => format!("node-{number}"),
+    };
+    (0..size().nodes).map(|number| &*name(number).leak()).collect()
+});
+
+/// A node that never has an agent.
+pub const BARE: &str = "bare-node";
 /// The readiness gate of pods that wait for it.
 pub const GATE: &str = "headgate.io/programmed";
-/// The number of Services that always exist. The first ones have the policy Cluster.
-pub const SERVICES: usize = CLUSTER + 2;
 /// The number of Services with the policy Cluster.
 pub const CLUSTER: usize = 3;
 /// The Service with `internalTrafficPolicy: Local`.
 pub const LOCAL: usize = CLUSTER;
 /// A Service that never changes, and that questions break in kernels.
 pub const BAIT: usize = CLUSTER + 1;
+/// A Service that may be deleted and created again. No question is about its endpoints.
+pub const AGAIN: usize = CLUSTER + 2;
+/// The others never change.
+const FEWEST_SERVICES: usize = CLUSTER + 3;
+
 /// Services without endpoints, which some kernels reject.
-pub const CROWD: Range<usize> = SERVICES..SERVICES + 80;
+pub fn crowd() -> Range<usize> {
+    size().services..size().services + 80
+}
+
 /// What the EndpointSlices say about a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
@@ -68,6 +116,8 @@ pub struct Pod {
     is_taken: bool,
     /// True if all replicas knew the pod at the start of the round.
     pub is_known: bool,
+    /// True if the pod had gone, and an older backup brought it back.
+    pub is_back: bool,
 }
 
 /// The objects. Pods are never removed from the list before [`Self::forget`].
@@ -76,8 +126,10 @@ pub struct Source {
     /// The pods.
     pub pods: Vec<Pod>,
     /// Since when each Node exists.
-    nodes: [Option<Instant>; NODES.len()],
+    nodes: Vec<Option<Instant>>,
     created: u32,
+    /// When the Service that may be deleted was created or deleted last, and whether it exists.
+    again: (Instant, bool),
     /// When a pod changed that a node may use or not, depending on such pods.
     last_moved: Instant,
 }
@@ -100,12 +152,18 @@ fn has_anchor(service: usize, node: usize) -> bool {
 impl Source {
     /// Writes the Nodes and Services, and the pods that never change.
     pub fn new(api: &ApiServer) -> Self {
-        let mut source = Self { pods: Vec::new(), nodes: [None; NODES.len()], created: 0, last_moved: Instant::now() };
+        let mut source = Self {
+            pods: Vec::new(),
+            nodes: vec![None; NODES.len()],
+            created: 0,
+            again: (Instant::now(), true),
+            last_moved: Instant::now(),
+        };
         api.apply(service_cidr("kubernetes", &["10.96.0.0/16"]).build()).unwrap();
         for index in 0..NODES.len() {
             source.put_node(api, index);
         }
-        for index in 0..SERVICES {
+        for index in 0..size().services {
             source.put_service(api, index);
             for node in (0..NODES.len()).filter(|node| *node == 0 || index == LOCAL && has_anchor(index, *node)) {
                 let anchor = source.add(api, node, &[index], Phase::Ready);
@@ -128,6 +186,41 @@ impl Source {
         let name = service_name(index);
         if api.get(Kind::Service, NAMESPACE, &name).is_some() {
             api.delete(Kind::Service, NAMESPACE, &name).unwrap();
+        }
+    }
+
+    /// Deletes or creates the Service [`AGAIN`]. Its EndpointSlice stays, and is written anew.
+    pub fn set_again(&mut self, api: &ApiServer, exists: bool) {
+        if self.again.1 == exists {
+            return;
+        }
+        self.again = (Instant::now(), exists);
+        if exists {
+            self.put_service(api, AGAIN);
+        } else {
+            self.delete_service(api, AGAIN);
+        }
+        let version = self.write(api, AGAIN);
+        self.pods.iter_mut().filter(|pod| pod.services.contains(&AGAIN)).for_each(|pod| pod.version = version);
+    }
+
+    /// Creates or deletes the Node that never has an agent.
+    pub fn set_bare_node(api: &ApiServer, exists: bool) {
+        if exists {
+            api.apply(node(BARE).address("InternalIP", "192.0.2.250").build()).unwrap();
+        } else if api.get(Kind::Node, "", BARE).is_some() {
+            api.delete(Kind::Node, "", BARE).unwrap();
+        }
+    }
+
+    /// Goes back to an older backup: some pods that have gone are there again.
+    pub fn go_back(&mut self, api: &ApiServer, mut is_in_backup: impl FnMut() -> bool) {
+        for index in 0..self.pods.len() {
+            let pod = &mut self.pods[index];
+            if pod.phase == Phase::Gone && !pod.is_taken && is_in_backup() {
+                (pod.phase, pod.is_back) = (Phase::Unready, true);
+                self.set(api, index, Phase::Ready);
+            }
         }
     }
 
@@ -162,7 +255,8 @@ impl Source {
             api.apply(gated.condition("Ready", "False", "ReadinessGatesNotReady").build()).unwrap();
         }
         let services = services.to_vec();
-        self.pods.push(Pod { name, address, node, services, phase, version: 0, is_taken: false, is_known: false });
+        let (is_taken, is_known, is_back) = Default::default();
+        self.pods.push(Pod { name, address, node, services, phase, version: 0, is_taken, is_known, is_back });
         let index = self.pods.len() - 1;
         self.set(api, index, phase);
         index
@@ -181,6 +275,17 @@ impl Source {
             let version = self.write(api, service);
             self.pods[pod].version = version;
         }
+    }
+
+    /// Writes a second EndpointSlice of a Service, with an endpoint whose trigger time is after the
+    /// start of each agent.
+    pub fn trace(&self, api: &ApiServer) {
+        let name = service_name(0);
+        let slice = endpoint_slice(NAMESPACE, &format!("{name}-traced"), &name).port("", "TCP", 8080);
+        let mut slice = slice.endpoint("10.255.255.1", NODES[0]).build();
+        let trigger = json!({ "endpoints.kubernetes.io/last-change-trigger-time": "2999-01-01T00:00:00Z" });
+        slice["metadata"]["annotations"] = trigger;
+        api.apply(slice).unwrap();
     }
 
     /// Writes the EndpointSlice of a Service, and returns its resourceVersion.
@@ -246,6 +351,10 @@ impl Source {
     /// Whether the node must forward to the pod. `None` if it depends on other pods.
     pub fn wants(&self, pod: &Pod, service: usize, node: usize) -> Option<bool> {
         let is_near = service != LOCAL || pod.node == node;
+        let (changed, exists) = self.again;
+        if service == AGAIN && (!exists || changed.elapsed() < Duration::from_secs(5)) {
+            return None;
+        }
         match pod.phase {
             Phase::Ready => Some(is_near),
             Phase::Unready | Phase::Gone => Some(false),

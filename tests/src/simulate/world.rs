@@ -2,14 +2,19 @@
 //! asks.
 
 use std::{
+    future::poll_fn,
     net::{IpAddr, Ipv4Addr, SocketAddr},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicUsize},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    task::Poll,
     time::Duration,
 };
 
 use anyhow::Result;
 use fastrand::Rng;
-use futures::future::BoxFuture;
+use futures::{future::BoxFuture, task::AtomicWaker};
 use headgate_control_plane::{
     metrics::Metrics,
     model::{ModelSettings, Sink},
@@ -19,15 +24,16 @@ use headgate_control_plane::{
 };
 use headgate_core::{
     Protocol,
-    forwarding::{Fate, Origin},
+    forwarding::{Fate, Origin, Table},
     frontends::Frontend,
 };
-use headgate_listener::{Accept, Carrier, Io};
+use headgate_listener::{Accept, Carrier, HttpConnections, Io};
 use headgate_node_agent::{
     Parts,
     backoff::{Backoff, Jitter},
     control_planes::ControlPlane,
     dataplane::{DataplaneError, ErrorKind},
+    http::Pages,
     metrics::Metrics as AgentMetrics,
     reconcile::Timing,
     session::{barriers::Barriers, client::SessionConfig},
@@ -42,7 +48,7 @@ use super::{
     disk::SimulatedDisk,
     net::{Network, Route, SimulatedListener},
     process::Process,
-    source::{Forwarding, NODES, Source},
+    source::{Forwarding, NODES, Source, size},
 };
 use crate::{
     apiserver::ApiServer,
@@ -50,7 +56,11 @@ use crate::{
 };
 
 /// The number of places for replicas.
-pub const PLACES: usize = 3;
+#[must_use]
+pub fn places() -> usize {
+    size().replicas + 1
+}
+
 /// After this time, replicas know that a node has lost its power: pings are 10 s apart.
 const DARK: u64 = 30_000_000_000;
 /// After this time, a replica knows what an agent knows.
@@ -126,6 +136,60 @@ impl Accept for SimulatedListener {
     }
 }
 
+/// What an agent knows about itself.
+fn pages(parts: &Parts, metrics: Arc<AgentMetrics>) -> Pages {
+    Pages {
+        connections: HttpConnections::new(false, metrics.http_closed.clone()),
+        metrics,
+        interfaces: watch::channel(None).1,
+        progress: parts.progress.clone(),
+        backlog: Arc::clone(parts.state.backlog()),
+        patience: Duration::from_secs(60),
+        configz: Arc::default(),
+        flags: Arc::default(),
+        service_counters: None,
+        proxy: None,
+        userspace_service_counters: false,
+    }
+}
+
+/// What a table forwards, for clients on the node.
+fn forwarding(table: &Table) -> Forwarding {
+    let mut found = Forwarding::new();
+    for (frontend, entry) in &table.entries {
+        let Frontend::Address(IpAddr::V4(address), Protocol::Tcp, 80) = frontend else { continue };
+        if let Fate::Forwarded(endpoints) = &entry.fates[Origin::Node as usize] {
+            let endpoints = endpoints.iter().filter_map(|endpoint| match endpoint.ip() {
+                IpAddr::V4(address) => Some(address),
+                IpAddr::V6(_) => None,
+            });
+            found.entry(*address).or_default().extend(endpoints);
+        }
+    }
+    found
+}
+
+/// A kernel that may hang: then the loop that programs it waits, and the rest of the agent goes on.
+#[derive(Debug, Clone, Default)]
+struct Hang(Arc<(AtomicBool, AtomicWaker)>);
+
+impl Hang {
+    fn set(&self, hangs: bool) {
+        self.0.0.store(hangs, Ordering::Relaxed);
+        self.0.1.wake();
+    }
+
+    /// `work`, which waits while the kernel hangs.
+    async fn around(self, work: impl Future<Output = ()>) {
+        let mut work = std::pin::pin!(work);
+        poll_fn(|context| {
+            self.0.1.register(context.waker());
+            if self.0.0.load(Ordering::Relaxed) { Poll::Pending } else { work.as_mut().poll(context) }
+        })
+        .await;
+    }
+}
+
 /// What questions, faults and the driver share.
 pub struct Shared {
     /// The API server.
@@ -138,9 +202,13 @@ pub struct Shared {
     /// Passes the questions of each node's pods to the drain barrier.
     pub barriers: Mutex<Vec<Option<Arc<Barriers>>>>,
     /// Since when each agent knows that it cannot repair its kernel.
-    pub failing_since: Mutex<[Option<u64>; NODES.len()]>,
+    pub failing_since: Mutex<Vec<Option<u64>>>,
+    /// True once a node's kernel failed or lost rules.
+    pub is_tampered: Mutex<Vec<bool>>,
+    /// The node that most faults hit, and most verifications ask about.
+    pub usual_node: usize,
     /// When each node lost its power last.
-    pub lost_power: Mutex<[Option<u64>; NODES.len()]>,
+    pub lost_power: Mutex<Vec<Option<u64>>>,
     /// The places to which the name of the replicas leads.
     pub named: Arc<Mutex<Vec<usize>>>,
     /// The number of questions that wait for an answer.
@@ -188,18 +256,13 @@ impl Shared {
 
     /// What a node's kernel forwards, for clients on the node.
     pub fn read(&self, node: usize) -> Forwarding {
-        let mut found = Forwarding::new();
-        for (frontend, entry) in &self.kernels[node].forwarding().entries {
-            let Frontend::Address(IpAddr::V4(address), Protocol::Tcp, 80) = frontend else { continue };
-            if let Fate::Forwarded(endpoints) = &entry.fates[Origin::Node as usize] {
-                let endpoints = endpoints.iter().filter_map(|endpoint| match endpoint.ip() {
-                    IpAddr::V4(address) => Some(address),
-                    IpAddr::V6(_) => None,
-                });
-                found.entry(*address).or_default().extend(endpoints);
-            }
-        }
-        found
+        forwarding(&self.kernels[node].forwarding())
+    }
+
+    /// What a node's kernel forwarded, for clients on the node, in each dump after the first
+    /// `count`.
+    pub fn dumped_since(&self, node: usize, count: usize) -> Vec<Forwarding> {
+        self.kernels[node].dumped_since(count).iter().map(forwarding).collect()
     }
 
     /// Whether a node's agent has known for some time that it cannot repair its kernel, and could
@@ -234,15 +297,17 @@ pub struct World {
     /// Where questions are asked.
     pub client: Process,
     /// How often each place got a new replica, which is part of the replica's name.
-    pub generations: [u32; PLACES],
+    pub generations: Vec<u32>,
     /// Each one stops the replica at a place.
     tokens: Vec<Option<CancellationToken>>,
+    /// Each one stops the agent of a node.
+    agents_tokens: Vec<Option<CancellationToken>>,
+    /// Lets the kernel of a node hang.
+    hangs: Vec<Hang>,
     /// After this time without an agent, a replica takes a Node for one that never had one.
     pub uncovered_after: Duration,
     /// The place of the replica that most faults hit.
     pub usual_place: usize,
-    /// The node that most faults hit.
-    pub usual_node: usize,
     progress: Vec<Option<watch::Receiver<Progress>>>,
 }
 
@@ -253,6 +318,10 @@ impl World {
     /// A runtime cannot be created.
     pub fn new(rng: &mut Rng) -> Result<Self> {
         let network = Network::new(rng.u64(..));
+        // Some replicas remember each agent for much longer than a fault lasts, others only a bit
+        // longer than the longest pause of an agent that tries to connect.
+        let uncovered_after = Duration::from_secs(if rng.bool() { 45 } else { 600 });
+        let (usual_place, usual_node) = (rng.usize(0..2), rng.usize(0..NODES.len()));
         let api = Arc::new(ApiServer::without_port());
         let source = Mutex::new(Source::new(&api));
         let shared = Arc::new(Shared {
@@ -261,9 +330,11 @@ impl World {
             kernels: NODES.iter().map(|_| Control::default()).collect(),
             running: Mutex::default(),
             barriers: Mutex::new(vec![None; NODES.len()]),
-            failing_since: Mutex::default(),
-            lost_power: Mutex::default(),
-            named: Arc::new(Mutex::new(vec![0, 1])),
+            failing_since: Mutex::new(vec![None; NODES.len()]),
+            is_tampered: Mutex::new(vec![false; NODES.len()]),
+            lost_power: Mutex::new(vec![None; NODES.len()]),
+            usual_node,
+            named: Arc::new(Mutex::new((0..size().replicas).collect())),
             open_questions: AtomicUsize::default(),
             story: Mutex::default(),
             false_claims: Mutex::default(),
@@ -273,20 +344,19 @@ impl World {
         let place = |host| Process::new(host, network.clone());
         let mut client = place(CLIENT);
         client.start(|| ())?;
-        // Some replicas remember each agent for much longer than a fault lasts, others only a bit
-        // longer than the longest pause of an agent that tries to connect.
-        let uncovered_after = Duration::from_secs(if rng.bool() { 45 } else { 600 });
         Ok(Self {
-            replicas: (0..PLACES).map(|index| place(replica_host(index))).collect(),
-            ways: (0..PLACES).map(|_| WayToApi::new(Arc::clone(&api))).collect(),
+            replicas: (0..places()).map(|index| place(replica_host(index))).collect(),
+            ways: (0..places()).map(|_| WayToApi::new(Arc::clone(&api))).collect(),
             agents: (0..NODES.len()).map(|node| place(node_host(node))).collect(),
-            disks: NODES.iter().map(|_| SimulatedDisk::default()).collect(),
+            // Some disks are full before the first start.
+            disks: NODES.iter().map(|_| SimulatedDisk::new(rng.u8(0..32) == 0)).collect(),
+            hangs: NODES.iter().map(|_| Hang::default()).collect(),
             client,
-            generations: [0; PLACES],
-            tokens: vec![None; PLACES],
+            generations: vec![0; places()],
+            tokens: vec![None; places()],
+            agents_tokens: vec![None; NODES.len()],
             uncovered_after,
-            usual_place: rng.usize(0..2),
-            usual_node: rng.usize(0..NODES.len()),
+            usual_place,
             progress: vec![None; NODES.len()],
             shared,
         })
@@ -354,13 +424,18 @@ impl World {
     /// # Errors
     /// A runtime cannot be created.
     pub fn start_agent(&mut self, node: usize) -> Result<()> {
+        if self.agents_tokens[node].as_ref().is_some_and(CancellationToken::is_cancelled) {
+            // It has ended.
+            self.kill_agent(node, false);
+        }
         if self.agents[node].exists() {
             return Ok(());
         }
         self.shared.tell(format!("start the agent of {}", NODES[node]));
         let token = CancellationToken::new();
+        self.agents_tokens[node] = Some(token.clone());
         // Replicas announce the other places. Two places are named when the world has healed.
-        let seeds = [node, node + 1].map(|seed| replica_host(seed % PLACES));
+        let seeds = [node, node + 1].map(|seed| replica_host(seed % places()));
         let urls = seeds.into_iter().map(|host| format!("http://{}", SocketAddr::new(host, AGENTS_PORT)));
         let control_planes: Result<Vec<_>, _> = urls.map(|url| ControlPlane::parse(&url, true)).collect();
         let config = SessionConfig {
@@ -377,17 +452,21 @@ impl World {
             ..Timing::default()
         };
         let (kernel, disk) = (self.shared.kernels[node].clone(), self.disks[node].clone());
+        let hang = self.hangs[node].clone();
         let (barriers, progress) = self.agents[node].start(|| {
             let dataplane = Box::new(in_memory::dataplane_of(&kernel));
-            let metrics = AgentMetrics::registered();
+            let metrics = Arc::new(AgentMetrics::registered());
             let period = Duration::from_millis(500);
-            let parts = Parts::connect(dataplane, config, timing, Some(Box::new(disk)), period, &metrics);
+            let mut parts = Parts::connect(dataplane, config, timing, Some(Box::new(disk)), period, &metrics);
+            parts.answer_queries(NODES[node].into(), pages(&parts, metrics), false, false);
             let Parts { reconciler, session, barriers, saver, progress, .. } = parts;
-            tokio::spawn(reconciler.follow());
+            let reconciling = tokio::spawn(hang.around(reconciler.follow()));
             tokio::spawn(session.run(token.clone()));
             tokio::spawn(async move {
                 if let Some(saver) = saver {
-                    saver.run(token).await;
+                    let saver = saver.run(token).await;
+                    reconciling.abort();
+                    saver.save_last();
                 }
             });
             (barriers, progress)
@@ -404,6 +483,21 @@ impl World {
         if let Some(token) = &self.tokens[place] {
             token.cancel();
         }
+    }
+
+    /// Asks an agent to stop, as SIGTERM does.
+    pub fn stop_agent(&mut self, node: usize) {
+        self.agents[node].freeze(false);
+        if let Some(token) = &self.agents_tokens[node] {
+            token.cancel();
+        }
+        self.progress[node] = None;
+        lock(&self.shared.barriers)[node] = None;
+    }
+
+    /// Lets the kernel of a node hang, or go on: what the agent writes and reads waits.
+    pub fn hang(&self, node: usize, hangs: bool) {
+        self.hangs[node].set(hangs);
     }
 
     /// Ends a replica at once.

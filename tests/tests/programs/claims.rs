@@ -19,11 +19,12 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use headgate_tests::{
     apiserver::{ApiServer, Kind},
+    monitoring,
     simulate::source::{
         CLUSTER, Forwarding, GATE, LOCAL, NAMESPACE, NODES, Phase, Pod, Source, cluster_ip, service_name,
     },
     testbed::{
-        Namespace,
+        Namespace, page,
         process::{Process, output, program},
     },
 };
@@ -70,6 +71,7 @@ impl Asked {
 struct World {
     replicas: BTreeMap<usize, Process>,
     agents: BTreeMap<usize, Process>,
+    stranger: Option<Process>,
     source: Source,
     api: ApiServer,
     nodes: Vec<Namespace>,
@@ -108,8 +110,8 @@ impl World {
         std::fs::write(folder.path().join("kubeconfig"), api.kubeconfig())?;
         answer_as_endpoints(&control)?;
         let source = Source::new(&api);
-        let (replicas, agents) = Default::default();
-        let mut world = Self { replicas, agents, source, api, nodes, control, folder };
+        let (replicas, agents, stranger) = Default::default();
+        let mut world = Self { replicas, agents, stranger, source, api, nodes, control, folder };
         (0..REPLICAS.len()).try_for_each(|place| world.start_replica(place))?;
         (0..NODES.len()).try_for_each(|node| world.start_agent(node))?;
         world.source.stock(&world.api);
@@ -220,6 +222,46 @@ impl World {
 
     fn drain(&self, pod: &Pod) -> Result<Asked> {
         self.headgatectl(&["drain", &format!("{NAMESPACE}/{}", pod.name), "--timeout=60s", "--silent=60s"])
+    }
+
+    /// Does what replicas refuse and count: bytes that are no TLS, a question of a node, and an
+    /// agent with the certificate of another node.
+    fn make_mistakes(&mut self) -> Result<()> {
+        let say = || Ok(TcpStream::connect((REPLICAS[0], 7443))?.write_all(b"GET / HTTP/1.0\r\n\r\n")?);
+        self.control.run(say)?;
+        let mut command = Command::new(program("headgatectl")?);
+        command.arg(format!("--server=https://{}:7444", REPLICAS[0]));
+        for (option, file) in [("ca", "ca.crt"), ("cert", "nodes/node-a.crt"), ("key", "nodes/node-a.key")] {
+            command.arg(format!("--tls-{option}={}", self.path(&format!("certs/{file}"))));
+        }
+        command.args(["--output=json", "agents"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let refused = self.control.spawn(command)?.wait_with_output()?;
+        let said = String::from_utf8_lossy(&refused.stderr);
+        ensure!(!refused.status.success() && said.contains("reader"), "a node may read, or could not ask: {said}");
+        for end in ["crt", "key"] {
+            std::fs::copy(
+                self.path(&format!("certs/nodes/node-a.{end}")),
+                self.path(&format!("certs/nodes/node-x.{end}")),
+            )?;
+        }
+        let mut command = commands::agent(self.folder.path(), "node-x")?;
+        command.args(REPLICAS.map(|address| format!("--control-plane=https://{address}:7443")));
+        self.stranger = Some(Process::start("node-x", &self.control, command, &self.folder.path().join("node-x"))?);
+        Ok(())
+    }
+
+    /// The metrics of all replicas and agents.
+    fn metrics(&self) -> Result<Vec<monitoring::Page>> {
+        let read = |namespace: &Namespace, address: &str| namespace.run(|| Ok(page::get(address, "/metrics")?));
+        let replicas = REPLICAS.iter().map(|address| {
+            let instance = format!("{address}:7480");
+            Ok(monitoring::Page { job: "headgate-control-plane", text: read(&self.control, &instance)?, instance })
+        });
+        let agents = self.nodes.iter().map(|node| {
+            let text = page::of_agent(node, "/metrics")?;
+            Ok(monitoring::Page { job: "headgate-node-agent", instance: node.name().to_owned(), text })
+        });
+        replicas.chain(agents).collect()
     }
 
     /// Connects to a Service, and checks who answers.
@@ -348,5 +390,20 @@ fn ask_all(world: &mut World) -> Result<()> {
     }
     world.settle()?;
     world.until_all("verify", "result", "verified")?;
-    (0..CLUSTER).try_for_each(|service| world.check_with_packets(service, service))
+    (0..CLUSTER).try_for_each(|service| world.check_with_packets(service, service))?;
+    world.make_mistakes()?;
+    let mut queries = monitoring::queries("dashboard.json")?;
+    // No write to the kernel has failed. The times until everywhere have tests of their own in
+    // `streams`: a replica that has just returned may be the one that records them.
+    let left_out = ["headgate_agent_applies_failed_total", "headgate_fleet_programmed_everywhere_seconds"];
+    let count = queries.len();
+    queries.retain(|query| !left_out.iter().any(|name| query.contains(name)));
+    ensure!(queries.len() + 3 == count, "{} of {count} queries are left", queries.len());
+    world.source.trace(&world.api);
+    let mut found = Ok(());
+    let waited = eventually("the dashboard has values", || {
+        found = monitoring::find_values(&world.metrics()?, &queries);
+        Ok(found.is_ok())
+    });
+    found.and(waited)
 }

@@ -3,7 +3,10 @@
 
 use std::process::{Command, Output, Stdio};
 
-use headgate_tests::testbed::{port::ReservedPort, process::program};
+use headgate_tests::{
+    apiserver::{ApiServer, objects::node},
+    testbed::{port::ReservedPort, process::program},
+};
 use serde_json::Value;
 
 use crate::inspect::ControlPlane;
@@ -221,4 +224,25 @@ async fn a_closed_pipe_ends_the_program_without_an_error() {
     let output = output.await.unwrap();
     assert!(output.status.success(), "{}: {}", output.status, text(&output.stderr));
     assert_eq!(text(&output.stderr), "");
+}
+
+/// The distribution is known by the versions of its kubelets. No replica answers here.
+#[tokio::test]
+async fn migrate_run_says_what_a_person_must_do_where_kube_proxy_is_no_daemon_set() {
+    let (api, folder) = (ApiServer::start().unwrap(), tempfile::tempdir().unwrap());
+    let (kubeconfig, nobody) = (folder.path().join("kubeconfig"), ReservedPort::reserve().unwrap());
+    std::fs::write(&kubeconfig, api.kubeconfig()).unwrap();
+    let server = format!("http://{}", nobody.address());
+    for (version, expected) in [
+        ("v1.36.2+k3s1", "kube-proxy is a part of the program k3s. One node after the other, servers first:\n"),
+        ("v1.36.2+rke2r1", "RKE2 runs kube-proxy as a static pod. One node after the other, servers first:\n"),
+        ("v1.36.2", "no kube-proxy was found: no DaemonSet (--kube-proxy), no static pod, no k3s and no RKE2. If it"),
+    ] {
+        let mut object = node("node-a").build();
+        object["status"]["nodeInfo"] = serde_json::json!({ "kubeletVersion": version });
+        api.apply(object).unwrap();
+        let output = headgatectl(&server, &["migrate", "run", "--kubeconfig", kubeconfig.to_str().unwrap()]).await;
+        let (said, error) = (text(&output.stdout), text(&output.stderr));
+        assert!(said.starts_with(expected) && error.contains(&nobody.address().to_string()), "{said}\n{error}");
+    }
 }

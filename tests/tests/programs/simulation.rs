@@ -23,6 +23,8 @@ fn no_claim_is_false_in_simulated_time() {
         "DrainUnready: incomplete",
         "Gate: Programmed",
         "PodAsks: drained",
+        "Verify: drift",
+        "Verify: verified",
         "Wait: done",
         "WaitGone: done",
     ] {
@@ -31,9 +33,19 @@ fn no_claim_is_false_in_simulated_time() {
 }
 
 #[test]
+fn no_claim_is_false_in_a_larger_world() {
+    let size = ["--replicas", "4", "--nodes", "12", "--services", "60"];
+    let (output, text) = simulate(&[&["--seeds", "20", "--stop-after", "1"], &size[..]].concat());
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    let (output, _) = simulate(&["--seed", "1", "--nodes", "2"]);
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && error.contains("3 to 100 nodes"), "{error}");
+}
+
+#[test]
 fn a_seed_gives_the_same_story_twice() {
-    for seed in ["3", "70", "4711"] {
-        let [one, other] = [1, 2].map(|_| simulate(&["--seed", seed]).1);
+    for (seed, nodes) in [("3", "3"), ("70", "3"), ("4711", "5")] {
+        let [one, other] = [1, 2].map(|_| simulate(&["--seed", seed, "--nodes", nodes]).1);
         assert!(one == other && one.contains("simulated seconds, hash "), "{one}\n{other}");
     }
 }

@@ -51,13 +51,15 @@ pub struct Settings {
     pub ports: Ports,
 }
 
-/// The bound addresses of the gRPC ports of a replica.
+/// The bound addresses of the ports of a replica.
 #[derive(Debug, Clone, Copy)]
 pub struct Ports {
     /// The address of `--listen`.
     pub agents: SocketAddr,
     /// The address of `--inspect-listen`.
     pub inspect: SocketAddr,
+    /// The address of `--metrics-listen`, where the kubelet asks how the replica is.
+    pub pages: Option<SocketAddr>,
 }
 
 /// How conditions of readiness gates are set.
@@ -135,7 +137,7 @@ impl Default for Settings {
             readiness: None,
             api_server: None,
             carrier: None,
-            ports: Ports { agents: unbound, inspect: unbound },
+            ports: Ports { agents: unbound, inspect: unbound, pages: None },
         }
     }
 }

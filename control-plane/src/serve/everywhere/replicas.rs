@@ -31,7 +31,7 @@ use tonic::transport::{Channel, Endpoint, Uri};
 use super::here::Question;
 use crate::{
     serve::{
-        context::{Context, PeerSettings, PeerTls, milliseconds},
+        context::{Context, PeerSettings, PeerTls, Ports, milliseconds},
         fleet::{Departed, Fleet},
     },
     store::positions_to_wire,
@@ -533,7 +533,10 @@ const MAX_RESERVED: usize = 1_000;
 pub(super) async fn reserve(context: Arc<Context>, replicas: Option<Arc<Replicas>>) {
     let (settings, store) = (&context.settings, &context.store);
     let enrolment = settings.enrolment.as_ref().map(|enrolment| enrolment.listen);
-    let own: Vec<SocketAddr> = [settings.ports.agents, settings.ports.inspect].into_iter().chain(enrolment).collect();
+    let Ports { agents, inspect, pages } = settings.ports;
+    // Pages at a loopback address are nobody's but this machine's.
+    let pages = pages.filter(|pages| !pages.ip().is_loopback());
+    let own: Vec<SocketAddr> = [agents, inspect].into_iter().chain(enrolment).chain(pages).collect();
     let kubernetes = ServiceKey::new("default", "kubernetes");
     let endpoints = |key: &ServiceKey| store.endpoints(key).into_iter().map(|(endpoint, _)| endpoint);
     let ports_of = |headgate_core::Endpoint { address, ports, .. }| {
@@ -578,14 +581,28 @@ mod tests {
     /// Waits until `expected` is reserved for a replica with this API server.
     async fn until_reserved(api_server: &str, expected: BTreeSet<Frontend>) {
         let api_server = Some((api_server.to_owned(), 6443));
+        until_reserved_with(Settings { api_server, ..Settings::default() }, expected).await;
+    }
+
+    async fn until_reserved_with(settings: Settings, expected: BTreeSet<Frontend>) {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
-        let settings = Settings { api_server, ..Settings::default() };
         let following = tokio::spawn(reserve(Context::new(Arc::clone(&store), metrics, settings), None));
         while store.reserved() != reserved_to_wire(&expected) {
             sleep(Duration::from_millis(5)).await;
         }
         following.abort();
+    }
+
+    /// Whoever answers the kubelet in place of a replica has it killed.
+    #[tokio::test]
+    async fn the_pages_of_a_replica_are_reserved_unless_only_its_machine_has_them() {
+        for (pages, ports) in [("[::]:7480", &[7443, 7444, 7480][..]), ("127.0.0.1:7480", &[7443, 7444])] {
+            let at = |port| SocketAddr::new([192, 0, 2, 8].into(), port);
+            let ports_of = Ports { agents: at(7443), inspect: at(7444), pages: Some(pages.parse().unwrap()) };
+            let expected = ports.iter().map(|port| Frontend::Address(at(*port).ip(), Protocol::Tcp, *port)).collect();
+            until_reserved_with(Settings { ports: ports_of, ..Settings::default() }, expected).await;
+        }
     }
 
     /// Whoever takes the name server of replicas keeps them from finding each other and the API

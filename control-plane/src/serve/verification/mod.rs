@@ -8,11 +8,11 @@ mod comparison;
 use std::{sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt as _, stream};
+use headgate_listener::blocking;
 use headgate_proto::v1::{self, node_answer, node_query};
 use prost::Message as _;
 use tokio::{
     sync::Semaphore,
-    task::spawn_blocking,
     time::{Instant, sleep},
 };
 use tonic::{Code, Status};
@@ -164,7 +164,7 @@ impl Verifier {
             rejections: rejections.unwrap_or_default(),
         };
         let mut taken = std::mem::replace(comparison, Comparison::new(comparison.node()));
-        let compared = spawn_blocking(move || {
+        let compared = blocking(move || {
             step(&mut taken, &known, &answer);
             taken
         });

@@ -66,11 +66,14 @@ fn missing<'a>(before: &Missing, lost: impl Iterator<Item = &'a Arc<ObjectKey>>,
     lost.map(|key| (Arc::clone(key), before.get(key).copied().unwrap_or(now))).collect()
 }
 
-/// Whether a file must be read: its stamp differs from the last read, or it has disappeared.
+/// Whether a file must be read: its stamp differs from the last read, or it has disappeared and
+/// this was not noted yet.
 fn is_changed(found: &Found, path: &Path, known: Option<&File>) -> bool {
     match found.files.get(path) {
         Some(stamp) => known.and_then(|file| file.read).is_none_or(|read| read != *stamp),
-        None => known.is_some_and(|file| file.read.is_some() || file.fault.is_some()),
+        // A file that became wanted while it was unreadable has no stamp, and still holds objects.
+        None => known
+            .is_some_and(|file| file.read.is_some() || file.fault.is_some() || file.keys.len() > file.missing.len()),
     }
 }
 

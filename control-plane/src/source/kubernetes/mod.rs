@@ -865,7 +865,7 @@ mod gather_tests {
 
     use super::*;
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn updates_of_a_burst_are_gathered_for_a_bounded_time() {
         let (sender, mut updates) = mpsc::channel(8);
         let recently = || Gatherer { last: Some(Instant::now()) };
@@ -878,16 +878,21 @@ mod gather_tests {
         let (batch, ()) = tokio::join!(gatherer.together(1, &mut updates), later);
         assert_eq!(batch, [1, 2]);
 
+        let pause = Arc::new(Mutex::new(LINGER / 2));
+        let pauses = Arc::clone(&pause);
         let ending = tokio::spawn(async move {
             while sender.send(0).await.is_ok() {
-                tokio::task::yield_now().await;
+                let pause = *pauses.lock().unwrap();
+                tokio::time::advance(pause).await;
             }
         });
         let start = Instant::now();
         let batch = recently().together(1, &mut updates).await;
         let took = start.elapsed();
-        assert!(took >= LONGEST_LINGER || batch.len() == MAX_TOGETHER, "{} updates after {took:?}", batch.len());
-        assert!(batch.len() > 1);
+        assert!(batch.len() > 2, "{batch:?}");
+        assert!((LONGEST_LINGER..=LONGEST_LINGER + LINGER).contains(&took), "{took:?}");
+        *pause.lock().unwrap() = Duration::ZERO;
+        assert_eq!(recently().together(1, &mut updates).await.len(), MAX_TOGETHER);
         drop(updates);
         ending.await.unwrap();
     }

@@ -284,3 +284,22 @@ fn questions_for_a_position_do_not_interrupt_the_watch_that_will_reach_it() {
     }
     assert_eq!(asked, 1);
 }
+
+#[test]
+fn a_replica_serves_without_an_optional_kind_only_if_it_may_not_read_it_or_after_some_time() {
+    let start = Instant::now();
+    let gives_up = |failures: &[(Failure, u64)]| {
+        let mut plan = Plan::new(ObjectKind::Pod, SILENCE, fastrand::Rng::with_seed(1), start);
+        let steps = failures.iter().map(|(failure, at)| {
+            let failure = Failure { code: failure.code, ..Failure::new(failure.reason, "") };
+            matches!(plan.failed(failure, start + seconds(*at)), Step::Pause { is_empty: true, .. })
+        });
+        steps.collect::<Vec<_>>()
+    };
+    let unreached = || Failure::new("connection_failed", "");
+    let answered = |code| Failure::answer(ObjectKind::Pod, "list", code, None);
+    assert_eq!(gives_up(&[(answered(StatusCode::FORBIDDEN), 0)]), [true]);
+    let broken = || answered(StatusCode::INTERNAL_SERVER_ERROR);
+    assert_eq!(gives_up(&[(broken(), 0), (broken(), 29), (broken(), 30), (broken(), 31)]), [false, false, true, false]);
+    assert_eq!(gives_up(&[(unreached(), 0), (unreached(), 60), (broken(), 61)]), [false; 3]);
+}

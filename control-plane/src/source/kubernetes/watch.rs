@@ -427,6 +427,10 @@ const DEAD: &str = "a watch did not end at its time limit, and has been open";
 /// So many breaks at one version lead to a list, if the server caused them.
 const BREAKS_BEFORE_LIST: u32 = 2;
 
+/// How long a server that can be reached may fail to list an optional kind, until the replica
+/// serves without its objects.
+const OPTIONAL_FOR: Duration = Duration::from_secs(30);
+
 /// How long before the end of a cycle the server is asked for its version.
 fn lead(silence: Duration) -> Duration {
     (silence * 2 / 15).max(LEAST_LEAD).min(silence / 2)
@@ -528,6 +532,8 @@ struct Plan {
     /// The version of the last list, change or bookmark; `None` before a list.
     version: Option<String>,
     is_listed: bool,
+    /// When the kind was first wanted, or the server could last not be reached.
+    unreached_at: Instant,
     /// True until a streaming list is complete.
     is_streaming_list: bool,
     /// Breaks at this version that the server caused.
@@ -559,6 +565,7 @@ impl Plan {
             is_selector_refused: false,
             version: None,
             is_listed: false,
+            unreached_at: now,
             is_streaming_list: false,
             breaks: 0,
             proof: Proof::Due,
@@ -763,8 +770,14 @@ impl Plan {
         self.ask_at = Some(now);
         let is_retried_at_once = was_streaming_list && failure.retry_after.is_none();
         let pause = if is_retried_at_once { Duration::ZERO } else { self.back_off.pause(failure.retry_after) };
-        // Without the objects of an optional kind the replica serves all the same.
-        let gives_up = !self.kind.is_essential() && !was_streaming_list && !self.is_listed;
+        if failure.reason == "connection_failed" {
+            self.unreached_at = now;
+        }
+        // Without the right to read an optional kind, the replica serves all the same. After other
+        // failures it waits for some time: without the pods that wait for the gate, it would take
+        // their endpoints from the nodes.
+        let is_lasting = failure.code == Some(StatusCode::FORBIDDEN) || now >= self.unreached_at + OPTIONAL_FOR;
+        let gives_up = !self.kind.is_essential() && !was_streaming_list && !self.is_listed && is_lasting;
         self.is_listed |= gives_up;
         Step::Pause { pause, cause: Cause::Failed(failure), is_empty: gives_up }
     }

@@ -11,8 +11,8 @@ use crate::model::{Family, Protocol};
 named! {
     /// A set. Elements are added to the sets in the order of this list and removed in the opposite
     /// order. Sets that let packets pass come before sets that reject or drop packets, so an update
-    /// never blocks an address that both the old and the new state admit. Displayed as
-    /// for IPv4 and without the prefix `KUBE-`: [`Set::name`] has the name in the kernel.
+    /// never blocks an address that both the old and the new state admit. Displayed as for IPv4 and
+    /// without the prefix `KUBE-`: [`Set::name`] has the name in the kernel.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     pub enum Set {
         /// ClusterIPs and ports.

@@ -18,7 +18,7 @@ use headgate_core::{
 
 use super::{
     IpvsOptions, convert,
-    kernel::{IpvsKernel, is_without_route, of_ipvs},
+    kernel::{IpvsKernel, of_ipvs},
     probe, read,
     sysctl::IpvsSysctls,
     write::{self, RejectedOp, StepsOutcome},
@@ -375,7 +375,9 @@ impl IpvsFamily {
                 return Ok(Some(format!("somebody else has changed set {name}")));
             }
         }
-        if let Some(address) = self.ledger.any_address().filter(|address| is_without_route(*address)) {
+        if let Some(address) = self.ledger.any_address()
+            && !kernel.is_own(address)?
+        {
             return Ok(Some(format!("the node does not treat address {address} of device {DEVICE} as its own")));
         }
         let Some(server) = self.ledger.any_server() else { return Ok(None) };

@@ -1,11 +1,6 @@
 //! Connections to the parts of the kernel that the dataplane uses, and its network device.
 
-use std::{
-    io,
-    net::{IpAddr, UdpSocket},
-    path::Path,
-    time::Duration,
-};
+use std::{net::IpAddr, path::Path, time::Duration};
 
 use headgate_core::ipvs::{DEVICE, PROBE_DEVICE};
 use headgate_netlink::{
@@ -110,7 +105,7 @@ impl IpvsKernel {
 
     /// Returns the index of our device, and creates it if necessary. The device stays down, so that
     /// routing daemons do not export its addresses, which are still the node's own. A device that
-    /// was up has lost the local routes of its addresses, and is replaced. Errors: the kernel has
+    /// is up, or whose addresses have lost their local routes, is replaced. Errors: the kernel has
     /// no dummy devices, or a device of another type has our name.
     pub(super) fn device(&mut self) -> Result<u32, DataplaneError> {
         let link = match self.routing()?.link(DEVICE).map_err(of_routing)? {
@@ -124,7 +119,11 @@ impl IpvsKernel {
             return Err(DataplaneError::new(ErrorKind::Fatal, message));
         }
         let addresses = self.routing()?.addresses(link.index).map_err(of_routing)?;
-        if link.is_up() || addresses.iter().any(|prefix| is_without_route(prefix.address)) {
+        let mut is_in_order = !link.is_up();
+        for prefix in &addresses {
+            is_in_order = is_in_order && self.is_own(prefix.address)?;
+        }
+        if !is_in_order {
             return self.replace_device(link.index, &addresses);
         }
         self.deprecate_addresses(link.index)?;
@@ -139,6 +138,12 @@ impl IpvsKernel {
         let changes: Vec<Change> = hosts.map(|address| Change::DeprecateAddress { link, address: *address }).collect();
         // A rejected change means that somebody has removed the address meanwhile.
         self.routing()?.change(&changes, |_, _| {}).map_err(of_routing)
+    }
+
+    /// Returns whether the node treats an address as its own. When the device goes down again after
+    /// it was up, its IPv6 addresses go, or stay without their routes (`keep_addr_on_down`).
+    pub(super) fn is_own(&mut self, address: IpAddr) -> Result<bool, DataplaneError> {
+        self.routing()?.is_local(address).map_err(of_routing)
     }
 
     fn make_device(&mut self, name: &str) -> Result<Link, DataplaneError> {
@@ -166,7 +171,11 @@ impl IpvsKernel {
         let new = self.make_device(DEVICE)?.index;
         self.add_addresses(new, addresses)?;
         self.routing()?.remove_link(temporary).map_err(of_routing)?;
-        info!(device = DEVICE, addresses = addresses.len(), "replaced the device, because somebody had brought it up");
+        info!(
+            device = DEVICE,
+            addresses = addresses.len(),
+            "replaced the device: it was up, or its addresses had no local routes"
+        );
         Ok(new)
     }
 
@@ -198,14 +207,6 @@ impl IpvsKernel {
         // A device of another type belongs to somebody else.
         Ok(link.filter(|link| link.kind.as_deref() == Some("dummy")))
     }
-}
-
-/// True if `address`, an IPv4 address on our device, lacks its local route, without which no socket
-/// can be bound to it.
-pub(super) fn is_without_route(address: IpAddr) -> bool {
-    let is_refused =
-        || UdpSocket::bind((address, 0)).is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable);
-    address.is_ipv4() && is_refused()
 }
 
 /// True if the IPVS module is loaded. Does not make the kernel load the module.

@@ -25,7 +25,7 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use headgate_core::{
-    Family, ServiceKey,
+    Family, Service, ServiceKey,
     iptables::NodePortAddresses,
     view::{HealthCheckPort, health_check_port},
 };
@@ -67,7 +67,7 @@ pub fn new(
     patience: Duration,
     connections: Arc<HttpConnections>,
 ) -> (HealthCheckPorts, PortServer) {
-    let (ports, mailbox) = Follower::new(|service| service.health_check_node_port != 0, health_check_port);
+    let (ports, mailbox) = Follower::new(Service::has_health_check_node_port, health_check_port);
     let (wanted, open, failed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     (ports, PortServer { mailbox, metrics, inputs, backlog, patience, connections, wanted, open, failed })
 }

@@ -257,6 +257,7 @@ fn agent_arguments(mode: AttackMode, enrols: Enrols) -> Vec<String> {
         "--metrics-bind-address=0.0.0.0:10249",
         "--drain-address=0.0.0.0:10261",
         "--nodeport-addresses=0.0.0.0/0",
+        "--health-check-namespaces=*",
         "--log=warn",
     ];
     let more: &[&str] = match enrols {

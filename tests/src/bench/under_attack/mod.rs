@@ -70,9 +70,9 @@ pub struct Attacks {
     /// with full size: 20 and 90]
     #[arg(long, value_name = "SECONDS")]
     pub attack_seconds: Option<u64>,
-    /// Another argument of the agent, such as --health-checks=all; repeat the option for more. It
-    /// replaces an argument of the bench with the same flag, and {folder} stands for the folder
-    /// with the bench's files (under-attack)
+    /// Another argument of the agent, such as --log=info; repeat the option for more. It replaces
+    /// an argument of the bench with the same flag, and {folder} stands for the folder with the
+    /// bench's files (under-attack)
     #[arg(long = "agent-argument", value_name = "FLAG=VALUE", allow_hyphen_values = true)]
     pub agent_arguments: Vec<String>,
     /// Another argument of the control plane, as --agent-argument (under-attack)
@@ -141,9 +141,9 @@ struct Load {
     findings: u32,
     /// Valid externalIPs of a Service with a hundred ports.
     external_ips: u32,
-    /// Connections with an unfinished request.
+    /// Connections whose request becomes too long.
     unfinished: usize,
-    /// Connections without a byte.
+    /// Connections that wait: without a byte, or at the agent's pages with unfinished headers.
     idle: usize,
     /// Targets of health checks.
     targets: u32,
@@ -234,7 +234,7 @@ const ATTACKS: &[Attack] = &[
     },
     Attack {
         name: "agent-pages",
-        what: "a pod opens thousands of connections to the agent's pages, many with unfinished headers",
+        what: "a pod opens thousands of connections to the agent's pages, all with headers that do not end",
         beside: Beside::Nothing,
         prepare: nothing,
         run: attackers::agent_pages,
@@ -386,10 +386,7 @@ fn both_phases(bed: &Bed, load: &Load, attack: &Attack) -> Result<(Observed, Obs
     }
     ensure!(quiet.changes.failed == 0, "{} quiet changes did not arrive", quiet.changes.failed);
     let is_checked = attack.beside != Beside::Checks || quiet.beside.times_ms.len() > 2;
-    ensure!(
-        is_checked,
-        "no endpoint is checked: allow health checks with --agent-argument or --control-plane-argument"
-    );
+    ensure!(is_checked, "no endpoint is checked: allow health checks with --agent-argument");
     let attacked = phase(bed, load, attack, &next_node, Some(attack.run))?;
     Ok((quiet, attacked))
 }

@@ -75,18 +75,29 @@ fn full_disk(bed: &Testbed) -> Result<()> {
     fs::create_dir(&disk).context("creating a folder")?;
     // When the process exits, its mount namespace and the disk in it disappear.
     let process = start_on_small_disk(bed, &disk)?;
-    let result = forwards_without_disk(bed);
+    // The positions of the rules are recorded also on a full disk.
+    let path = format!("/proc/{}/root{}", process.id(), disk.join("run").display());
+    let record = || fs::read_to_string(&path).context("reading the record of the run");
+    let result = (|| {
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").context("reading the boot")?;
+        let names_positions = |record: String| record.starts_with(boot.trim_end()) && record.contains(':');
+        wait_until("the first record", || Ok(record().is_ok_and(names_positions)))?;
+        let before = record()?;
+        forwards_without_disk(bed)?;
+        wait_until("a record of the change", || Ok(record()? != before))
+    })();
     ensure!(agent_log(bed)?.contains("No space left on device"), "the disk was not full");
     process.terminate().context("ending the agent")?;
     result
 }
 
-/// Starts the agent in its own mount namespace, with a disk of 4 KiB.
+/// Starts the agent in its own mount namespace, with a disk of two pages: one for the role of the
+/// node, and one for the record of the run.
 fn start_on_small_disk(bed: &Testbed, disk: &Path) -> Result<Process> {
     let control = plan::address(plan::CONTROL).context("the plan has no address of the control plane")?.v4;
     let mut command = Command::new("unshare");
     command
-        .args(["--mount", "sh", "-c", "mount -t tmpfs -o size=4k none \"$0\" && exec \"$@\""])
+        .args(["--mount", "sh", "-c", "mount -t tmpfs -o size=8k none \"$0\" && exec \"$@\""])
         .arg(disk)
         .arg(process::program("headgate-node-agent")?)
         .args(["--node-name", NODE, "--cluster-cidr", plan::CLUSTER_CIDR, "--insecure-loopback"])

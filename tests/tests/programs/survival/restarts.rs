@@ -125,7 +125,7 @@ fn restored_dump(bed: &Testbed) -> Result<()> {
     for is_rebooted in [false, true] {
         if is_rebooted {
             // The agent has saved its state, and is killed later.
-            wait_until("the run to be recorded", || Ok(run.exists()))?;
+            wait_until("the run to be recorded", || Ok(!fs::read_to_string(&run)?.starts_with("saved")))?;
             bed.kill_agent(NODE)?;
             fs::write(&run, "00000000-0000-0000-0000-000000000000\n").context("writing the boot")?;
         } else {

@@ -8,7 +8,10 @@ use std::{
 };
 
 use headgate_control_plane::metrics::Metrics;
-use headgate_tests::testbed::process::tool;
+use headgate_tests::{
+    monitoring::{self, metrics, queries},
+    testbed::process::tool,
+};
 
 /// The generated pages that list all metrics.
 const PAGES: [&str; 2] = ["docs/metrics.md", "docs/control-plane-metrics.md"];
@@ -16,19 +19,12 @@ const PAGES: [&str; 2] = ["docs/metrics.md", "docs/control-plane-metrics.md"];
 /// The series that Prometheus makes from one histogram.
 const HISTOGRAM_SUFFIXES: [&str; 3] = ["_bucket", "_sum", "_count"];
 
-/// The words of `text` that begin like the name of a metric of Headgate's programs.
-fn metrics(text: &str) -> BTreeSet<&str> {
-    text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
-        .filter(|word| ["headgate_", "kubeproxy_", "process_"].iter().any(|prefix| word.starts_with(prefix)))
-        .collect()
-}
-
 #[test]
 fn alerts_and_dashboard_use_metrics_that_exist() {
     let pages = PAGES.map(|page| fs::read_to_string(super::root().join(page)).unwrap());
     let documented: BTreeSet<&str> = pages.iter().flat_map(|page| metrics(page)).collect();
     for file in ["alerts.yaml", "alerts_test.yaml", "dashboard.json", "podmonitor.yaml"] {
-        let text = fs::read_to_string(super::root().join("deploy/monitoring").join(file)).unwrap();
+        let text = monitoring::file(file).unwrap();
         let used = metrics(&text);
         assert!(!used.is_empty(), "{file} uses no metric");
         let unknown: Vec<_> = used
@@ -40,18 +36,6 @@ fn alerts_and_dashboard_use_metrics_that_exist() {
             .collect();
         assert!(unknown.is_empty(), "deploy/monitoring/{file} uses metrics that no page lists: {unknown:?}");
     }
-}
-
-/// The queries in a file: the values of `expr`, in YAML also over several lines.
-fn queries(file: &str) -> Vec<String> {
-    let text = fs::read_to_string(super::root().join("deploy/monitoring").join(file)).unwrap();
-    if file.ends_with(".json") {
-        let lines = text.lines().filter_map(|line| line.trim().strip_prefix("\"expr\": "));
-        return lines.map(|line| serde_json::from_str(line.trim_end_matches(',')).unwrap()).collect();
-    }
-    let begins = text.match_indices(" expr: ").map(|(index, found)| &text[index + found.len()..]);
-    let ends = |rest: &str| ["\n        for: ", "\n        labels:"].iter().filter_map(|end| rest.find(end)).min();
-    begins.map(|rest| rest[..ends(rest).unwrap()].to_owned()).collect()
 }
 
 /// The metrics with their types and labels, as the generated pages list them.
@@ -107,7 +91,7 @@ fn every_query_fits_the_types_labels_and_bounds_of_its_metrics() {
         assert!(output.contains(name), "{name} is missing: {output}");
     }
     for file in ["alerts.yaml", "dashboard.json"] {
-        let queries = queries(file);
+        let queries = queries(file).unwrap();
         assert!(queries.len() > 15, "{file}: {queries:?}");
         for query in queries {
             for name in metrics(&query) {
@@ -130,12 +114,12 @@ fn every_query_fits_the_types_labels_and_bounds_of_its_metrics() {
 /// The keep list for large fleets has metrics that exist, and has all that the alerts need.
 #[test]
 fn the_keep_list_has_what_alerts_and_dashboard_need() {
-    let text = fs::read_to_string(super::root().join("deploy/monitoring/podmonitor.yaml")).unwrap();
+    let text = monitoring::file("podmonitor.yaml").unwrap();
     let kept = metrics(&text);
     let described = described();
     let of_agents = fs::read_to_string(super::root().join(PAGES[0])).unwrap();
     for file in ["alerts.yaml", "dashboard.json"] {
-        for query in queries(file) {
+        for query in queries(file).unwrap() {
             for name in metrics(&query) {
                 let base = HISTOGRAM_SUFFIXES.iter().find_map(|suffix| name.strip_suffix(suffix));
                 let name = base.filter(|base| described.contains_key(*base)).unwrap_or(name);

@@ -9,7 +9,8 @@
 //!
 //! ```sh
 //! HEADGATE_FUZZ_SECONDS=600 HEADGATE_FUZZ_SEED=7 \
-//!   cargo nextest run --release --locked -p headgate-tests --profile fuzz
+//!   cargo nextest run --release --locked -p headgate-tests --test streams --test programs \
+//!   --profile fuzz
 //! ```
 //!
 //! A failing input is written to `target/fuzz`. After the fix, add the input to the corpus.

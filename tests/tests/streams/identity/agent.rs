@@ -194,7 +194,7 @@ async fn headgatectl_asks_an_agent_over_tls() {
     let (code, output, status) = ask("reader", &["node", "n1", "-o", "json"]).await;
     assert_eq!(code, Some(0), "{output}");
     let status: Value = serde_json::from_str(&status).unwrap();
-    assert_eq!((&status["node"], &status["backend"]), (&"n1".into(), &"memory".into()), "{output}");
+    assert_eq!((&status["node"], &status["backend"]), (&"n1".into(), &"iptables-memory".into()), "{output}");
     let (_, output, metrics) = ask("reader", &["node", "n1", "--metrics", "headgate_agent_connected"]).await;
     assert!(metrics.lines().any(|line| line == "headgate_agent_connected 1"), "{output}");
     // The dataplane of this agent counts no Services.

@@ -300,6 +300,24 @@ fn json_that_is_cut_off_and_files_that_cannot_be_read_keep_everything() {
 }
 
 #[test]
+fn a_file_that_disappears_while_its_definition_is_wanted_defines_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    put(&root, "none.yaml", "apiVersion: v1\nkind: List\nitems: []\n");
+    put(&root, "b.yaml", &service("s", 1));
+    let mut replica = Replica::started(root.path());
+    // The definition in `b.yaml` comes second, and is wanted again when it cannot be read.
+    make_unreadable(&root, "b.yaml");
+    put(&root, "a.yaml", &service("s", 1));
+    replica.scan(SETTLE);
+    fs::remove_file(root.path().join("a.yaml")).unwrap();
+    replica.scan(SETTLE);
+    assert!(replica.serves("s"));
+    fs::remove_file(root.path().join("b.yaml")).unwrap();
+    replica.scan(SETTLE);
+    assert_eq!(replica.scan(SETTLE), ["-s"]);
+}
+
+#[test]
 fn a_loop_of_symlinks_is_not_followed() {
     let root = tempfile::tempdir().unwrap();
     symlink(".", root.path().join("again")).unwrap();

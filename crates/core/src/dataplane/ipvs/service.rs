@@ -60,7 +60,7 @@ pub fn plan(
         let settings = Settings { persistence_seconds: view.affinity_timeout_seconds, ..settings };
         Port { config, service, failing, view, settings, cluster: None, local: None }.plan(&mut plan);
     }
-    if service.health_check_node_port != 0 && !views.is_empty() {
+    if service.has_health_check_node_port() && !views.is_empty() {
         plan.elements.insert((Set::HealthCheckNodePort, IpSetElement::Port(service.health_check_node_port)));
     }
     plan

@@ -306,7 +306,7 @@ impl RulesLedger {
         let Ruleset { config, dispatch, render_port, .. } = &*self.ruleset;
         let mut rules = ServiceRules::of_ports(config, self.dispatch.is_compact(), &views, *render_port);
         let accepts_health_checks = dispatch.contains(&DispatchChain::FilterNodePorts);
-        if accepts_health_checks && service.health_check_node_port != 0 && !views.is_empty() {
+        if accepts_health_checks && service.has_health_check_node_port() && !views.is_empty() {
             rules.dispatch.push(health_check_line(service));
         }
         rules
