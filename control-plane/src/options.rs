@@ -12,7 +12,7 @@ use headgate_tls::{FileError, Files, Side};
 
 use crate::{
     model::{ExternalIps, ModelSettings, NodeSelector},
-    serve::{EnrolmentSettings, Listen, PeerSettings, PeerTls, ReadinessSettings, Security, Settings, tls::ServerTls},
+    serve::{EnrolmentSettings, Listen, PeerSettings, ReadinessSettings, Security, Settings, tls::ServerTls},
     source::{SourceSettings, SourceSpec},
 };
 
@@ -361,9 +361,7 @@ impl Options {
                 PeerOption::At(host, port) => names.push((host, port)),
             }
         }
-        let files = self.tls_cert.clone().zip(self.tls_key.clone()).zip(self.tls_client_ca.clone());
-        let tls = files.map(|((cert, key), ca)| PeerTls { cert, key, ca });
-        (!self.peers.is_empty()).then(|| PeerSettings { names, service, tls })
+        (!self.peers.is_empty()).then(|| PeerSettings { names, service, ..PeerSettings::default() })
     }
 
     /// How agents enrol; `None` if `--enrolment-listen` is not given.

@@ -1,13 +1,16 @@
-//! Runs streams of agents without connections, for fuzzing.
+//! Passes the messages of agents and of other replicas to a replica without connections, for
+//! fuzzing.
 
 use std::sync::Arc;
 
 use headgate_proto::v1::{self, agent_message::Body};
 use prost::Message as _;
 use tokio::time::Instant;
+use tonic::transport::Channel;
 
 use super::{
-    context::{Settings, Signal},
+    context::{PeerSettings, Settings, Signal},
+    everywhere::Link,
     stream::{Session, Streams},
 };
 use crate::{
@@ -47,4 +50,28 @@ pub fn stream<'a>(store: Arc<Store>, messages: impl IntoIterator<Item = &'a [u8]
         while session.as_mut().is_some_and(sends) {}
     }
     accepted
+}
+
+/// Passes the messages of another replica to one that serves `store`. A message follows a byte: 0
+/// before a roster, and 1 before the answer to a question. `channel` is never used. Returns how
+/// many messages were taken in.
+pub fn replica<'a>(store: Arc<Store>, channel: &Channel, messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
+    let settings = Settings { peers: Some(PeerSettings::default()), ..Settings::default() };
+    let everywhere = Arc::clone(&Streams::new(store, Arc::new(Metrics::default()), settings).everywhere);
+    let Some(replicas) = everywhere.replicas() else { return 0 };
+    let link = Arc::new(Link::new(([127, 0, 0, 1], 7444).into()));
+    let take = |message: &[u8]| match message.split_first()? {
+        (0, roster) => replicas.take_roster(&link, v1::Roster::decode(roster).ok()?, channel).ok(),
+        (_, answer) => {
+            let answer = v1::QuestionAnswer::decode(answer).ok()?;
+            let epoch = link.look(|replica| replica.ok().map(|replica| replica.identity.epoch))?;
+            let verdict = everywhere.judge(None, &[Arc::clone(&link)], vec![Some((epoch, answer))]);
+            let nodes = verdict.unconfirmed.keys().chain(verdict.absent.keys());
+            nodes.for_each(|node| drop(everywhere.without_agent(&verdict, node)));
+            Some(())
+        }
+    };
+    let taken = messages.into_iter().map_while(take).count();
+    replicas.part(&link, false);
+    taken
 }

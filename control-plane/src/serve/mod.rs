@@ -13,6 +13,7 @@ pub mod fuzz;
 mod overview;
 mod readiness;
 mod stream;
+pub mod tls;
 mod transport;
 mod verification;
 
@@ -35,11 +36,11 @@ use tokio::{
 pub use tokio_util::sync::CancellationToken;
 
 pub use self::{
-    context::{EnrolmentSettings, PeerSettings, PeerTls, Ports, ReadinessSettings, Settings},
+    context::{EnrolmentSettings, PeerSettings, Ports, ReadinessSettings, Settings},
     enrolment::EnrolmentError,
     everywhere::{Absence, Round, Verdict},
     fleet::Departed,
-    transport::tls::{self, Security},
+    tls::Security,
 };
 use self::{enrolment::Enrolment, fleet::balance, stream::Streams, transport::Listener};
 use crate::{metrics::Metrics, source::SourceError, store::Store};
@@ -173,6 +174,9 @@ pub async fn start(
     };
     let metrics_listener = listen.metrics.map(|address| bind("--metrics-listen", address)).transpose()?;
     let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
+    if let (Security::Tls(tls), Some(peers)) = (&security, &mut settings.peers) {
+        peers.tls = Some(Arc::clone(tls));
+    }
     settings.ports = Ports { agents: local_addr, inspect: inspect_addr, pages: metrics_addr };
     let streams = Streams::new(store, Arc::clone(&metrics), settings);
     let context = &streams.context;

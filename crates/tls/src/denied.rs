@@ -26,13 +26,13 @@ impl Denied {
         entries.collect::<Result<_, _>>().map(Self)
     }
 
-    /// Returns the entries that would deny a certificate (DER) of `holder`, the URI of a role.
-    pub fn entries_of(certificate: &[u8], holder: Option<String>) -> Vec<String> {
+    /// Returns the entries that would deny a certificate (DER) of `holders`, the URIs of roles.
+    pub fn entries_of(certificate: &[u8], holders: impl IntoIterator<Item = String>) -> Vec<String> {
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02X}")).collect::<String>();
         let parsed = X509Certificate::from_der(certificate).ok();
         let serial = parsed.and_then(|(_, parsed)| number("serial", &hex(parsed.raw_serial())));
         let fingerprint = number("sha256 fingerprint", &hex(&Sha256::digest(certificate)));
-        holder.into_iter().chain(serial).chain(fingerprint).collect()
+        holders.into_iter().chain(serial).chain(fingerprint).collect()
     }
 
     /// Returns true if the file contains one of these entries.

@@ -84,7 +84,7 @@ fn certificate(error: &CertificateError, files: &Files) -> (&'static str, String
         CertificateError::Revoked => (
             "certificate_denied",
             format!(
-                "{whose} or its holder is in the file of --tls-denied; remove the entry, or give the client a new certificate"
+                "{whose} or its holder is in the file of --tls-denied; remove the entry, or give its holder a new certificate"
             ),
         ),
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => (

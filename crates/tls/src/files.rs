@@ -19,7 +19,7 @@ use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
 
 use crate::{
     denied::Denied,
-    replica::{is_replica, replica_verifier},
+    replica::{replica_verifier, replicas_in},
     validity::{Validity, date},
 };
 
@@ -109,7 +109,7 @@ pub struct Material {
 /// provider lacks an algorithm.
 pub fn replica_client(material: &Material) -> Result<ClientConfig, rustls::Error> {
     let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
-    let verifier = replica_verifier(material.authorities.clone());
+    let verifier = replica_verifier(material.authorities.clone(), material.denied.clone());
     let builder = builder.with_safe_default_protocol_versions()?.dangerous().with_custom_certificate_verifier(verifier);
     let own = Arc::new(SingleCertAndKey::from(Arc::clone(&material.own)));
     let mut config = builder.with_client_cert_resolver(own);
@@ -276,7 +276,7 @@ impl Files {
             let remedy = "issue a new certificate with the DNS names and IP addresses that agents connect to";
             return Err(file.fault(problem, remedy));
         }
-        if is_server && !is_replica(&parsed) {
+        if is_server && replicas_in(&parsed).is_empty() {
             let problem = "the certificate names no replica, so agents would refuse it".to_owned();
             let remedy =
                 "issue a new certificate with the URI headgate://replica/NAME in its subject alternative names";

@@ -16,6 +16,6 @@ pub use denied::Denied;
 pub use explain::{Refusal, explain};
 pub use files::{FileError, Files, Material, Side, replica_client};
 pub use reloader::{Loaded, Reloader};
-pub use replica::{REPLICA_URI_PREFIX, replica_verifier};
+pub use replica::{REPLICA_URI_PREFIX, entries_of_replica, replica_verifier};
 pub use scheme::{is_not_tls, speaks_tls};
 pub use validity::{Validity, date};

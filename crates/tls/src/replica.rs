@@ -14,31 +14,43 @@ use rustls::{
 };
 use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
 
+use crate::denied::Denied;
+
 /// Prefix of the URI in the certificate of a replica.
 pub const REPLICA_URI_PREFIX: &str = "headgate://replica/";
 
 /// Suffix of the DNS name that says the same, for authorities that cannot write URIs.
 const REPLICA_DNS_SUFFIX: &str = ".replica.headgate.internal";
 
-/// Returns true if the subject alternative names of a certificate name a replica.
-pub(crate) fn is_replica(certificate: &X509Certificate<'_>) -> bool {
+/// Returns the URIs of the replicas that the subject alternative names of a certificate name.
+pub(crate) fn replicas_in(certificate: &X509Certificate<'_>) -> Vec<String> {
+    let uri = |name: &GeneralName<'_>| match name {
+        GeneralName::URI(uri) => uri.starts_with(REPLICA_URI_PREFIX).then(|| (*uri).to_owned()),
+        GeneralName::DNSName(name) => Some(format!("{REPLICA_URI_PREFIX}{}", name.strip_suffix(REPLICA_DNS_SUFFIX)?)),
+        _ => None,
+    };
     let names = certificate.subject_alternative_name().ok().flatten();
-    names.iter().flat_map(|names| &names.value.general_names).any(|name| match name {
-        GeneralName::URI(uri) => uri.starts_with(REPLICA_URI_PREFIX),
-        GeneralName::DNSName(name) => name.ends_with(REPLICA_DNS_SUFFIX),
-        _ => false,
-    })
+    names.iter().flat_map(|names| &names.value.general_names).filter_map(uri).collect()
 }
 
-/// Returns a verifier that accepts each replica that an authority of `roots` has signed, at
-/// whatever address or name it answers.
-pub fn replica_verifier(roots: RootCertStore) -> Arc<dyn ServerCertVerifier> {
-    Arc::new(ReplicaVerifier { roots, algorithms: ring::default_provider().signature_verification_algorithms })
+/// Returns the entries of a file of denied holders that would deny the certificate (DER) of a
+/// replica.
+pub fn entries_of_replica(certificate: &[u8]) -> Vec<String> {
+    let parsed = X509Certificate::from_der(certificate).ok();
+    Denied::entries_of(certificate, parsed.map(|(_, certificate)| replicas_in(&certificate)).unwrap_or_default())
+}
+
+/// Returns a verifier that accepts each replica that an authority of `roots` has signed and that is
+/// not `denied`, at whatever address or name it answers.
+pub fn replica_verifier(roots: RootCertStore, denied: Denied) -> Arc<dyn ServerCertVerifier> {
+    let algorithms = ring::default_provider().signature_verification_algorithms;
+    Arc::new(ReplicaVerifier { roots, denied, algorithms })
 }
 
 #[derive(Debug)]
 struct ReplicaVerifier {
     roots: RootCertStore,
+    denied: Denied,
     algorithms: WebPkiSupportedAlgorithms,
 }
 
@@ -54,7 +66,8 @@ impl ServerCertVerifier for ReplicaVerifier {
         let parsed = ParsedCertificate::try_from(end_entity)?;
         verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, intermediates, now, self.algorithms.all)?;
         match X509Certificate::from_der(end_entity) {
-            Ok((_, certificate)) if is_replica(&certificate) => Ok(ServerCertVerified::assertion()),
+            _ if self.denied.contains(&entries_of_replica(end_entity)) => Err(CertificateError::Revoked.into()),
+            Ok((_, certificate)) if !replicas_in(&certificate).is_empty() => Ok(ServerCertVerified::assertion()),
             _ => Err(CertificateError::ApplicationVerificationFailure.into()),
         }
     }

@@ -14,7 +14,7 @@ use std::{
 
 use axum::body::{Body, to_bytes};
 use headgate_core::errors::chain;
-use headgate_tls::{FileError, Files, explain, replica_verifier};
+use headgate_tls::{Denied, FileError, Files, explain, replica_verifier};
 use hyper::{Method, Request, StatusCode, client::conn::http1, header};
 use hyper_util::rt::TokioIo;
 use rcgen::{CertificateParams, KeyPair};
@@ -231,7 +231,7 @@ fn prepare(files: &Files, token: &Path) -> Result<Prepared, EnrolmentError> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
     let builder = builder.map_err(|error| crypto(&error))?;
-    let verifier = replica_verifier(roots);
+    let verifier = replica_verifier(roots, Denied::default());
     let config = builder.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth();
     Ok(Prepared { token: text.trim().to_owned(), request: request.der().to_vec(), config })
 }

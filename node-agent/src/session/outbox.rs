@@ -256,6 +256,8 @@ impl Outbox {
 
 /// Maximum number of queries that wait for their turn.
 const MAX_WAITING: usize = 4;
+/// Maximum number of refusals that wait to be sent. Further queries get no answer.
+const MAX_REFUSED: usize = 64;
 /// Maximum size of all parts of an answer.
 const MAX_ANSWER_BYTES: usize = 1 << 20;
 /// The preferred size of one part. A part that holds a list has about this size at most.
@@ -293,12 +295,14 @@ impl Answers {
         Self { knowledge, waiting, running: None, parts, next_part: Instant::now() }
     }
 
+    /// Queues a query, or its refusal if too many queries wait. The replica gives up a query that
+    /// gets neither an answer nor a refusal.
     pub(super) fn ask(&mut self, query: v1::Query) {
-        if self.waiting.len() >= MAX_WAITING {
+        if self.waiting.len() < MAX_WAITING {
+            self.waiting.push_back(query);
+        } else if self.parts.iter().filter(|part| !part.error.is_empty()).count() < MAX_REFUSED {
             let error = format!("{MAX_WAITING} queries already wait; ask again later");
             self.parts.push_back(v1::Answer { id: query.id, error, is_last: true, ..v1::Answer::default() });
-        } else {
-            self.waiting.push_back(query);
         }
     }
 
@@ -513,7 +517,7 @@ mod tests {
         outbox.answers.ready().await;
         let barriers = Barriers::default();
         outbox.requests = barriers.begin_stream();
-        let mut asked = pin!(barriers.ask(v1::BarrierRequest::default(), now));
+        let mut asked = pin!(barriers.ask(v1::BarrierRequest::default(), now + Duration::from_secs(60)));
         assert!(asked.as_mut().now_or_never().is_none());
         outbox.ack(v1::Ack::default(), now);
         rejections.step(1, &[v1::Rejection::default()], &[], None);
@@ -661,6 +665,10 @@ mod answers_tests {
         for id in 3..=3 + MAX_WAITING as u64 {
             answers.ask(parts(id, 1));
         }
+        for id in 0..MAX_REFUSED as u64 + 9 {
+            answers.ask(parts(100 + id, 1));
+        }
+        assert_eq!(answers.parts.len(), MAX_REFUSED, "a faulty replica does not fill the memory");
         let busy = next(&mut answers).await;
         assert!(busy.id == 7 && busy.error.contains("ask again later"), "{busy:?}");
         let mut without = Answers::new(None);

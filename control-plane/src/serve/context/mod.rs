@@ -28,7 +28,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{metrics::Metrics, store::Store};
 
-pub use self::settings::{EnrolmentSettings, PeerSettings, PeerTls, Ports, ReadinessSettings, Settings};
+pub use self::settings::{EnrolmentSettings, PeerSettings, Ports, ReadinessSettings, Settings};
 pub(crate) use self::{
     audit::{AuditedRequest, audit_object},
     tally::{Counted, Failures, Tally},

@@ -5,6 +5,8 @@ use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 use headgate_core::ServiceKey;
 use headgate_listener::Carrier;
 
+use crate::serve::tls::ServerTls;
+
 /// The settings of a replica's servers.
 #[derive(Clone)]
 pub struct Settings {
@@ -101,19 +103,8 @@ pub struct PeerSettings {
     pub names: Vec<(String, u16)>,
     /// A Service in the source whose endpoints are the replicas, with the port of the own Inspect.
     pub service: Option<ServiceKey>,
-    /// The files of certificate, key and authorities; `None` without TLS.
-    pub tls: Option<PeerTls>,
-}
-
-/// The files for TLS between replicas.
-#[derive(Debug, Clone)]
-pub struct PeerTls {
-    /// The certificate, with the URI `headgate://replica/NAME`.
-    pub cert: PathBuf,
-    /// The key of the certificate.
-    pub key: PathBuf,
-    /// The authorities that sign the certificates of replicas.
-    pub ca: PathBuf,
+    /// How this replica joins the others; `None` without TLS. [`crate::serve::start`] sets it.
+    pub tls: Option<Arc<ServerTls>>,
 }
 
 impl Default for Settings {

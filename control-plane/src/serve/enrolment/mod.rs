@@ -40,7 +40,8 @@ use self::{
 };
 use super::{
     context::{Context, EnrolmentSettings, Warning},
-    transport::{Handshake, Handshakes, Silent, accept, tls::ServerTls},
+    tls::ServerTls,
+    transport::{Handshake, Handshakes, Silent, accept},
 };
 use crate::{
     identity::{self, Identity},

@@ -190,7 +190,9 @@ impl Everywhere {
         self.judge(None, &links, others)
     }
 
-    fn judge(
+    /// Combines the roster and the answer of this replica with those of `links`. `others` has their
+    /// answers and epochs.
+    pub(crate) fn judge(
         &self,
         here: Option<v1::QuestionAnswer>,
         links: &[Arc<Link>],

@@ -7,32 +7,35 @@ use std::{
     io,
     net::{IpAddr, SocketAddr},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
-use headgate_core::{Protocol, ServiceKey, node_state::SourceState};
+use futures::StreamExt as _;
+use headgate_core::{Protocol, ServiceKey, check_subdomain, node_state::SourceState};
 use headgate_listener::{Carrier, connector, name_servers, resolve};
 use headgate_proto::{
     address_to_wire,
     v1::{self, inspect_client::InspectClient, peers_client::PeersClient},
 };
-use headgate_tls::{Files, Reloader, Side, replica_client};
+use headgate_tls::{Files, Side, entries_of_replica, explain};
 use hyper_util::rt::TokioIo;
-use rustls::ClientConfig;
 use tokio::{
+    io::{AsyncRead, AsyncWrite},
     net::{TcpStream, lookup_host},
     sync::watch,
-    task::{AbortHandle, spawn_blocking},
+    task::AbortHandle,
     time::{sleep, timeout, timeout_at},
 };
 use tokio_rustls::TlsConnector;
+use tokio_util::io::{ReaderStream, StreamReader};
 use tonic::transport::{Channel, Endpoint, Uri};
 
 use super::here::Question;
 use crate::{
     serve::{
-        context::{Context, PeerSettings, PeerTls, Ports, milliseconds},
-        fleet::{Departed, Fleet},
+        context::{Context, PeerSettings, Ports, milliseconds},
+        fleet::{Departed, Fleet, clip},
+        tls::ServerTls,
     },
     store::positions_to_wire,
 };
@@ -53,6 +56,12 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The maximum size of a message: the names of all nodes.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
+
+/// The maximum number of nodes that another replica may name, departed ones included.
+pub(crate) const MAX_NAMED: usize = 1 << 18;
+
+/// The maximum number of vanished replicas that are remembered.
+const MAX_VANISHED: usize = 256;
 
 /// The maximum number of replicas that are announced to agents.
 const MAX_ANNOUNCED: usize = 64;
@@ -77,6 +86,19 @@ struct KnownReplicas {
     callers: HashMap<u64, usize>,
     /// Why a name of `--peers` does not resolve. At first, no name has been resolved.
     resolve_problem: Option<String>,
+}
+
+impl KnownReplicas {
+    /// Forgets the replicas that vanished before `time`, and the oldest ones beyond
+    /// [`MAX_VANISHED`].
+    fn forget_vanished(&mut self, time: Duration) {
+        self.vanished.retain(|_, (_, at)| at.elapsed() < time);
+        while self.vanished.len() > MAX_VANISHED
+            && let Some(oldest) = self.vanished.iter().min_by_key(|(_, (_, at))| *at).map(|(epoch, _)| *epoch)
+        {
+            self.vanished.remove(&oldest);
+        }
+    }
 }
 
 /// The stream to one address. It is joined once the roster of the replica has arrived.
@@ -262,8 +284,7 @@ impl Replicas {
         }
         for address in found {
             known.links.entry(address).or_insert_with(|| {
-                let (state, number) = (Mutex::new(LinkState::Untried), watch::Sender::new(0));
-                let link = Arc::new(Link { address, state, agents: Mutex::default(), number });
+                let link = Arc::new(Link::new(address));
                 (Arc::clone(&link), tokio::spawn(Arc::clone(self).follow(link)).abort_handle())
             });
         }
@@ -312,7 +333,9 @@ impl Replicas {
                 return Ok("it is this replica".into());
             }
             let says_goodbye = roster.says_goodbye;
-            self.take_roster(link, roster, &channel);
+            if let Err(problem) = self.take_roster(link, roster, &channel) {
+                break Err(problem);
+            }
             if says_goodbye {
                 break Ok("it said goodbye".to_owned());
             }
@@ -325,11 +348,28 @@ impl Replicas {
         ended
     }
 
-    fn take_roster(&self, link: &Link, roster: v1::Roster, channel: &Channel) {
+    /// Takes in a roster.
+    ///
+    /// # Errors
+    ///
+    /// The roster cannot come from a sound replica. The stream must end.
+    pub(crate) fn take_roster(&self, link: &Link, roster: v1::Roster, channel: &Channel) -> Result<(), String> {
+        let mut named = roster.present.iter().chain(&roster.departed);
+        if let Some(problem) = named.find_map(|node| check_subdomain(&node.node).err()) {
+            return Err(format!("it names a node that cannot exist: {problem}"));
+        }
         let now = Instant::now();
         let ago = |milliseconds| now.checked_sub(Duration::from_millis(milliseconds)).unwrap_or(now);
         let mut state = link.state();
-        let identity = roster.identity.unwrap_or_default();
+        let held = match &*state {
+            LinkState::Joined(joined) if !roster.is_full => joined.nodes.len(),
+            _ => 0,
+        };
+        if held + roster.present.len() + roster.departed.len() > MAX_NAMED {
+            return Err(format!("it names more than {MAX_NAMED} nodes"));
+        }
+        let mut identity = roster.identity.unwrap_or_default();
+        identity.replica.truncate(clip(&identity.replica).len());
         let epoch = identity.epoch;
         let is_new = !matches!(&*state, LinkState::Joined(_));
         if is_new {
@@ -338,7 +378,7 @@ impl Replicas {
             let joined = Joined { identity, since: now, started: now, is_incomplete: false, nodes, channel };
             *state = LinkState::Joined(joined);
         }
-        let LinkState::Joined(joined) = &mut *state else { return };
+        let LinkState::Joined(joined) = &mut *state else { return Ok(()) };
         if roster.is_full {
             joined.nodes.clear();
         }
@@ -367,10 +407,11 @@ impl Replicas {
             self.known().vanished.remove(&epoch);
         }
         self.changed();
+        Ok(())
     }
 
     /// Takes over the memory of a replica that left: its nodes have lost their stream.
-    fn part(&self, link: &Link, says_goodbye: bool) {
+    pub(crate) fn part(&self, link: &Link, says_goodbye: bool) {
         let old = std::mem::replace(&mut *link.state(), LinkState::Apart("the stream ended".into()));
         let LinkState::Joined(joined) = old else { return };
         let (now, name) = (Instant::now(), joined.identity.replica);
@@ -388,7 +429,7 @@ impl Replicas {
             tracing::warn!(replica = name, address = %link.address, nodes = nodes.len(), "another replica has vanished; its nodes count as nodes without an agent until they are seen again");
             let mut known = self.known();
             known.vanished.insert(joined.identity.epoch, (name, now));
-            known.vanished.retain(|_, (_, at)| at.elapsed() < self.fleet.context.settings.uncovered_after);
+            known.forget_vanished(self.fleet.context.settings.uncovered_after);
         }
         self.fleet.adopt(nodes);
         self.changed();
@@ -410,10 +451,9 @@ impl Drop for PeerCaller {
                 known.callers.remove(&self.1);
                 if !is_joined {
                     // Nobody knows which agents it had, unless its goodbye or its end was seen.
-                    known
-                        .vanished
-                        .entry(self.1)
-                        .or_insert_with(|| ("that was never joined".to_owned(), Instant::now()));
+                    let vanished = ("that was never joined".to_owned(), Instant::now());
+                    known.vanished.entry(self.1).or_insert(vanished);
+                    known.forget_vanished(self.0.fleet.context.settings.uncovered_after);
                 }
             }
         }
@@ -423,6 +463,11 @@ impl Drop for PeerCaller {
 }
 
 impl Link {
+    pub(crate) fn new(address: SocketAddr) -> Self {
+        let state = Mutex::new(LinkState::Untried);
+        Self { address, state, agents: Mutex::default(), number: watch::Sender::new(0) }
+    }
+
     fn state(&self) -> MutexGuard<'_, LinkState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -474,7 +519,7 @@ impl Link {
         timeout_at(until + ANSWER_GRACE, asked).await.ok()?
     }
 
-    async fn connect(&self, tls: Option<PeerTls>, carrier: Option<Arc<dyn Carrier>>) -> Result<Channel, String> {
+    async fn connect(&self, tls: Option<Arc<ServerTls>>, carrier: Option<Arc<dyn Carrier>>) -> Result<Channel, String> {
         let endpoint = Endpoint::from_shared(format!("http://{}", self.address))
             .map_err(|error| error.to_string())?
             .connect_timeout(CONNECT_TIMEOUT)
@@ -483,11 +528,10 @@ impl Link {
             .keep_alive_while_idle(true);
         let connected = match (tls, carrier) {
             (Some(tls), _) => {
-                let (config, at) = (tls_config(tls).await?, self.address);
+                let at = self.address;
+                let secured = move |_: Uri| handshake(Arc::clone(&tls), at);
                 // An https URL would enable tonic's own TLS, which verifies names and addresses.
-                endpoint
-                    .connect_with_connector(tower::service_fn(move |_: Uri| handshake(Arc::clone(&config), at)))
-                    .await
+                endpoint.connect_with_connector(tower::service_fn(secured)).await
             }
             (None, Some(carrier)) => endpoint.connect_with_connector(connector(carrier, self.address)).await,
             (None, None) => endpoint.connect().await,
@@ -496,22 +540,26 @@ impl Link {
     }
 }
 
+/// Connects with the present files. Like agents, replicas know each other by the role in the
+/// certificate, so that a replica may have any address. If a file denies the certificate later, the
+/// connection ends.
 async fn handshake(
-    config: Arc<ClientConfig>,
+    tls: Arc<ServerTls>,
     at: SocketAddr,
-) -> io::Result<TokioIo<tokio_rustls::client::TlsStream<TcpStream>>> {
+) -> io::Result<TokioIo<impl AsyncRead + AsyncWrite + Unpin + Send + 'static>> {
     let stream = TcpStream::connect(at).await?;
     stream.set_nodelay(true)?;
-    Ok(TokioIo::new(TlsConnector::from(config).connect(at.ip().into(), stream).await?))
-}
-
-/// Reads the files for each connection, because they may have been renewed. Like agents, replicas
-/// know each other by the role in the certificate, so that a replica may have any address.
-async fn tls_config(PeerTls { cert, key, ca }: PeerTls) -> Result<Arc<ClientConfig>, String> {
-    let node_ca = ca.clone();
-    let mut files = Reloader::new(Files { side: Side::Server, cert, key, ca, node_ca, denied: None }, replica_client);
-    let loaded = spawn_blocking(move || files.load(SystemTime::now())).await.map_err(|error| error.to_string())?;
-    Ok(Arc::clone(&loaded.map_err(|error| error.to_string())?.config))
+    let stream = TlsConnector::from(tls.link_config()).connect(at.ip().into(), stream).await.map_err(|error| {
+        let files = Files { side: Side::Client, ..tls.files().clone() };
+        // The other explanations are for agents, which have other options.
+        let refusal = explain(&error, &files).filter(|refusal| refusal.reason == "certificate_denied");
+        refusal.map_or(error, |refusal| io::Error::other(refusal.sentence))
+    })?;
+    let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+    let entries = certificate.map(|certificate| entries_of_replica(certificate)).unwrap_or_default();
+    let (read, write) = tokio::io::split(stream);
+    let read = ReaderStream::new(read).take_until(async move { tls.denied(&entries).await });
+    Ok(TokioIo::new(tokio::io::join(StreamReader::new(read.boxed()), write)))
 }
 
 fn peers(channel: Channel) -> PeersClient<Channel> {

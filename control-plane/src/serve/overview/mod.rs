@@ -15,8 +15,12 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use headgate_core::node_state::{NodeState, SETTLED};
+use headgate_core::{
+    check_subdomain,
+    node_state::{NodeState, SETTLED},
+};
 use headgate_proto::v1;
+use prost::Message as _;
 use tokio::{
     sync::{Notify, mpsc, watch},
     task::AbortHandle,
@@ -55,6 +59,12 @@ const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// The maximum number of changes of another replica that are remembered.
 const MAX_TOLD: usize = 1_024;
+
+/// The maximum size of the rows of another replica in memory.
+const MAX_ROW_BYTES: usize = 256 << 20;
+
+/// The maximum size of what another replica says about one change.
+const MAX_CHANGE_BYTES: usize = 16 << 10;
 
 const DONE: &str = "done";
 const RUNNING: &str = "running";
@@ -216,6 +226,7 @@ struct OtherReplica {
     name: String,
     link: Arc<Link>,
     rows: HashMap<Arc<str>, v1::AgentInfo>,
+    row_bytes: usize,
     told: Told,
     is_complete: bool,
     has_rows: bool,
@@ -232,6 +243,11 @@ impl OtherReplica {
     fn has_agents(&self) -> bool {
         self.link.look(|replica| replica.is_ok_and(|replica| replica.nodes.values().any(|(_, gone)| gone.is_none())))
     }
+}
+
+/// The memory of a row: its fields, and what they point to.
+fn bytes_of(row: &v1::AgentInfo) -> usize {
+    size_of::<v1::AgentInfo>() + row.encoded_len()
 }
 
 /// The changes up to this version have ended, and the last one that was shown while it was running,
@@ -284,17 +300,29 @@ impl OverviewWork {
     fn take_in(&mut self, epoch: u64, message: v1::AgentsChange) -> bool {
         let Some(peer) = self.peers.get_mut(&epoch) else { return false };
         let now = Instant::now();
-        for row in message.agents {
+        for row in message.agents.into_iter().map(rows::row).filter(|row| check_subdomain(&row.node).is_ok()) {
             let node: Arc<str> = row.node.as_str().into();
             self.dirty.insert(Arc::clone(&node));
-            peer.rows.insert(node, row);
+            peer.row_bytes += bytes_of(&row);
+            peer.row_bytes -= peer.rows.insert(node, row).as_ref().map_or(0, bytes_of);
         }
         for node in message.removed {
-            if let Some((node, _)) = peer.rows.remove_entry(node.as_str()) {
+            if let Some((node, row)) = peer.rows.remove_entry(node.as_str()) {
+                peer.row_bytes -= bytes_of(&row);
                 self.dirty.insert(node);
             }
         }
-        message.changes.into_iter().for_each(|change| peer.told.add(change, now));
+        if peer.row_bytes > MAX_ROW_BYTES {
+            tracing::warn!(
+                replica = peer.name,
+                "the rows of another replica's agents take more than {MAX_ROW_BYTES} bytes; asking it anew"
+            );
+            self.dirty.extend(peer.rows.keys().cloned());
+            self.peers.remove(&epoch);
+            return false;
+        }
+        let changes = message.changes.into_iter().filter(|change| change.encoded_len() <= MAX_CHANGE_BYTES);
+        changes.for_each(|change| peer.told.add(change, now));
         peer.is_complete |= message.is_complete;
         message.is_complete
     }
@@ -380,8 +408,8 @@ impl OverviewWork {
         for (epoch, (name, link)) in joined {
             self.peers.entry(epoch).or_insert_with(|| {
                 let task = tokio::spawn(listen(Arc::clone(&link), epoch, with_rows, self.messages.clone()));
-                let (rows, told, task) = (HashMap::new(), Told::default(), task.abort_handle());
-                OtherReplica { name, link, rows, told, is_complete: false, has_rows: with_rows, task }
+                let (rows, row_bytes, told, task) = (HashMap::new(), 0, Told::default(), task.abort_handle());
+                OtherReplica { name, link, rows, row_bytes, told, is_complete: false, has_rows: with_rows, task }
             });
         }
     }

@@ -24,11 +24,13 @@ use super::{
     ACCEPT_RETRY,
     connection_limits::{Connections, HeldConnection, hold},
     handshakes::{Handshakes, Silent},
-    tls::{Security, ServerTls},
 };
 use crate::{
     identity::{self, Identity, Peer},
-    serve::context::{Context, Warning},
+    serve::{
+        context::{Context, Warning},
+        tls::{Security, ServerTls},
+    },
 };
 
 /// The longest time that a handshake may take.

@@ -10,7 +10,6 @@ mod handshakes;
 mod listener;
 mod server;
 mod sync_connection;
-pub mod tls;
 
 use std::time::Duration;
 

@@ -12,9 +12,8 @@ use super::{
     general_connection::General,
     listener::{Entrance, Listener, Serve},
     sync_connection,
-    tls::Security,
 };
-use crate::serve::{context::Lifecycle, stream::Streams};
+use crate::serve::{context::Lifecycle, stream::Streams, tls::Security};
 
 /// Serves streams at `agents`, and `routes` at `inspect`, until `shutdown` is cancelled and the
 /// streams have ended. Then cancels `stopped`.

@@ -15,6 +15,7 @@ use headgate_control_plane::{
     serve, source,
     store::{Limits, Resume, Store},
 };
+use tonic::transport::Channel;
 
 /// Reads a manifest like the source `files`, and serves its objects. `is_json` says whether the
 /// file has the extension `.json`. Returns the number of objects.
@@ -77,6 +78,13 @@ const SERVED: &str = "
 pub(super) fn agent_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let (store, _) = store_of(source::manifest_events("web.yaml", SERVED.as_bytes()));
     serve::fuzz::stream(Arc::new(store), messages)
+}
+
+/// Passes the messages of another replica, without their gRPC prefixes, to a replica. Returns the
+/// number of messages that it took in.
+pub(super) fn peer_stream<'a>(channel: &Channel, messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
+    let (store, _) = store_of(source::manifest_events("web.yaml", SERVED.as_bytes()));
+    serve::fuzz::replica(Arc::new(store), channel, messages)
 }
 
 /// Reads the identity in a certificate (DER), without verifying the certificate chain. Returns

@@ -25,6 +25,7 @@
 //! | annotations | tenants | `annotation` |
 //! | messages of agents | nodes | `agent_stream` |
 //! | answers to queries | nodes | `query_answer` |
+//! | rosters, answers to questions | replicas | `peer_stream` |
 //! | names in certificates | nodes, readers | `certificate` |
 //! | messages of replicas | replicas | `server_stream` |
 //! | state files | other versions of the agent | `state` |
@@ -57,6 +58,7 @@ use headgate_control_plane::objects::ObjectKind;
 use headgate_proto::PREFIX_BYTES;
 use headgate_tests::fuzz::{Run, corpus, mutate, mutate_sequence};
 use peakmem_alloc::{INSTRUMENTED_SYSTEM, PeakMemAlloc, PeakMemAllocTrait as _};
+use tonic::transport::Endpoint;
 
 #[global_allocator]
 static ALLOCATOR: &PeakMemAlloc<System> = &INSTRUMENTED_SYSTEM;
@@ -267,6 +269,14 @@ fn mutated_server_streams_are_read_safely() {
 #[test]
 fn mutated_agent_streams_are_read_safely() {
     fuzz_messages("agent_stream", |messages| control_plane::agent_stream(messages.iter().map(Vec::as_slice)));
+}
+
+#[test]
+fn mutated_streams_of_other_replicas_are_read_safely() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let _inside = runtime.enter();
+    let channel = Endpoint::from_static("http://127.0.0.1:1").connect_lazy();
+    fuzz_messages("peer_stream", |messages| control_plane::peer_stream(&channel, messages.iter().map(Vec::as_slice)));
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! Passes bytes to the code with which a replica reads the answer of an agent to a query.
+//! Passes bytes to the code with which a replica reads the answer of an agent to a query. Makes the
+//! corpus of answers, and of the messages of other replicas.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -11,6 +12,7 @@ use headgate_core::{
 };
 use headgate_proto::{NodeView, ServiceDigests, digests_from_wire, digests_to_wire, node_from_wire, v1};
 use prost::Message as _;
+use tonic::transport::Endpoint;
 use v1::node_answer::Kind;
 
 use super::{fuzz, streams};
@@ -118,8 +120,79 @@ fn mutated_answers_to_queries_are_read_safely() {
     fuzz("query_answer", &["nftables", "userspace-iptables", "ipvs"], |_, bytes| answer(&state, bytes));
 }
 
-/// Checks the answers of the corpus. Writes the files only if `HEADGATE_WRITE_CORPUS=1` is set. Set
-/// the variable after a change of the protocol.
+/// The messages of a replica that has an agent, loses another one and answers two questions.
+fn peer_stream() -> Vec<u8> {
+    let message = |kind: u8, body: Vec<u8>| {
+        let length = u32::try_from(body.len() + 1).unwrap().to_be_bytes();
+        [&[0], &length[..], &[kind], &body].concat()
+    };
+    let node = |name: &str, departed_ms| v1::RosterNode { node: name.into(), departed_ms, programmed_version: 3 };
+    let first = v1::Roster {
+        identity: Some(v1::PeerIdentity { replica: "replica-b".into(), epoch: 8 }),
+        number: 200,
+        is_full: true,
+        uptime_ms: 700_000,
+        present: vec![node("node-a", 0), node("node-b", 0)],
+        departed: vec![node("node-c", 5_000)],
+        agents: "0.0.0.0:7443".into(),
+        ..v1::Roster::default()
+    };
+    let second = v1::Roster {
+        identity: first.identity.clone(),
+        number: 201,
+        departed: vec![node("node-b", 10)],
+        forgotten: vec!["node-c".into()],
+        ..v1::Roster::default()
+    };
+    let yes = v1::QuestionAnswer { roster: 200, version: 9, ..v1::QuestionAnswer::default() };
+    let laggard = |name: &str, standby: &str| v1::Laggard {
+        node: name.into(),
+        reason: "its kernel has version 8".into(),
+        standby: standby.into(),
+        ..v1::Laggard::default()
+    };
+    let unconfirmed = vec![laggard("node-a", ""), laggard("node-b", "kube-proxy (iptables)")];
+    let no = v1::QuestionAnswer { unconfirmed, ..yes.clone() };
+    [
+        message(0, first.encode_to_vec()),
+        message(1, yes.encode_to_vec()),
+        message(0, second.encode_to_vec()),
+        message(1, no.encode_to_vec()),
+    ]
+    .concat()
+}
+
+/// What a sound replica cannot say ends its stream, before anything is kept.
+#[test]
+fn messages_of_a_faulty_replica_are_refused() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let _inside = runtime.enter();
+    let channel = Endpoint::from_static("http://127.0.0.1:1").connect_lazy();
+    let taken = |stream: &[u8]| {
+        let messages = super::messages_of(stream);
+        super::control_plane::peer_stream(&channel, messages.iter().map(Vec::as_slice))
+    };
+    assert_eq!(taken(&peer_stream()), 4);
+    let roster = |names: &mut dyn Iterator<Item = String>| {
+        let node = |node| v1::RosterNode { node, ..v1::RosterNode::default() };
+        let roster = v1::Roster { present: names.map(node).collect(), is_full: true, ..v1::Roster::default() };
+        [&[0], &roster.encode_to_vec()[..]].concat()
+    };
+    let framed = |message: Vec<u8>| {
+        let length = u32::try_from(message.len()).unwrap().to_be_bytes();
+        [&[0], &length[..], &message].concat()
+    };
+    let most = 1 << 18;
+    let numbered = |count| move || (0..count).map(|number: u32| format!("n{number}"));
+    assert_eq!(taken(&framed(roster(&mut numbered(most)()))), 1);
+    assert_eq!(taken(&framed(roster(&mut numbered(most + 1)()))), 0);
+    for bad in ["Node", "a b", &"x".repeat(254)] {
+        assert_eq!(taken(&framed(roster(&mut [bad.to_owned()].into_iter()))), 0, "{bad}");
+    }
+}
+
+/// Checks the answers of the corpus. Writes the files, and the messages of replicas, only if
+/// `HEADGATE_WRITE_CORPUS=1` is set. Set the variable after a change of the protocol.
 #[test]
 fn corpus_of_answers_is_written_when_asked_for() {
     let state = state();
@@ -129,5 +202,8 @@ fn corpus_of_answers_is_written_when_asked_for() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus/query_answer");
         fs::create_dir_all(&folder).unwrap();
         answers.iter().for_each(|(name, bytes)| fs::write(folder.join(name), bytes).unwrap());
+        let folder = folder.with_file_name("peer_stream");
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("roster-and-answers.bin"), peer_stream()).unwrap();
     }
 }

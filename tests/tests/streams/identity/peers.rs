@@ -6,12 +6,12 @@ use std::net::Ipv4Addr;
 use headgate_control_plane::{
     model::{NodeChange, PodChange, Sink as _, Transaction, TriggeredChange},
     objects::{PodId, SourceKind},
-    serve::{PeerSettings, PeerTls, Settings},
+    serve::{PeerSettings, Settings},
 };
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Protocol, ServiceKey};
 use headgate_proto::v1::{
-    self, BarrierAnswer, DrainPodRequest, barrier_answer::Result as Outcome, inspect_client::InspectClient,
-    peers_client::PeersClient,
+    self, BarrierAnswer, DrainPodRequest, GetStatusRequest, barrier_answer::Result as Outcome,
+    inspect_client::InspectClient, peers_client::PeersClient,
 };
 use rcgen::{ExtendedKeyUsagePurpose, SanType};
 use tonic::Code;
@@ -40,8 +40,8 @@ async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Serve
     let folder = tempfile::tempdir().unwrap();
     own.write(folder.path(), &[authority]);
     let names = others.iter().map(|other| ("127.0.0.1".to_owned(), other.running.inspect_addr.port())).collect();
-    let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.path().join(name));
-    let peers = Some(PeerSettings { names, tls: Some(PeerTls { cert, key, ca }), ..PeerSettings::default() });
+    std::fs::write(folder.path().join("denied"), "").unwrap();
+    let peers = Some(PeerSettings { names, ..PeerSettings::default() });
     let server = Server::in_folder(folder, Settings { peers, ..Settings::default() }).await;
     let service = ServiceKey::new("default", "service-1");
     let endpoint = |host, conditions| {
@@ -62,12 +62,12 @@ async fn replica(authority: &Authority, own: &Pair, others: &[&Server]) -> Serve
     server
 }
 
-/// Asks a replica about the pod, as `headgatectl drain` does.
-async fn drain(authority: &Authority, server: &Server) -> BarrierAnswer {
+/// Asks a replica about the pod, as `headgatectl drain` does. Silent nodes have so much time.
+async fn drain(authority: &Authority, server: &Server, silent_ms: u64) -> BarrierAnswer {
     let reader = authority.client(&["headgate://reader/me"], |_| {});
     let reader = Client::new(authority, &reader).connect(server.running.inspect_addr).await.unwrap();
     let (namespace, name) = ("default".to_owned(), "web".to_owned());
-    let request = DrainPodRequest { namespace, name, timeout_ms: 60_000, silent_ms: 1_500, uid: String::new() };
+    let request = DrainPodRequest { namespace, name, timeout_ms: 60_000, silent_ms, uid: String::new() };
     let mut answers = InspectClient::new(reader.channel.clone()).drain_pod(request).await.unwrap().into_inner();
     answers.message().await.unwrap().unwrap()
 }
@@ -83,20 +83,44 @@ async fn a_replica_answers_only_replicas() {
     // The node is confirmed only by the replica that has its stream.
     let own = certificate(&authority, Some("headgate://replica/r2"));
     let asker = replica(&authority, &own, &[&asked]).await;
-    let answer = drain(&authority, &asker).await;
+    let answer = drain(&authority, &asker, 60_000).await;
     assert_eq!(answer.result(), Outcome::Drained, "{answer:?}");
     asker.stop().await;
     let denied = "headgate_requests_denied_total{reason=\"permission_denied\"}";
     assert_eq!(asked.metric(denied), 0);
     for (count, uri) in [(0, Some("headgate://node/n1")), (1, Some("headgate://reader/me")), (2, None)] {
         let asker = replica(&authority, &certificate(&authority, uri), &[&asked]).await;
-        let answer = drain(&authority, &asker).await;
+        let answer = drain(&authority, &asker, 1_500).await;
         assert_eq!(answer.result(), Outcome::Incomplete, "{uri:?}: {answer:?}");
         assert_eq!(answer.unconfirmed, ["n2"], "{uri:?}");
         assert!(answer.reason.contains("the client certificate"), "{uri:?}: {answer:?}");
         assert!(asked.metric(denied) > count, "{uri:?}");
         asker.stop().await;
     }
+}
+
+/// No replica believes what a denied replica says.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_ends_its_link_to_a_denied_replica() {
+    let authority = Authority::new("authority");
+    let stolen = replica(&authority, &certificate(&authority, Some("headgate://replica/stolen")), &[]).await;
+    let own = certificate(&authority, Some("headgate://replica/r1"));
+    let asker = replica(&authority, &own, &[&stolen]).await;
+    let reader = authority.client(&["headgate://reader/me"], |_| {});
+    let reader = Client::new(&authority, &reader).connect(asker.running.inspect_addr).await.unwrap();
+    let until = async |part: &str| {
+        eventually(part, async || {
+            let mut inspect = InspectClient::new(reader.channel.clone());
+            let status = inspect.get_status(GetStatusRequest::default()).await.unwrap().into_inner();
+            status.replicas.iter().any(|other| format!("{}: {}", other.state, other.problem).contains(part))
+        })
+        .await;
+    };
+    until("joined: ").await;
+    std::fs::write(asker.path("denied"), "headgate://replica/stolen\n").unwrap();
+    until("the control plane's certificate or its holder is in the file of --tls-denied").await;
+    std::fs::write(asker.path("denied"), "").unwrap();
+    until("joined: ").await;
 }
 
 /// Whoever writes the list cannot send an agent to somebody who is no replica. Here, nobody but the

@@ -2,7 +2,8 @@
 //!
 //! At the start, it is an error if files are missing or malformed or do not match each other.
 //! Later, the last good files stay in use until all files are good again. A reload does not affect
-//! open connections: each handshake uses the configuration that is current when it begins.
+//! open connections, except of denied peers: each handshake uses the configuration that is current
+//! when it begins.
 //! `ClientVerifier` verifies the certificates of clients.
 
 use std::{
@@ -11,10 +12,11 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
-use headgate_tls::{Denied, FileError, Files, Loaded, Material, Reloader, Validity, date};
+use headgate_tls::{Denied, FileError, Files, Loaded, Material, Reloader, Validity, date, replica_client};
 use rustls::{
-    CertificateError, DigitallySignedStruct, DistinguishedName, Error, RootCertStore, ServerConfig, SignatureScheme,
-    client::danger::HandshakeSignatureValid,
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, RootCertStore, ServerConfig,
+    SignatureScheme,
+    client::{Resumption, danger::HandshakeSignatureValid},
     crypto::{CryptoProvider, ring},
     pki_types::{CertificateDer, UnixTime},
     server::{
@@ -49,7 +51,7 @@ pub enum Security {
     Tls(Arc<ServerTls>),
 }
 
-/// The server's side of TLS, versions 1.2 and 1.3.
+/// TLS of a replica, versions 1.2 and 1.3: as a server, and for its links to other replicas.
 #[derive(Debug)]
 pub struct ServerTls {
     files: Files,
@@ -59,13 +61,15 @@ pub struct ServerTls {
     reloaded: watch::Sender<()>,
 }
 
-/// The configurations of the two listeners.
+/// The configurations of the two listeners and of the links to other replicas.
 #[derive(Debug)]
 struct Configs {
     /// HTTP/2. Every client must have a certificate.
     streams: Arc<ServerConfig>,
     /// HTTP/1.1, without sessions. A client may have a certificate.
     enrolment: Arc<ServerConfig>,
+    /// How this replica joins others.
+    links: Arc<ClientConfig>,
     /// The holders and certificates that are denied.
     denied: Denied,
 }
@@ -97,6 +101,11 @@ impl ServerTls {
     /// Returns the configuration for the next handshake of the enrolment listener.
     pub(crate) fn enrolment_config(&self) -> Arc<ServerConfig> {
         Arc::clone(&self.current.load().config.enrolment)
+    }
+
+    /// Returns the configuration for the next connection to another replica.
+    pub(crate) fn link_config(&self) -> Arc<ClientConfig> {
+        Arc::clone(&self.current.load().config.links)
     }
 
     /// Returns true if the files deny a holder or certificate with one of these entries.
@@ -204,7 +213,11 @@ fn configs(material: &Material) -> Result<Configs, rustls::Error> {
     streams.ticketer = ring::Ticketer::new()?;
     streams.send_tls13_tickets = TICKETS;
     let enrolment = config(false, "http/1.1")?;
-    Ok(Configs { streams: Arc::new(streams), enrolment: Arc::new(enrolment), denied: material.denied.clone() })
+    let mut links = replica_client(material)?;
+    // A resumed session would not look at the certificate again.
+    links.resumption = Resumption::disabled();
+    let (streams, enrolment, links) = (Arc::new(streams), Arc::new(enrolment), Arc::new(links));
+    Ok(Configs { streams, enrolment, links, denied: material.denied.clone() })
 }
 
 // Verifies the certificates of clients. Each role has its authorities: those of nodes sign only
