@@ -110,3 +110,54 @@ impl Baseline {
 fn percent(before: u64, now: u64) -> f64 {
     (now as f64 / before as f64 - 1.0) * 100.0
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOOLS: &str = "rustc 1";
+
+    fn counts(count: u64) -> BTreeMap<String, u64> {
+        [("commit".to_owned(), count)].into()
+    }
+
+    /// A baseline of one path with 1,000 instructions, as the file has it.
+    fn baseline() -> Baseline {
+        let mut baseline = Baseline::default();
+        baseline.write(TOOLS, &counts(1_000), "the first count");
+        let read = Baseline::parse(&baseline.text()).expect("the file cannot be read");
+        assert_eq!(read, baseline);
+        read
+    }
+
+    #[test]
+    fn only_a_path_that_costs_over_two_percent_more_fails() {
+        let baseline = baseline();
+        for (count, is_failed, verdict) in [
+            (1_050, true, "DEARER"),
+            (1_021, true, "DEARER"),
+            (1_019, false, ""),
+            (1_000, false, ""),
+            (981, false, ""),
+            (950, false, "cheaper"),
+        ] {
+            let Comparison { table, is_failed: found } = baseline.compare(TOOLS, &counts(count));
+            assert_eq!(found, is_failed, "{table}");
+            assert!(table.contains(verdict) && table.contains("WRITE=1") != verdict.is_empty(), "{table}");
+        }
+        let new = [("resume".to_owned(), 1)].into();
+        assert!(baseline.compare(TOOLS, &new).is_failed, "a path without a baseline");
+        let other = baseline.compare("rustc 2", &counts(1_050));
+        assert!(!other.is_failed && other.table.contains("not compared"), "{}", other.table);
+    }
+
+    #[test]
+    fn noise_is_not_written_and_a_change_has_its_reason() {
+        let mut baseline = baseline();
+        baseline.write(TOOLS, &counts(1_004), "noise");
+        assert_eq!(baseline, self::baseline());
+        baseline.write(TOOLS, &counts(1_050), "a check more");
+        assert_eq!(baseline.paths["commit"], (1_050, "a check more".to_owned()));
+        assert!(!baseline.compare(TOOLS, &counts(1_050)).is_failed);
+    }
+}

@@ -63,6 +63,10 @@ const LONG_QUIET: u64 = 200;
 const MOST_QUIET_BYTES: u64 = 1_250;
 const MOST_QUIET_MESSAGES: u64 = 60;
 const MOST_QUIET_WAKEUPS: u64 = 1_750;
+/// How many requests a replica may send to the API server in a minute meanwhile. Without bookmarks,
+/// it asks for each of five kinds every ten seconds, and a look of ten seconds may see two of them.
+const MOST_QUIET_REQUESTS: u64 = 60;
+const MOST_QUIET_REQUESTS_WITH_BOOKMARKS: u64 = 12;
 
 /// What happens at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -312,15 +316,20 @@ impl Driver {
         shared.api.order(None, &Order::Close);
         self.until(clock::now() + CALM * SECOND);
         let wakeups = |world: &mut World| world.processes().into_iter().map(|process| process.wakeups()).sum::<u64>();
-        let (before, woken) = (shared.network.arrived(), wakeups(&mut self.world));
+        let requests = || shared.api.recorded().len() as u64;
+        let (before, woken, requested) = (shared.network.arrived(), wakeups(&mut self.world), requests());
         self.until(clock::now() + seconds * SECOND);
         let (after, woken) = (shared.network.arrived(), wakeups(&mut self.world) - woken);
-        for (what, count, most) in [
-            ("bytes", after.0 - before.0, MOST_QUIET_BYTES),
-            ("messages", after.1 - before.1, MOST_QUIET_MESSAGES),
-            ("wake-ups", woken, MOST_QUIET_WAKEUPS),
+        let places = world::places();
+        let size = NODES.len() + places.pow(2);
+        let most_requests = if has_bookmarks { MOST_QUIET_REQUESTS_WITH_BOOKMARKS } else { MOST_QUIET_REQUESTS };
+        for (what, count, most, times) in [
+            ("bytes", after.0 - before.0, MOST_QUIET_BYTES, size),
+            ("messages", after.1 - before.1, MOST_QUIET_MESSAGES, size),
+            ("wake-ups", woken, MOST_QUIET_WAKEUPS, size),
+            ("requests to the API server", requests() - requested, most_requests, places),
         ] {
-            let (a_minute, most) = (count * 60 / seconds, most * (NODES.len() + world::places().pow(2)) as u64);
+            let (a_minute, most) = (count * 60 / seconds, most * times as u64);
             shared.tell(format!("{a_minute} {what} a minute while nothing happens"));
             if a_minute > most {
                 shared.is_false(&format!("{a_minute} {what} a minute while nothing happens; at most {most}"));
