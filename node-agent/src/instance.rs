@@ -103,7 +103,7 @@ mod tests {
         tokio::time::sleep(Duration::from_millis(300)).await;
         assert!(!second.is_finished(), "both agents have the claim");
         drop(first);
-        let second = tokio::time::timeout(Duration::from_secs(10), second).await.unwrap().unwrap().unwrap();
+        let second = tokio::time::timeout(Duration::from_secs(60), second).await.unwrap().unwrap().unwrap();
         drop(second);
         claim().await.unwrap();
     }

@@ -297,6 +297,7 @@ mod tests {
     use std::{future::pending, net::Ipv4Addr};
 
     use axum::routing::get;
+    use futures::future::join_all;
     use tokio::{
         io::{AsyncReadExt as _, AsyncWriteExt as _},
         net::TcpSocket,
@@ -441,14 +442,20 @@ mod tests {
     #[tokio::test]
     async fn silence_and_late_or_long_headers_end_a_connection_and_answers_may_take_long() {
         for answers_http2 in [false, true] {
-            let port = Port::open(connections(answers_http2, Duration::from_millis(100)), "page".into()).await;
+            // Long enough for a slow machine to receive requests that are complete.
+            let port = Port::open(connections(answers_http2, Duration::from_secs(3)), "page".into()).await;
             let waiting = port.wait(1).await;
-            ended(port.get(2).await).await;
-            ended(port.connect(3, b"").await).await;
-            ended(port.connect(3, b"GET / HTTP/1.1\r\nHost:").await).await;
-            // The beginning of HTTP/2, and all of it without a request.
-            ended(port.connect(3, b"PRI").await).await;
-            ended(port.connect(3, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await).await;
+            let mut streams = vec![port.get(2).await];
+            for first in [
+                &b""[..],
+                b"GET / HTTP/1.1\r\nHost:",
+                // The beginning of HTTP/2, and all of it without a request.
+                b"PRI",
+                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0",
+            ] {
+                streams.push(port.connect(3, first).await);
+            }
+            join_all(streams.into_iter().map(ended)).await;
             let mut long = [b'x'; REQUEST_BYTES as usize];
             long[..19].copy_from_slice(b"GET / HTTP/1.1\r\nx: ");
             let mut long = port.connect(3, &long).await;

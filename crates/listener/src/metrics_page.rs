@@ -73,7 +73,8 @@ mod tests {
 
     use super::*;
 
-    #[tokio::test]
+    // The time stands still while anything runs, so that all requests arrive within the pause.
+    #[tokio::test(start_paused = true)]
     async fn requests_share_a_page_that_is_rendered_after_their_arrival() {
         let (page, rendered) = (MetricsPage::default(), Arc::new(AtomicUsize::new(0)));
         let accept = |kind: &'static str| HeaderMap::from_iter([(ACCEPT, kind.parse().unwrap())]);

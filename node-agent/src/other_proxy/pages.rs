@@ -93,25 +93,37 @@ fn is_absent(error: &io::Error) -> bool {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::{net::TcpListener, thread};
+    use std::{net::TcpListener, thread, time::Instant};
 
     use super::*;
+    use crate::tests::ReservedPort;
 
-    fn answered<T>(answer: &'static str, ask: impl FnOnce(SocketAddr) -> T) -> T {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        let server = thread::spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
-            let mut request = [0; 4];
-            stream.read_exact(&mut request).unwrap();
-            stream.write_all(answer.as_bytes()).unwrap();
-            // Otherwise closing the socket would reset the connection before the answer is read.
-            stream.shutdown(std::net::Shutdown::Write).unwrap();
-            stream.read_to_end(&mut Vec::new()).unwrap();
-        });
-        let result = ask(address);
-        server.join().unwrap();
-        result
+    /// What `ask` returns if a program answers this. On a slow machine, an answer may come too
+    /// late: then it asks again.
+    fn answered<T>(answer: &'static str, ask: impl Fn(SocketAddr) -> T) -> T {
+        for _ in 0..20 {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = listener.local_addr().unwrap();
+            let server = thread::spawn(move || -> io::Result<()> {
+                let (mut stream, _) = listener.accept()?;
+                let mut request = [0; 4];
+                stream.read_exact(&mut request)?;
+                stream.write_all(answer.as_bytes())?;
+                // Otherwise closing the socket would reset the connection before the answer is
+                // read.
+                stream.shutdown(std::net::Shutdown::Write)?;
+                stream.read_to_end(&mut Vec::new()).map(drop)
+            });
+            let began = Instant::now();
+            let result = ask(address);
+            let is_in_time = began.elapsed() < ANSWER_TIMEOUT / 2;
+            let served = server.join().unwrap();
+            if is_in_time {
+                served.unwrap();
+                return result;
+            }
+        }
+        panic!("no answer came in time");
     }
 
     #[test]
@@ -125,7 +137,8 @@ mod tests {
             assert_eq!(answered(answer, mode), Some(None), "{answer:?}");
         }
         assert!(answered("HTTP/1.0 503 Service Unavailable\r\n\r\n", is_serving_health));
-        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let reserved = ReservedPort::reserve().unwrap();
+        let closed = reserved.address();
         assert_eq!((mode(closed), is_serving_health(closed), synced(closed, &[])), (None, false, None));
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
         assert!(is_serving_health(silent.local_addr().unwrap()));

@@ -77,8 +77,11 @@ mod tests {
         let mut command = words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
         command.extend([program.display().to_string(), "60".to_owned()]);
         let mut child = Command::new(&command[0]).args(&command[1..]).spawn().unwrap();
-        let comm = format!("/proc/{}/comm", child.id());
-        while fs::read_to_string(&comm).unwrap().trim() != KUBE_ROUTER {
+        let [comm, arguments] = ["comm", "cmdline"].map(|file| format!("/proc/{}/{file}", child.id()));
+        // A process has its new name a little before it has its new arguments.
+        let has_begun =
+            || fs::read_to_string(&comm).unwrap().trim() == KUBE_ROUTER && !fs::read(&arguments).unwrap().is_empty();
+        while !has_begun() {
             assert!(child.try_wait().unwrap().is_none(), "{words:?} ended");
             sleep(Duration::from_millis(10));
         }

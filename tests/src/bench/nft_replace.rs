@@ -24,7 +24,7 @@ const POOL: u32 = 251;
 /// The distance between the first endpoints of two successive steps. The endpoints of successive
 /// steps are different, because a step has fewer endpoints than this.
 const STRIDE: u32 = 7;
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What happened during the replacements.
 #[derive(Debug, Clone, Copy)]

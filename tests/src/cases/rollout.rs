@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use super::live;
+use crate::testbed::client::ANSWER_TIMEOUT;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::{Endpoint, NAMESPACE, Service, Via};
 use crate::testbed::plan::{self, LINE_PORT, NODES};
@@ -73,7 +74,7 @@ pub fn roll(bed: &Testbed, batches: &[&[&str]], rolls: usize, wait: Wait) -> Res
         .flat_map(|family| CLIENTS.map(|(from, via)| Ok((from, bed.address(SERVICE, via, family, "tcp")?))))
         .collect::<Result<_>>()?;
     let mut waits = Vec::new();
-    let outcomes = live::outcomes_while_asking(bed, &targets, || {
+    let outcomes = live::outcomes_while_asking(bed, &targets, ANSWER_TIMEOUT, || {
         for _ in 0..rolls {
             for pods in batches {
                 waits.extend(replace(bed, pods, wait).with_context(|| format!("replacing {pods:?}"))?);

@@ -52,7 +52,7 @@ pub fn addresses(bed: &Testbed) -> Result<()> {
             }
         }
         let unused = SocketAddr::new(unused, 80);
-        let outcome = bed.machines().ask("a3", &Request::new(Transport::Tcp, unused))?;
+        let outcome = bed.machines().ask("a3", &Request::new(Transport::Tcp, unused).expecting_silence())?;
         ensure!(outcome == Outcome::TimedOut, "a3 asks {unused}: {outcome}, expected: timed out");
     }
     run(
@@ -100,7 +100,7 @@ fn ping(bed: &Testbed, from: &str, to: IpAddr) -> Result<Option<IpAddr>> {
             IpAddr::V6(_) => (Domain::IPV6, Protocol::ICMPV6, ECHO_V6),
         };
         let socket = Socket::new(domain, Type::DGRAM, Some(protocol))?;
-        socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+        socket.set_read_timeout(Some(Duration::from_secs(60)))?;
         socket.connect(&SocketAddr::new(to, 0).into())?;
         socket.send(&[kind, 0, 0, 0, 0, 0, 0, 1])?;
         let mut answer = [0; 64];

@@ -191,9 +191,11 @@ impl Testbed {
     fn is_programmed(&self, glance: &Glance, expected: &Expected) -> bool {
         glance.generation() == Some(expected.generation)
             && (glance.status.services, glance.status.endpoints) == (expected.services, expected.endpoints)
-            && self.processes().agents.keys().all(|node| {
+            && self.processes().agents.iter().all(|(node, process)| {
                 glance.agents.iter().any(|agent| {
+                    // The control plane may still list an earlier agent of the node.
                     agent.node == *node
+                        && agent.connected_unix_ms >= process.started_unix_ms()
                         && agent.programmed_version >= glance.status.version
                         && agent.last_error.is_empty()
                 })

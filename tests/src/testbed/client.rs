@@ -23,8 +23,8 @@ use super::sctp;
 use super::turn::in_turn;
 
 /// How long to wait for an expected answer. This time is long, because a client waits for the whole
-/// time only when a test fails.
-pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(8);
+/// time only when a test fails, and because a busy machine may pause for seconds.
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long to wait where silence is expected. An answer or a refusal takes about a millisecond.
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -249,6 +249,11 @@ static NEXT_PORT: AtomicU16 = AtomicU16::new(0);
 const FIRST_PORT: u16 = 33_000;
 const PORTS: u16 = 32_000;
 
+/// A port that this process has not used for a long time.
+fn next_port() -> u16 {
+    FIRST_PORT + NEXT_PORT.fetch_add(1, Ordering::Relaxed) % PORTS
+}
+
 /// Calls `bind` with the request's source port, or else with a port that this process has not used
 /// for a long time.
 ///
@@ -256,15 +261,14 @@ const PORTS: u16 = 32_000;
 /// endpoint, both connections look equal to the endpoint and to conntrack, until both have deleted
 /// the state of the first connection. The kernel could choose such a port, because it reuses a port
 /// for other destinations.
-fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
+pub(super) fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
     let address = request.from_address.unwrap_or_else(|| unspecified(request.to));
     let from = |port| SocketAddr::new(address, port);
     if let Some(port) = request.from_port {
         return bind(from(port));
     }
     loop {
-        let port = FIRST_PORT + NEXT_PORT.fetch_add(1, Ordering::Relaxed) % PORTS;
-        match bind(from(port)) {
+        match bind(from(next_port())) {
             // Another socket holds this port. Try the next port.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
             bound => return bound,
@@ -372,7 +376,7 @@ fn ask_sctp(request: &Request) -> io::Result<String> {
     route.connect(request.to)?;
     let own = route.local_addr()?.ip();
     let _turn = SctpTurn::wait(own, request.to.ip());
-    let port = request.from_port.unwrap_or_else(|| fastrand::u16(20_000..60_000));
+    let port = request.from_port.unwrap_or_else(next_port);
     sctp::ask(SocketAddr::new(own, port), request.to, request.timeout)
 }
 

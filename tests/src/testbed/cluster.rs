@@ -22,7 +22,8 @@ use super::manifests::{MARKER, NAMESPACE};
 use super::plan::{self, CLUSTER_CIDR, CONTROL, CONTROL_PORT, INSPECT_PORT};
 use super::process::{self, Process};
 
-const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// A busy machine may pause for seconds.
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The answers of `Inspect` at one time.
 #[derive(Debug, Clone)]
@@ -90,6 +91,7 @@ impl AgentSetup {
 /// The agent's command line for a node, without the flags for the control plane.
 fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &AgentSetup) -> Result<Command> {
     let program = process::program("headgate-node-agent")?;
+    let backend = setup.backend.unwrap_or(backend);
     let mut command = if setup.in_container {
         container::command(&program, machines.folder())?
     } else if setup.read_only_parameters {
@@ -99,11 +101,13 @@ fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &Agen
     } else {
         Command::new(program)
     };
+    if backend.carries_tcp() {
+        command = process::before_others(&command);
+    }
     // Every node has its own state folder. Agents save their state often, so that tests need not
     // wait long for a saved state.
     let state = machines.folder().join(format!("state-{node}"));
     command.arg("--state-dir").arg(state).args(["--state-save-period", "200ms"]);
-    let backend = setup.backend.unwrap_or(backend);
     command.args(["--node-name", node]).args(backend.agent_arguments());
     if !setup.arguments.iter().any(|argument| argument.starts_with("--standby")) {
         // Many tests begin with the rules of kube-proxy or of another agent.

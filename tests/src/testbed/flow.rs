@@ -2,24 +2,27 @@
 
 use std::{
     io::ErrorKind,
-    net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    net::{SocketAddr, UdpSocket},
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
 
-use super::{Answer, Outcome, Testbed, manifests::Via, plan::Family, turn::ask_and_pause};
+use super::{
+    Answer, Outcome, Request, Testbed, Transport, client::from_a_port, manifests::Via, plan::Family,
+    turn::ask_and_pause,
+};
 
 /// Longest wait until a flow follows a change. A flow usually needs some milliseconds.
-const GUARD: Duration = Duration::from_secs(30);
+const GUARD: Duration = Duration::from_secs(60);
 /// How long to wait for an answer to a request that is sent again.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
 /// How long clients may take for one more request each, even on a busy machine.
 const MORE: Duration = Duration::from_secs(60);
 /// How long to wait for the answer to a request that is sent only once. A busy machine may pause
 /// for seconds.
-const ONLY_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+const ONLY_ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// A UDP client with one connected socket.
@@ -30,11 +33,11 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// Opens a client on the machine `from`, connected to `to`.
+    /// Opens a client on the machine `from`, connected to `to`. Its port is new: with the port of
+    /// an earlier client, its packets would match the conntrack entry of that client.
     pub fn open(bed: &Testbed, from: &str, to: SocketAddr) -> Result<Self> {
         let socket = bed.machines().machine(from)?.run(|| {
-            let own = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-            let socket = UdpSocket::bind(SocketAddr::new(own, 0))?;
+            let socket = from_a_port(&Request::new(Transport::Udp, to), UdpSocket::bind)?;
             socket.connect(to)?;
             Ok(socket)
         })?;

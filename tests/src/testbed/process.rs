@@ -4,7 +4,7 @@ use std::fs::OpenOptions;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
@@ -13,7 +13,7 @@ use nix::unistd::Pid;
 use super::netns::Namespace;
 
 /// How long a program may take to end after SIGTERM. After this time the program receives SIGKILL.
-const TERMINATION_TIMEOUT: Duration = Duration::from_secs(10);
+const TERMINATION_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The path of a program of this workspace: in the folder that `HEADGATE_PROGRAMS` names, if it is
 /// there, else the one that was built with the profile of the running test. `make skew` and `make
@@ -46,6 +46,21 @@ pub fn tool(name: &str) -> PathBuf {
     let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools");
     let found = std::env::split_paths(&path).chain([tools]).map(|folder| folder.join(name)).find(|file| file.is_file());
     found.unwrap_or_else(|| panic!("{name} is neither on PATH nor in target/tools: run `make setup`"))
+}
+
+/// The same command, for a program that gets the processor before other programs. A proxy in an
+/// agent needs this: when it has not run for a second, the kernel's rules lead past it, and all
+/// tests together may keep a machine that busy.
+pub fn before_others(command: &Command) -> Command {
+    let mut first = Command::new("nice");
+    first.args(["-n", "-15"]).arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => first.env(name, value),
+            None => first.env_remove(name),
+        };
+    }
+    first
 }
 
 /// Runs a program and returns its standard output.
@@ -106,6 +121,7 @@ pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
+    started_unix_ms: u64,
     exit: Option<ExitStatus>,
 }
 
@@ -116,8 +132,15 @@ impl Process {
         let (out, err) = (open(), open());
         let context = || format!("opening {}", log.display());
         command.stdin(Stdio::null()).stdout(out.with_context(context)?).stderr(err.with_context(context)?);
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).context("reading the clock")?;
+        let started_unix_ms = u64::try_from(started.as_millis()).context("reading the clock")?;
         let child = namespace.spawn(command)?;
-        Ok(Self { name: name.to_owned(), child, log: log.to_owned(), exit: None })
+        Ok(Self { name: name.to_owned(), child, log: log.to_owned(), started_unix_ms, exit: None })
+    }
+
+    /// The time just before the program was started.
+    pub fn started_unix_ms(&self) -> u64 {
+        self.started_unix_ms
     }
 
     /// The process id.

@@ -10,10 +10,11 @@ use super::machine;
 use super::protocol::{self, HEARTBEAT, Outcome, REQUEST, Request};
 use super::slot::Slot;
 
-/// Longest wait until a machine takes a request. Booting takes about three seconds.
-const BOOT_LIMIT: Duration = Duration::from_secs(60);
+/// Longest wait until a machine takes a request. Booting takes about three seconds, and
+/// much longer while other machines boot.
+const BOOT_LIMIT: Duration = Duration::from_secs(180);
 /// After the test's time limit, the machine has this time to report that it has killed the test.
-const REPORT_GRACE: Duration = Duration::from_secs(10);
+const REPORT_GRACE: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// The largest number of machines that one request boots. If the first machine turns itself off

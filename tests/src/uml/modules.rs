@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 pub(super) const LOADER: &str = "/proc/sys/kernel/modprobe";
 /// Longest wait until a module is unused. The kernel removes the previous test's namespaces in the
 /// background, and these namespaces may still use the module.
-const USED_LIMIT: Duration = Duration::from_secs(30);
+const USED_LIMIT: Duration = Duration::from_secs(60);
 
 /// While this value exists, the given modules are removed and the kernel loads no modules.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ impl<'a> WithoutModules<'a> {
     /// modules.
     ///
     /// # Errors
-    /// A module is still in use after 30 seconds, or automatic loading cannot be turned off.
+    /// A module is still in use after 60 seconds, or automatic loading cannot be turned off.
     pub fn new(modules: &'a [&'a str]) -> Result<Self> {
         let loader = std::fs::read_to_string(LOADER)?.trim().to_owned();
         // If a step below fails, dropping this value loads the removed modules again.

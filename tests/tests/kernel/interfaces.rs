@@ -40,7 +40,7 @@ impl World {
         let mut expected: Vec<IpAddr> = expected.into_iter().chain(["127.0.0.1", "::1"].map(address)).collect();
         expected.sort_unstable();
         let found = self.interfaces.wait_for(|now| now.as_deref() == Some(&expected));
-        let is_found = self.runtime.block_on(async { timeout(Duration::from_secs(30), found).await.is_ok() });
+        let is_found = self.runtime.block_on(async { timeout(Duration::from_secs(60), found).await.is_ok() });
         assert!(is_found, "{expected:?} expected, {:?} found", self.interfaces.borrow());
     }
 

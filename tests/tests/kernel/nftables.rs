@@ -7,9 +7,12 @@ use std::{
     net::{TcpListener, TcpStream, UdpSocket},
     os::fd::AsRawFd as _,
     process,
-    sync::Mutex,
+    sync::{
+        Mutex,
+        atomic::{AtomicU16, Ordering},
+    },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
@@ -18,7 +21,7 @@ use headgate_core::{
     frontends::Frontend, view::MasqueradeConfig,
 };
 use headgate_node_agent::dataplane::{
-    ErrorKind, Finding, FixedState, NodeDataplane, StateSource,
+    DataplaneError, ErrorKind, Finding, FixedState, NodeDataplane, StateSource,
     nftables::{Counts, NftablesDataplane, NftablesOptions, read_counters},
 };
 use headgate_tests::testbed::{Namespace, process::output};
@@ -239,7 +242,8 @@ fn a_large_first_sync_is_complete() {
         let dirty = apply(&mut state, service("7", 77, &[80]));
         first.plan(&state, &node, &dirty);
         first.apply()?;
-        let written = dataplane()?.sync_full(&FixedState(&state, &node))?.objects_written;
+        let mut next = dataplane()?;
+        let written = patiently(|| next.sync_full(&FixedState(&state, &node)))?.objects_written;
         assert_eq!(written, 0, "an agent that restarts wrote {written} objects");
         Ok(())
     });
@@ -315,10 +319,24 @@ fn a_cold_start_programs_the_api_server_and_dns_before_other_services() {
     });
 }
 
+/// Repeats `read` while the kernel returns no complete list. This may last as long as the hash
+/// table of a large set grows.
+pub(crate) fn patiently<T>(mut read: impl FnMut() -> Result<T, DataplaneError>) -> Result<T, DataplaneError> {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        match read() {
+            Err(error) if error.kind == ErrorKind::Retry && Instant::now() < deadline => {
+                thread::sleep(Duration::from_millis(20));
+            }
+            result => return result,
+        }
+    }
+}
+
 /// Whether neither a check nor a verification of the rules finds a difference.
 fn is_intact(dataplane: &mut NftablesDataplane, source: &dyn StateSource) -> Result<bool> {
-    let verification = dataplane.verification(Family::V4)?.context("IPv4 is not programmed")?;
-    Ok(dataplane.check()? == Finding::Intact && verification(source).count == 0)
+    let verification = patiently(|| dataplane.verification(Family::V4))?.context("IPv4 is not programmed")?;
+    Ok(patiently(|| dataplane.check())? == Finding::Intact && verification(source).count == 0)
 }
 
 /// The Service "counted" with port 53/UDP at 10.96.0.1 and NodePort 30053, and one endpoint.
@@ -352,10 +370,13 @@ fn echo(address: &str) -> Result<()> {
     Ok(())
 }
 
-/// Sends `packets` packets of 100 bytes from a new socket, and waits for each answer.
+/// Sends `packets` packets of 100 bytes from a new socket, and waits for each answer. The socket
+/// has a port of its own: packets from the port of an earlier socket would belong to the same
+/// connection.
 fn exchange(to: &str, packets: usize) -> Result<()> {
-    let socket = UdpSocket::bind("0.0.0.0:0")?;
-    socket.set_read_timeout(Some(Duration::from_secs(10)))?;
+    static NEXT_PORT: AtomicU16 = AtomicU16::new(20_000);
+    let socket = UdpSocket::bind(("0.0.0.0", NEXT_PORT.fetch_add(1, Ordering::Relaxed)))?;
+    socket.set_read_timeout(Some(Duration::from_secs(60)))?;
     socket.connect(to)?;
     for _ in 0..packets {
         socket.send(&[0; 100])?;

@@ -7,6 +7,13 @@ use headgate_tests::{bench::nft_replace, testbed::netns};
 fn no_connection_is_refused_or_misled_while_nftables_replaces_endpoints() {
     netns::check_prerequisites().unwrap();
     netns::sweep_stale().unwrap();
-    let seen = nft_replace::measure(300).unwrap();
+    let mut seen = nft_replace::measure(300).unwrap();
+    // On a busy machine, clients may get no turn between the two ends of a replacement.
+    for _ in 0..20 {
+        if seen.crossed > 0 {
+            break;
+        }
+        seen = nft_replace::measure(300).unwrap();
+    }
     assert!(seen.crossed > 0, "no connection was open during a replacement: {seen:?}");
 }

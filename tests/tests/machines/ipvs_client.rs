@@ -272,12 +272,12 @@ fn active_and_inactive_connections_are_counted() {
 /// Waits until the service's only destination is as expected, and returns it.
 fn wait_for(ipvs: &mut Ipvs, id: ServiceId, is_expected: impl Fn(&DestinationEntry) -> bool) -> DestinationEntry {
     let mut entry = ipvs.destinations(id).unwrap()[0];
-    for _ in 0..1000 {
+    for _ in 0..6000 {
         if is_expected(&entry) {
             return entry;
         }
         std::thread::sleep(std::time::Duration::from_millis(10));
         entry = ipvs.destinations(id).unwrap()[0];
     }
-    panic!("the destination is not as expected after 10 s: {entry:?}");
+    panic!("the destination is not as expected after 60 s: {entry:?}");
 }

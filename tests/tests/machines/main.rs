@@ -12,10 +12,10 @@ use std::{
     time::Duration,
 };
 
-/// Connects to an address, and tries again for five seconds. The kernel adds an IPv6 address first
-/// and its route shortly afterwards.
+/// Connects to an address, and tries again for half a minute. The kernel adds an IPv6 address
+/// first and its route shortly afterwards.
 fn connect_soon(address: SocketAddr) -> TcpStream {
-    for _ in 0..500 {
+    for _ in 0..3000 {
         if let Ok(stream) = TcpStream::connect(address) {
             return stream;
         }

@@ -43,7 +43,7 @@ mod kernel {
 mod runner {
     use super::*;
 
-    const LIMIT: Duration = Duration::from_secs(30);
+    const LIMIT: Duration = Duration::from_secs(120);
 
     #[test]
     fn a_failure_inside_is_reported_and_keeps_files() {

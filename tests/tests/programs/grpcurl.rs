@@ -76,7 +76,7 @@ impl ControlPlane {
         let address = if method.contains(&SYNC) { address } else { inspect };
         let output = Command::new(tool("grpcurl"))
             .args(&self.transport)
-            .args(["-max-time", "30"])
+            .args(["-connect-timeout", "20", "-max-time", "60"])
             .args(arguments)
             .arg(address.to_string())
             .args(method)

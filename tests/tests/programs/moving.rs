@@ -24,7 +24,7 @@ use tempfile::TempDir;
 use crate::commands;
 
 /// The longest time that an agent may be without a stream, and guard against hanging.
-const GUARD: Duration = Duration::from_secs(30);
+const GUARD: Duration = Duration::from_secs(90);
 const NODES: [&str; 2] = ["node-a", "node-b"];
 const REPLICAS: &str = "headgate-system/headgate-control-plane";
 

@@ -16,9 +16,10 @@ use headgate_control_plane::{
 };
 use headgate_core::{Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, TrafficPolicy, Weight};
 use headgate_proto::v1::{self, agent_message::Body, barrier_answer::Result as Outcome};
+use tokio::time::timeout;
 
 use crate::{
-    client::Client,
+    client::{Client, GUARD, eventually},
     replica::{Replica, key, node, service, settings},
 };
 
@@ -50,12 +51,14 @@ pub(crate) fn apply(name: &str) -> NodeChange {
 }
 
 impl Pair {
-    /// Starts two replicas whose source has the nodes a, b and c, and both endpoints.
+    /// Starts two replicas that have joined each other, and whose source has the nodes a, b and c,
+    /// and both endpoints.
     pub(crate) async fn start(uncovered_after: Duration) -> Self {
         Self::start_with(Settings { uncovered_after, ..settings() }).await
     }
 
-    /// As [`Self::start`], with these settings.
+    /// As [`Self::start`], with these settings. If they name a Service of the replicas, these have
+    /// not joined each other yet.
     pub(crate) async fn start_with(settings: Settings) -> Self {
         static NUMBER: AtomicU8 = AtomicU8::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -83,6 +86,14 @@ impl Pair {
             };
             let pods = vec![pod(POD, "pod", "a"), pod(OTHER, "other", "b")];
             pair.replicas[replica].store.commit(Transaction { pods, ..Transaction::default() });
+        }
+        if settings.peers.is_none() {
+            // The first replica has tried before the second one listened, and tries again after a
+            // pause.
+            for replica in &pair.replicas {
+                let has_joined = async || replica.status().await.replicas.iter().any(|other| other.state == "joined");
+                eventually("the replicas have joined each other", has_joined).await;
+            }
         }
         pair
     }
@@ -123,11 +134,11 @@ impl Pair {
     }
 }
 
-/// Programs the newest version of a replica.
+/// Programs the newest version of a replica, and waits until the replica has the ACK.
 pub(crate) async fn program(replica: &Replica, client: &mut Client) {
     let version = replica.store.version();
     client.until(|client| client.held.version >= version).await;
-    client.ack().await;
+    replica.acknowledge(client).await;
 }
 
 /// Programs the newest version of the replica with this index at each of these agents.
@@ -153,10 +164,26 @@ pub(crate) async fn ask(client: &mut Client, pod: Ipv4Addr, timeout_ms: u64, sil
     answer(client).await
 }
 
+/// Asks about a pod until all nodes but `count` have confirmed. Each question waits for a short
+/// time, in which a slow machine may not bring the answer of the other replica. No answer may say
+/// that all nodes have confirmed.
+pub(crate) async fn ask_until_unconfirmed(client: &mut Client, pod: Ipv4Addr, count: u64) -> v1::BarrierAnswer {
+    let asked = async {
+        loop {
+            let found = ask(client, pod, 60_000, 1_000).await;
+            assert_eq!(found.result(), Outcome::Incomplete, "{found:?}");
+            if found.unconfirmed_count == count {
+                return found;
+            }
+        }
+    };
+    timeout(GUARD, asked).await.unwrap_or_else(|_| panic!("there are never {count} unconfirmed nodes"))
+}
+
 /// Asserts that no answer arrives for a while. If an answer came too early, it would come in this
 /// time.
 pub(crate) async fn assert_waits(client: &mut Client) {
-    let early = tokio::time::timeout(Duration::from_millis(400), client.until(|client| !client.barriers.is_empty()));
+    let early = timeout(Duration::from_millis(400), client.until(|client| !client.barriers.is_empty()));
     assert!(early.await.is_err(), "the barrier answers too early: {:?}", client.barriers);
 }
 
@@ -167,6 +194,8 @@ async fn the_barrier_waits_for_each_node_at_each_replica() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, mut b, mut c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
     a.send(Body::Barrier(request(POD, 60_000, 60_000))).await;
+    let waiting = || pair.replicas[0].metric("headgate_barrier_waiting");
+    eventually("the replica has the request", async || waiting() == 1).await;
     assert_waits(&mut a).await;
     // Replica 1 sees the removal, and its agent programs it.
     pair.change(0, removed());
@@ -222,6 +251,8 @@ async fn a_node_that_never_had_an_agent_is_not_covered_and_others_are_refused() 
     let mut pair = Pair::start(Duration::ZERO).await;
     let mut a = pair.agent(0, "a").await;
     let b = pair.agent(1, "b").await;
+    let knows_b = async || pair.replicas[0].agents().await.iter().any(|agent| agent.replica == "replica-2");
+    eventually("the first replica knows node b", knows_b).await;
     pair.change_both([removed()]);
     program(&pair.replicas[0], &mut a).await;
     drop(b);
@@ -240,13 +271,17 @@ async fn a_node_that_never_had_an_agent_is_not_covered_and_others_are_refused() 
 async fn a_silent_replica_leaves_its_nodes_unconfirmed() {
     let mut pair = Pair::start(NEVER).await;
     let (mut a, _b, _c) = (pair.agent(0, "a").await, pair.agent(1, "b").await, pair.agent(1, "c").await);
+    // Nobody knows whether this node has a stream to a replica that cannot be reached.
+    pair.put_nodes(&[apply("d")]);
     pair.change(0, removed());
     program(&pair.replicas[0], &mut a).await;
     let [first, second] = pair.replicas;
     second.running.stop().await;
+    let is_silent = async || first.status().await.replicas.iter().any(|other| other.state == "unreachable");
+    eventually("the other replica cannot be reached", is_silent).await;
     let found = ask(&mut a, POD, 60_000, 1_000).await;
     assert_eq!(found.result(), Outcome::Incomplete);
-    assert_eq!(found.unconfirmed_count, 2);
+    assert_eq!(found.unconfirmed_count, 3);
     assert!(!found.reason.contains("replica"), "{found:?}");
     let asked = v1::DrainPodRequest {
         namespace: "default".into(),
@@ -257,7 +292,7 @@ async fn a_silent_replica_leaves_its_nodes_unconfirmed() {
     };
     let mut said = first.inspect().await.drain_pod(asked).await.unwrap().into_inner();
     let said = said.message().await.unwrap().unwrap();
-    assert_eq!(said.unconfirmed, ["b", "c"], "an operator learns the names");
+    assert_eq!(said.unconfirmed, ["b", "c", "d"], "an operator learns the names");
     assert!(said.reason.contains("replica at "), "{said:?}");
     drop(first);
 }

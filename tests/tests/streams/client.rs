@@ -81,6 +81,7 @@ impl Held {
 
 /// A stream and the messages received on it.
 pub(crate) struct Client {
+    pub(crate) node: String,
     pub(crate) sender: mpsc::Sender<v1::AgentMessage>,
     messages: Streaming<v1::ServerMessage>,
     pub(crate) welcome: v1::Welcome,
@@ -121,6 +122,7 @@ impl Client {
             decoder.refer_to(Referable::of(&held.state));
         }
         Ok(Self {
+            node: node.into(),
             sender,
             messages,
             welcome,

@@ -142,12 +142,22 @@ async fn a_folder_is_served_and_followed() {
 async fn a_malformed_file_is_reported_and_removes_nothing() {
     let good = service("web") + &slice("web-1", "web", &["10.1.0.1"]);
     let reading = Reading::of(&[("web.yaml", &good), ("other.yaml", &service_at("other", "10.0.0.3"))]).await;
-    for bad in ["kind: [", "}{", "\u{0}", "just text\n", "a: b\n a: c\n", "apiVersion: v1\nkind: Service\n"] {
-        reading.put("web.yaml", bad);
+    for bad in ["kind: [", "}{", "\u{0}", "a: b\n a: c\n", "apiVersion: v1\nkind: Service\n"] {
+        // Without their names, the objects would be removed after a second, and a slow machine may
+        // need as long for this step.
+        reading.put("web.yaml", &format!("# web web-1\n{bad}"));
         reading.until_problem("web.yaml, document 1 |").await;
         reading.put("web.yaml", &good);
         reading.until("the fault is fixed", |c| c.problems.is_empty()).await;
     }
+    reading.sink.look(|c| assert_eq!(c.removed, [""; 0]));
+    // Text that is no manifest defines nothing, so after a second the objects are gone.
+    reading.put("web.yaml", "just text\n");
+    reading.until_problem("web.yaml, document 1 |").await;
+    reading.put("web.yaml", &good);
+    let is_fixed = |c: &sink::Collected| c.problems.is_empty() && c.endpoints("default", "web") == ["10.1.0.1"];
+    reading.until("the text is replaced", is_fixed).await;
+    let removed = reading.sink.look(|c| c.removed.len());
     // One of three documents is broken. Changes in the other documents are read, and the objects of
     // the broken document stay.
     let three = |middle: &str| {
@@ -158,7 +168,7 @@ async fn a_malformed_file_is_reported_and_removes_nothing() {
     reading.sink.look(|c| {
         assert!(c.problem_texts().iter().any(|p| p.contains("web.yaml, document 2")), "{:?}", c.problem_texts());
         assert!(c.errors[&(SourceKind::Files, "malformed_file")] >= 7);
-        assert_eq!(c.removed, ["Endpoint default/web 10.1.0.1"]);
+        assert_eq!(c.removed[removed..], ["Endpoint default/web 10.1.0.1"]);
     });
     // The problem names the field of the wrong type.
     let typed = "apiVersion: v1\nkind: Service\nmetadata: {name: other}\nspec:\n  ports:\n  - port: many\n";

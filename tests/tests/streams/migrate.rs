@@ -164,20 +164,21 @@ async fn control(api: Arc<ApiServer>, replica: Arc<Replica>, faults: Arc<Mutex<F
                     agent.abort();
                 }
             } else if !agents.contains_key(name) {
-                let client = replica.agent(name).await;
+                let mut client = replica.open(name).await;
+                client.reach(replica.store.version()).await;
                 agents.insert(name, tokio::spawn(agent(client, name, Arc::clone(&faults))));
             }
         }
     }
 }
 
-/// Answers queries truthfully, apart from the faults. Each time the faults of the node change, it
-/// reports a failure or success.
+/// Answers queries truthfully, apart from the faults. At first, and each time the faults of the
+/// node change, it reports a failure or success.
 async fn agent(mut client: Client, name: &'static str, faults: Arc<Mutex<Faults>>) {
-    let (mut answered, mut was_failing) = (0, false);
+    let (mut answered, mut was_failing) = (0, None);
     loop {
         let is_failing = faults.lock().unwrap().failing.contains(name);
-        if is_failing != was_failing {
+        if was_failing != Some(is_failing) {
             let error = "no permission".to_owned();
             match is_failing {
                 true => {
@@ -186,7 +187,7 @@ async fn agent(mut client: Client, name: &'static str, faults: Arc<Mutex<Faults>
                 }
                 false => client.ack().await,
             }
-            was_failing = is_failing;
+            was_failing = Some(is_failing);
         }
         let stepped = tokio::time::timeout(Duration::from_millis(20), client.step()).await;
         if stepped.is_ok_and(|stepped| !matches!(stepped, Ok(Some(())))) {
@@ -235,7 +236,7 @@ async fn ten_nodes_move_in_batches_stop_at_a_failing_node_go_on_and_go_back() {
     rig.set(|faults| {
         faults.failing.insert("n4");
     });
-    let stopped = rig.run("migrate run --batch 30% --timeout 5s").await;
+    let stopped = rig.run("migrate run --batch 30% --timeout 15s").await;
     assert_eq!(stopped.code, 3, "{} {}", stopped.out, stopped.err);
     assert!(stopped.err.contains("stopped at n4: its agent is failing: version "), "{}", stopped.err);
     assert!(stopped.err.contains("headgatectl migrate run --back --nodes n4"), "{}", stopped.err);
@@ -368,8 +369,9 @@ async fn cleanup_waits_for_its_pods_and_names_nodes_that_refuse() {
         ] },
     });
     rig.api.apply(refused).unwrap();
-    for (ready, code) in [(9, 3), (10, 0)] {
-        let running = rig.run("cleanup --all --wait --timeout 3s");
+    for (ready, code, timeout) in [(9, 3, "6s"), (10, 0, "50s")] {
+        let command = format!("cleanup --all --wait --timeout {timeout}");
+        let running = rig.run(&command);
         let playing = async {
             eventually("the DaemonSet exists", async || created().is_some()).await;
             let mut daemon_set = created().unwrap();

@@ -23,7 +23,7 @@ use tokio::{process::Command, time::timeout};
 use tonic::transport::Channel;
 
 use crate::{
-    client::{Client, GUARD, Held, channel},
+    client::{Client, GUARD, Held, channel, eventually},
     identity::authority::{Authority, load},
 };
 
@@ -81,12 +81,26 @@ impl Replica {
         Client::open(channel(self.running.local_addr).await, node, Some(held)).await.unwrap()
     }
 
-    /// Opens the stream of an agent that has received and acknowledged everything.
+    /// Opens the stream of an agent that has received and acknowledged everything, and waits until
+    /// the replica has the ACK.
     pub(crate) async fn agent(&self, node: &str) -> Client {
         let mut client = self.open(node).await;
         client.reach(self.store.version()).await;
-        client.ack().await;
+        self.acknowledge(&client).await;
         client
+    }
+
+    /// Sends an ACK of what an agent holds, and waits until the replica has the ACK. Requests come
+    /// on other connections, and could overtake the ACK.
+    pub(crate) async fn acknowledge(&self, client: &Client) {
+        client.ack().await;
+        let has_ack = async || {
+            let request = v1::ListAgentsRequest { node: client.node.clone(), only_this_replica: true };
+            let agents = self.inspect().await.list_agents(request).await.unwrap().into_inner();
+            let agents: Vec<v1::AgentInfo> = agents.try_collect().await.unwrap();
+            agents.iter().any(|agent| agent.programmed_version >= client.held.version && agent.state != "waiting")
+        };
+        eventually(&format!("the replica has the ACK of {}", client.node), has_ack).await;
     }
 
     pub(crate) async fn inspect(&self) -> InspectClient<Channel> {

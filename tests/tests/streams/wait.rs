@@ -7,13 +7,25 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::{
-    client::{Client, GUARD},
+    client::{Client, GUARD, eventually},
     replica::{Replica, endpoint, headgatectl, remove_endpoint, remove_service, service, settings},
 };
 
 async fn acknowledge(client: &mut Client, replica: &Replica) {
     client.reach(replica.store.version()).await;
-    client.ack().await;
+    replica.acknowledge(client).await;
+}
+
+/// Waits until the replica knows which resources these nodes reject.
+async fn until_rejected(replica: &Replica, wanted: &[(&str, &[&str])]) {
+    let are_known = async || {
+        let agents = replica.agents().await;
+        wanted.iter().all(|(node, resources)| {
+            let agent = agents.iter().find(|agent| agent.node == *node);
+            agent.is_some_and(|agent| agent.rejections.iter().map(|rejection| &rejection.object).eq(*resources))
+        })
+    };
+    eventually(&format!("the rejections are {wanted:?}"), are_known).await;
 }
 
 fn nack(version: u64, resource: &str) -> v1::agent_message::Body {
@@ -32,6 +44,7 @@ async fn wait_returns_once_every_node_has_acknowledged() {
 
     replica.put([endpoint(1, 2, 8080)]);
     acknowledge(&mut a, &replica).await;
+    b.reach(replica.store.version()).await;
     let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await;
     assert_eq!((answer.code, answer.out.as_str()), (3, ""));
     assert!(answer.err.contains("1 of 2 nodes have programmed it"), "{}", answer.err);
@@ -45,7 +58,7 @@ async fn wait_returns_once_every_node_has_acknowledged() {
     assert_eq!((answer.code, &answer.json()["done"]), (0, &Value::Bool(true)));
     // `headgatectl wait` does not wait for later changes of other Services.
     replica.put([service(2, 80)]);
-    assert_eq!(headgatectl(&[&replica], "wait service-1 --timeout 20s").await.code, 0);
+    assert_eq!(headgatectl(&[&replica], "wait service-1 --timeout 50s").await.code, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -83,8 +96,8 @@ async fn wait_names_nodes_that_reject_the_change_or_lose_their_agent() {
     let (a, b) = (replica.agent("a").await, replica.agent("b").await);
     a.send(nack(1, "Endpoint default/service-1 10.0.1.1")).await;
     b.send(nack(1, "Service default/service-2")).await;
-    a.ack().await;
-    b.ack().await;
+    until_rejected(&replica, &[("a", &["Endpoint default/service-1 10.0.1.1"]), ("b", &["Service default/service-2"])])
+        .await;
     let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await;
     assert_eq!(answer.code, 3);
     let reason = "a: at version 1 of 1: rejected Endpoint default/service-1 10.0.1.1, ports[0]: no";
@@ -121,7 +134,8 @@ async fn a_rejection_that_nobody_sees_counts() {
     a.send(v1::agent_message::Body::Nack(first)).await;
     let then = v1::Nack { withdrawn: vec![resource(80)], in_force: 79, ..v1::Nack::default() };
     a.send(v1::agent_message::Body::Nack(then)).await;
-    a.ack().await;
+    let shown: Vec<String> = (17..80).map(resource).collect();
+    until_rejected(&replica, &[("a", &shown.iter().map(String::as_str).collect::<Vec<_>>())]).await;
     assert_eq!(headgatectl(&[&replica], "wait service-80").await.code, 0);
     let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await;
     assert_eq!((answer.code, answer.out.as_str()), (3, ""));

@@ -812,11 +812,16 @@ mod tests {
         }
 
         fn commit(&mut self) {
+            self.commit_received(None);
+        }
+
+        /// Commits a change that arrived from the source at `received`, or now.
+        fn commit_received(&mut self, received: Option<Instant>) {
             self.commits += 1;
             let cidrs = vec![ipnet::IpNet::new([10, (self.commits % 256) as u8, 0, 0].into(), 16).unwrap()];
             let change = Change::ServiceCidr(ServiceCidr { name: "kubernetes".into(), cidrs });
             let changes = vec![TriggeredChange { change, trigger_unix_ms: 0 }];
-            self.progress.store.commit(Transaction { changes, ..Transaction::default() });
+            self.progress.store.commit(Transaction { changes, received, ..Transaction::default() });
         }
 
         fn enter(&mut self, node: &'static str) {
@@ -964,7 +969,8 @@ mod tests {
     #[test]
     fn agents_are_counted_by_state() {
         let mut rig = Rig::new();
-        rig.commit();
+        // Until the end of the test, the commit stays younger than a second.
+        rig.commit_received(Some(Instant::now() + Duration::from_secs(3_600)));
         ["a", "b"].into_iter().for_each(|node| rig.enter(node));
         assert_eq!(rig.progress.states(), [(NodeState::Waiting, 2)].into(), "the agents have acknowledged nothing");
         assert_eq!(rig.floor(), 0);

@@ -9,7 +9,8 @@ use crate::{
     store::{Limits, Store},
 };
 
-/// The time without a message is short, so that the tests are fast.
+/// The clock of all tests is paused: time passes only while every task waits. So no handshake is
+/// closed because the machine is slow.
 const SMALL: HandshakeLimits = HandshakeLimits {
     running: 4,
     running_of_network: 2,
@@ -91,7 +92,7 @@ impl Rig {
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn places_of_a_network_are_bounded_and_networks_take_turns() {
     let rig = Rig::new();
     let mut tasks = rig.silent(1, 6).await;
@@ -111,7 +112,7 @@ async fn places_of_a_network_are_bounded_and_networks_take_turns() {
     rig.end(tasks).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_network_can_use_a_part_of_the_space_that_is_left() {
     let rig = Rig::new();
     let mut tasks = rig.silent(1, 2 + 6).await;
@@ -123,7 +124,7 @@ async fn a_network_can_use_a_part_of_the_space_that_is_left() {
     rig.end(tasks).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_silent_handshake_is_closed_if_a_connection_can_use_its_place() {
     let rig = Rig::new();
     let (messages, mut received) = mpsc::channel::<()>(1);
@@ -150,7 +151,7 @@ async fn a_silent_handshake_is_closed_if_a_connection_can_use_its_place() {
     rig.end([talking, waiting, other]).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_peer_that_is_never_silent_cannot_keep_a_place_that_another_connection_can_use() {
     let limits =
         HandshakeLimits { silence: Duration::from_secs(3_600), peers_time: Duration::from_millis(100), ..SMALL };
@@ -172,7 +173,7 @@ async fn a_peer_that_is_never_silent_cannot_keep_a_place_that_another_connection
     rig.end([waits, waiting]).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_network_whose_handshakes_fail_has_to_pause_and_other_networks_do_not() {
     let rig = Rig::new();
     let network = Network::of([192, 0, 2, 1].into());
@@ -196,7 +197,7 @@ async fn a_network_whose_handshakes_fail_has_to_pause_and_other_networks_do_not(
     rig.end::<()>([]).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn nodes_have_places_of_their_own_and_strangers_take_none_of_them() {
     let rig = Rig::new();
     let mut tasks = rig.silent(1, 8).await;
@@ -207,7 +208,7 @@ async fn nodes_have_places_of_their_own_and_strangers_take_none_of_them() {
     rig.end(tasks).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn of_too_many_connections_of_a_node_the_longest_silent_one_is_closed() {
     let rig = Rig::new();
     let listening = |handshake: Handshake| tokio::spawn(async move { handshake.until_heard(pending::<()>()).await });
@@ -238,7 +239,7 @@ async fn of_too_many_connections_of_a_node_the_longest_silent_one_is_closed() {
     rig.end(talking).await;
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_peer_that_waits_for_this_side_is_not_silent() {
     let rig = Rig::new();
     let waits = tokio::spawn(rig.enter(1).unwrap().run(|| false, pending::<Result<(), ()>>));

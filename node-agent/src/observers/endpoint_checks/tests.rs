@@ -14,6 +14,7 @@ use super::*;
 use crate::{
     observers::{Observer as _, Scope},
     testing::{snapshot, update},
+    tests::ReservedPort,
 };
 
 /// Longest time that a test waits before it fails.
@@ -99,9 +100,10 @@ fn listen(on: &str) -> (TcpListener, SocketAddr) {
 #[tokio::test]
 async fn failing_endpoints_are_kept_when_a_service_is_recreated_at_once_and_dropped_when_it_is_deleted() {
     let mut world = World::start();
-    let (_listener, good) = listen("127.0.0.1:0");
-    let (refusing, bad) = listen("127.0.0.2:0");
-    drop(refusing);
+    // The endpoints need different addresses.
+    let (_listener, good) = listen("127.0.0.2:0");
+    let refusing = ReservedPort::reserve().unwrap();
+    let bad = refusing.address();
     let all = || [service("tcp"), endpoint(good), endpoint(bad)];
     let none = || {
         let endpoints = [good, bad].map(|address| Change::RemoveEndpoint(key(), address.ip()));

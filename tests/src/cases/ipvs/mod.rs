@@ -278,10 +278,11 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
     answers()?;
     // A set cannot be removed while a foreign rule refers to it.
     let node = bed.machines().machine("node-a")?;
-    let foreign = |what: &str| -> Result<String> {
+    let lock = bed.machines().xtables_lock("node-a");
+    let foreign = |what: &str| -> Result<()> {
         let rule = "-m set --match-set KUBE-CLUSTER-IP dst,dst -j ACCEPT";
         let arguments: Vec<&str> = [what, "INPUT"].into_iter().chain(rule.split(' ')).collect();
-        node.tool("iptables-legacy", &arguments)
+        iptables::run(node, Variant::Legacy, Family::V4, &lock, &arguments)
     };
     foreign("-A")?;
     // The kernel finds an open connection in IPVS's own table, so its virtual server stays.
@@ -290,7 +291,7 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
         let to = bed.address("steady", ClusterIp, family, "tcp")?;
         held.push((to, HeldConnection::open(bed.machines().machine("a3")?, to)?));
     }
-    restart(bed, &AgentSetup { arguments: vec!["--takeover-limit=30s".to_owned()], ..by_iptables.clone() })?;
+    restart(bed, &AgentSetup { arguments: vec!["--takeover-limit=60s".to_owned()], ..by_iptables.clone() })?;
     let servers = node.tool("ipvsadm", &["-Sn"])?;
     for (to, held) in &mut held {
         held.check()?;
@@ -429,7 +430,7 @@ fn ping(from: &Namespace, to: IpAddr) -> Result<()> {
     let protocol = if is_v4 { Protocol::ICMPV4 } else { Protocol::ICMPV6 };
     from.run(|| {
         let socket = Socket::new(Domain::for_address(SocketAddr::new(to, 0)), Type::RAW, Some(protocol))?;
-        socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+        socket.set_read_timeout(Some(Duration::from_secs(60)))?;
         let socket = UdpSocket::from(socket);
         socket.send_to(&request, SocketAddr::new(to, 0)).context("sending a ping")?;
         let mut buffer = [0; 512];

@@ -203,7 +203,8 @@ fn errors_name_the_change_and_the_reason() {
         let text = |result: Result<(), ipset_netlink::IpSetError>| result.unwrap_err().to_string();
         assert!(text(sets.swap("small", "of-v6")).ends_with("the sets are of types that cannot be swapped"));
         assert!(text(sets.destroy("none")).ends_with("there is no such set"));
-        output("iptables-legacy", &["-A", "INPUT", "-m", "set", "--match-set", "small", "src", "-j", "ACCEPT"]);
+        // Programs of other tests may hold the lock of iptables.
+        output("iptables-legacy", &["-w", "-A", "INPUT", "-m", "set", "--match-set", "small", "src", "-j", "ACCEPT"]);
         assert!(text(sets.destroy("small")).contains("in use"));
         assert_eq!(sets.set("small")?.unwrap().header.references, 1);
         let ip = |last: u8| Element::Ip([10, 0, 0, last].into());

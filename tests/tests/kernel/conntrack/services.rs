@@ -174,6 +174,11 @@ fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
 /// stay. UDP flows that do not use the Service stay too.
 fn keeps_other_flows(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
+    // The kernel must not forget the flows meanwhile, not even on a slow machine.
+    node.set_sysctls(&[
+        ("netfilter/nf_conntrack_udp_timeout", "600"),
+        ("netfilter/nf_conntrack_udp_timeout_stream", "600"),
+    ])?;
     let foreign = foreign_flows(bed)?;
     let held = bed.address("dns", Via::ClusterIp, Family::V4, "tcp")?;
     let client = bed.machines().machine("a3")?;
@@ -292,7 +297,7 @@ impl SlowTools {
     }
 
     fn wait_until_held(&self) -> Result<()> {
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while !self.waiting.exists() {
             if Instant::now() > deadline {
                 bail!("the agent has not started to write rules");

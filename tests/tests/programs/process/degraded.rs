@@ -47,7 +47,7 @@ fn a_cluster_without_ipv6_is_not_degraded_until_there_is_an_ipv6_service() {
         until_degraded_modes(&rig, "the agent reports the missing range", |found| {
             found.len() == 1 && (found[0].contains("no IPv6 range"))
         });
-        assert_eq!(rig.metric("headgate_agent_degraded_modes"), 1.0);
+        rig.until_metric("headgate_agent_degraded_modes", |count| count == 1.0);
         rig.until_said(&["agents"], &["node-a: degraded: ", "no IPv6 range"]);
         rig.remove("more");
         until_up_to_date(&rig);

@@ -164,21 +164,26 @@ fn row_106_a_change_that_waits_too_long_makes_its_family_unhealthy_until_it_is_p
     // No change waits, so the node is healthy although `ip6tables-nft-restore` is broken.
     assert_eq!(rig.health("/livez").unwrap().0, 200);
     rig.put("more", &service("more", 20, ""));
-    let found = rig.until_health("/livez", 503);
+    // On a busy machine, IPv4 may be unhealthy for a moment, too.
+    let found = eventually("only IPv6 is unhealthy", || match rig.health("/livez")? {
+        (503, body) if body["status"]["IPv4"]["healthy"] == true => Ok(body),
+        (found, body) => Err(format!("{found} {body}")),
+    });
     assert_eq!(found["healthy"], false);
-    assert_eq!(found["status"]["IPv4"]["healthy"], true, "{found}");
     assert_eq!(found["status"]["IPv6"]["healthy"], false, "{found}");
     assert_eq!(rig.health("/healthz").unwrap().0, 503);
-    assert!(rig.metric("kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv6\"}") >= 1.0);
+    let failures = "kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv6\"}";
+    rig.until_metric(failures, |failures| failures >= 1.0);
     assert_eq!(rig.metric("kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv4\"}"), 0.0);
-    assert!(rig.metric("kubeproxy_proxy_livez_total{code=\"503\"}") >= 1.0);
+    rig.until_metric("kubeproxy_proxy_livez_total{code=\"503\"}", |count| count >= 1.0);
     // The agent has programmed IPv4 although IPv6 fails.
     rig.until_rule("filter", "ns/more:http");
     rig.mend_tool("ip6tables-nft-restore");
     rig.until_health("/livez", 200);
     let is_there = |rules: &[String]| rules.iter().any(|rule| rule.contains("ns/more:http"));
     rig.until_rules_of("ip6tables-nft-save", "everything is programmed again", "filter", is_there);
-    assert!(rig.metric("kubeproxy_sync_full_proxy_rules_duration_seconds_count{ip_family=\"IPv6\"}") >= 1.0);
+    let full = "kubeproxy_sync_full_proxy_rules_duration_seconds_count{ip_family=\"IPv6\"}";
+    rig.until_metric(full, |count| count >= 1.0);
 }
 
 // rows: 106

@@ -13,7 +13,11 @@ use std::{
 };
 
 use headgate_tests::apiserver::ApiServer;
-use headgate_tests::testbed::{Namespace, page, process::program, spawn::refuse_ipv6_sockets};
+use headgate_tests::testbed::{
+    Namespace, page,
+    process::{before_others, program},
+    spawn::refuse_ipv6_sockets,
+};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -91,6 +95,27 @@ impl Program {
         resident.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
     }
 
+    /// Waits until a thread that sleeps between its turns has done a whole turn, from now on.
+    pub(super) fn until_whole_turn(&self, thread: &str) {
+        let sleeps = || -> Result<u64, String> {
+            let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id())).map_err(|error| error.to_string())?;
+            for task in tasks.flatten() {
+                let status = fs::read_to_string(task.path().join("status")).unwrap_or_default();
+                let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+                if field("Name:") == Some(thread) {
+                    return field("voluntary_ctxt_switches:").and_then(|text| text.parse().ok()).ok_or(status.clone());
+                }
+            }
+            Err(format!("there is no thread {thread}"))
+        };
+        let before = eventually("the thread runs", sleeps);
+        // The thread may sleep before and after the turn, and for a lock of the kernel.
+        eventually("the thread has done its work", || match sleeps()? {
+            now if now >= before + 4 => Ok(()),
+            now => Err(format!("it has slept {} times", now - before)),
+        });
+    }
+
     pub(super) fn is_running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
@@ -164,6 +189,9 @@ impl Rig {
     fn start(&self, name: &str, arguments: &[&str], more: &[String], log: &str) -> Program {
         let mut command = Command::new(program(name).unwrap());
         command.args(arguments).args(more).env("NO_COLOR", "1");
+        if arguments.contains(&"--proxy-mode=userspace") {
+            command = before_others(&command);
+        }
         Program::start(&self.namespace, command, self.path(log))
     }
 
@@ -329,6 +357,9 @@ impl Rig {
         }
         all.extend(arguments);
         let mut command = self.agent_command(&all);
+        if names(&["--proxy-mode=userspace"]) {
+            command = before_others(&command);
+        }
         change(&mut command);
         Program::start(&self.namespace, command, self.path("agent.log"))
     }
@@ -413,12 +444,13 @@ impl Rig {
         self.namespace.tool(program, arguments).unwrap()
     }
 
-    /// Removes every rule, as a restarting firewall does.
+    /// Removes every rule, as a restarting firewall does. Programs of other tests may hold the lock
+    /// of iptables meanwhile.
     pub(super) fn flush(&self, program: &str) {
         for table in ["mangle", "nat", "filter"] {
-            for action in ["-F", "-X"] {
-                self.tool(program, &["-t", table, action]);
-            }
+            self.tool(program, &["-w", "-t", table, "-F"]);
+            // Chains cannot be removed if an agent has already restored their rules.
+            let _ = self.namespace.tool(program, &["-w", "-t", table, "-X"]);
         }
     }
 

@@ -51,9 +51,12 @@ fn every_program_shows_the_age_of_data_from_a_hanging_api_server() {
             if value(age_by_kind) >= Some(age) { Ok(()) } else { Err(page.clone()) }
         });
     }
-    let (_, status) = rig.page("/status").unwrap();
-    let agent: Value = serde_json::from_str(&status).unwrap();
-    assert!(agent["sourceAgeSeconds"].as_f64() >= Some(7.0) && agent["connected"] == true, "{agent}");
+    eventually("the agent's status shows the age", || {
+        let (_, status) = rig.page("/status")?;
+        let agent: Value = serde_json::from_str(&status).map_err(|error| error.to_string())?;
+        let is_shown = agent["sourceAgeSeconds"].as_f64() >= Some(7.0) && agent["connected"] == true;
+        if is_shown { Ok(()) } else { Err(status) }
+    });
     assert!(heard_ago(&rig, "endpoint_slices").unwrap() >= 7);
     eventually("events of other kinds arrive", || {
         heard_ago(&rig, "nodes").and_then(|age| if age < 5 { Ok(()) } else { Err(age.to_string()) })

@@ -1,5 +1,7 @@
 //! Programs whose log nobody reads any more, as after `2>&1 | head -1`.
 
+use std::time::Instant;
+
 use super::rig::{REPLICA_OPTIONS, Rig, eventually, node, service};
 
 fn rig() -> (Rig, String) {
@@ -41,9 +43,11 @@ fn the_status_of_an_error_does_not_depend_on_who_reads_it() {
     }
 }
 
-/// A line for each burst says what was programmed.
+/// A line for each burst says what was programmed. After the first line, there is at most one in 10
+/// seconds.
 #[test]
 fn the_log_says_what_was_programmed() {
+    let begun = Instant::now();
     let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
     let agent = rig.agent(&[]);
     rig.until_programmed();
@@ -57,7 +61,8 @@ fn the_log_says_what_was_programmed() {
         rig.put(name, &service(name, name.as_bytes()[0], ""));
         rig.until_rule("filter", &format!("ns/{name}:http"));
     }
-    assert!(lines().len() <= 2, "{:?}", lines());
+    let (lines, seconds) = (lines(), begun.elapsed().as_secs());
+    assert!(lines.len() as u64 <= 2 + seconds / 10, "in {seconds} s: {lines:?}");
     assert!(!agent.log().contains("NodeInputs {"), "{}", agent.log());
 }
 

@@ -80,9 +80,19 @@ fn silent(replica: &Replica) -> u64 {
 
 async fn agent_gets_everything(replica: &Replica, authority: &Authority, from: IpAddr, node: &str) {
     let tls = TlsClient::new(authority, &authority.kubelet(node));
-    let connected = timeout(GUARD, tls.connect_from(from, replica.running.local_addr)).await;
-    let channel = connected.expect("the agent got no slot for its handshake").unwrap().channel;
-    let mut client = Client::open(channel, node, None).await.unwrap();
+    let opened = async {
+        loop {
+            if let Ok(connected) = tls.connect_from(from, replica.running.local_addr).await
+                && let Ok(client) = Client::open(connected.channel, node, None).await
+            {
+                return client;
+            }
+            // On a slow machine, the replica may take the agent for one of the silent peers. Agents
+            // try again.
+            sleep(Duration::from_millis(50)).await;
+        }
+    };
+    let mut client = timeout(GUARD, opened).await.expect("the agent got no slot for its handshake");
     client.reach(1).await;
 }
 

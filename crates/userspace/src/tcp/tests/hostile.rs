@@ -28,7 +28,7 @@ impl Neighbour {
         for count in [1; 20].into_iter().chain([1_000_000]) {
             let sent = pattern(count);
             let mut stream = TcpStream::connect(self.address).unwrap();
-            stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            stream.set_read_timeout(Some(GUARD)).unwrap();
             let (mut writer, copy) = (stream.try_clone().unwrap(), sent.clone());
             let sender = thread::spawn(move || writer.write_all(&copy).unwrap());
             let mut received = vec![0; count];
@@ -78,9 +78,11 @@ fn a_flood_of_clients_ends_at_the_limit_of_their_service_or_leaves_connections_t
         let quiet = Neighbour::beside(&bed, echo());
         // A connection beyond the limit may be reset before `connect` returns.
         let flood: Vec<_> = (0..300).map(|_| TcpStream::connect(bed.address)).collect();
-        eventually("the flood is over", || stats_of(&bed, "default/loud").accepted == 300);
-        let stats = stats_of(&bed, "default/loud");
-        assert_eq!((stats.open, stats.over_limit, stats.over_share), (open, over_limit, over_share));
+        // The last connection is counted as accepted a little before it is counted as refused.
+        eventually("the flood ends at the limit", || {
+            let stats = stats_of(&bed, "default/loud");
+            (stats.accepted, stats.open, stats.over_limit, stats.over_share) == (300, open, over_limit, over_share)
+        });
         quiet.check();
         assert_eq!(stats_of(&bed, "default/loud").open, open);
         drop(flood);
@@ -107,15 +109,26 @@ fn endpoints_that_accept_and_never_answer_hold_few_pipes_and_stop_nobody() {
 #[test]
 fn connections_to_an_endpoint_that_never_answers_end_when_they_are_idle() {
     let settings = TcpSettings { idle_timeout: Duration::from_millis(200), ..TcpSettings::default() };
-    let bed = Bed::new(&settings, loud(None), &[mute()]);
-    let mut clients = senders(&bed, 5);
-    send_all(&mut clients);
-    eventually("connections without progress are reset", || stats_of(&bed, "default/loud").idle == 5);
-    assert_eq!(bed.proxy.stats().open, 0);
-    for mut client in clients {
-        client.set_nonblocking(false).unwrap();
-        assert_eq!(client.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
-    }
+    let server = mute();
+    // The idle timeout counts once the connect timeout has passed. If a client has not sent
+    // everything by then, a write may get the error that the read below expects: it tries again.
+    eventually("all clients send in time", || {
+        let began = Instant::now();
+        let bed = Bed::new(&settings, loud(None), &[server]);
+        let mut clients = senders(&bed, 5);
+        send_all(&mut clients);
+        if began.elapsed() >= settings.connect_timeout {
+            return false;
+        }
+        eventually("connections without progress are reset", || stats_of(&bed, "default/loud").idle == 5);
+        // A connection ends a little after it is counted as idle.
+        eventually("the connections end", || bed.proxy.stats().open == 0);
+        for mut client in clients {
+            client.set_nonblocking(false).unwrap();
+            assert_eq!(client.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+        }
+        true
+    });
 }
 
 #[test]
@@ -132,7 +145,9 @@ fn clients_that_never_read_hold_few_pipes_and_stop_nobody() {
         same = if last == moved { same + 1 } else { 0 };
         last = moved;
         thread::sleep(Duration::from_millis(20));
-        same == 20
+        // On a slow machine, the bytes may also rest before all connections have begun.
+        let is_full = stats_of(&bed, "default/loud").open == 12 && bed.proxy.stats().pipes_refused > 0;
+        same >= 20 && is_full
     });
     quiet.check();
     let stats = bed.proxy.stats();

@@ -44,12 +44,16 @@ fn the_list_shows_connections_that_wait_and_that_are_half_closed() {
         );
     };
     let (address, _silent) = silent();
-    let bed = Bed::new(&TcpSettings::default(), web(), &[address]);
+    // The connection waits for as long as the test does.
+    let settings = TcpSettings { connect_timeout: GUARD, ..TcpSettings::default() };
+    let bed = Bed::new(&settings, web(), &[address]);
     let _waiting = bed.connect();
     until(&bed, ConnectionState::Connecting);
     let done = endpoint(|stream| {
         stream.shutdown(Shutdown::Write).unwrap();
-        thread::sleep(Duration::from_secs(20));
+        loop {
+            thread::park();
+        }
     });
     let bed = Bed::new(&TcpSettings::default(), web(), &[done]);
     let _half_closed = bed.connect();
@@ -89,20 +93,24 @@ static ENDED: Mutex<Vec<(ConnectionInfo, HowEnded)>> = Mutex::new(Vec::new());
 #[test]
 fn the_end_of_each_connection_is_told() {
     let on_end = |info: &ConnectionInfo, how| ENDED.lock().unwrap().push((info.clone(), how));
-    let settings =
-        TcpSettings { on_end: Some(on_end), idle_timeout: Duration::from_millis(200), ..TcpSettings::default() };
+    let how = || ENDED.lock().unwrap().iter().map(|(_, how)| *how).collect::<Vec<_>>();
+    let settings = TcpSettings { on_end: Some(on_end), ..TcpSettings::default() };
     let bed = Bed::new(&settings, web(), &[echo()]);
     let mut closed = bed.connect();
     closed.write_all(b"12345").unwrap();
     closed.shutdown(Shutdown::Write).unwrap();
     closed.read_to_end(&mut Vec::new()).unwrap();
-    let _idle = bed.connect();
-    let how = || ENDED.lock().unwrap().iter().map(|(_, how)| *how).collect::<Vec<_>>();
+    eventually("a connection ended", || how() == [HowEnded::Closed]);
+    // A proxy of its own, so that the first connection cannot be idle for too long.
+    let hasty = TcpSettings { idle_timeout: Duration::from_millis(200), ..settings };
+    let hasty = Bed::new(&hasty, web(), &[echo()]);
+    let _idle = hasty.connect();
     eventually("two connections ended", || how() == [HowEnded::Closed, HowEnded::Idle]);
     let (info, _) = ENDED.lock().unwrap()[0].clone();
     assert_eq!((info.bytes_to_endpoint, info.bytes_to_client, info.client), (5, 5, closed.local_addr().unwrap()));
     bed.services.remove_endpoint(SERVICE, info.endpoint);
     bed.services.set_endpoint(SERVICE, refusing(), 1);
-    let _failed = bed.connect();
+    // The reset may come before `connect` returns.
+    let _failed = TcpStream::connect(bed.address);
     eventually("no endpoint accepted", || how().last() == Some(&HowEnded::Failed));
 }

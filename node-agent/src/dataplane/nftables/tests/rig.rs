@@ -277,7 +277,7 @@ impl Servers {
         self.client_port.update(|port| port + 1);
         let socket = UdpSocket::bind((client, self.client_port.get())).unwrap();
         socket.send_to(b"hello", (address(self.family, CLUSTER, service), 80)).unwrap();
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while Instant::now() < deadline {
             for server in &self.sockets {
                 match server.recv(&mut [0; 16]) {

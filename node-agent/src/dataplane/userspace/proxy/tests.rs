@@ -15,6 +15,19 @@ fn start(open_files: u64) -> Proxy {
     Proxy::start_with(&[Family::V4], || Err(NO_GATE.to_owned()), settings, open_files).unwrap().0
 }
 
+/// The problem of a proxy that serves. The wait in `serve` has a limit, which a slow machine may
+/// exceed.
+fn problem_of(proxy: &Proxy) -> String {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        match proxy.problem() {
+            Some(problem) if problem != NO_ANSWER => return problem,
+            other => assert!(Instant::now() < until, "{other:?}"),
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
 #[test]
 fn a_proxy_with_too_few_descriptors_leaves_the_gate_open_and_takes_no_datagrams() {
     let frontend: SocketAddr = "192.0.2.1:53".parse().unwrap();
@@ -22,7 +35,7 @@ fn a_proxy_with_too_few_descriptors_leaves_the_gate_open_and_takes_no_datagrams(
         let (proxy, mut datagrams) = (start(open_files), datagrams::DatagramListeners::new(Family::V4));
         proxy.execute(vec![Operation::SetAddress(1, Lookup::Service, Transport::Udp, frontend)], &mut datagrams);
         proxy.serve(Family::V4);
-        let problem = proxy.problem().unwrap();
+        let problem = problem_of(&proxy);
         assert_eq!(problem.contains("may open only 2003 files"), has_shortage, "{problem}");
         assert_eq!(problem.contains(NO_GATE), !has_shortage, "{problem}");
         assert_eq!(lock(&proxy.gate).families.is_empty(), has_shortage);
@@ -32,7 +45,8 @@ fn a_proxy_with_too_few_descriptors_leaves_the_gate_open_and_takes_no_datagrams(
 
 #[test]
 fn the_follower_learns_when_a_problem_begins_changes_and_ends() {
-    let proxy = start(65_536);
+    // With so few files, the proxy's own thread finds no problem, however long the test takes.
+    let proxy = start(2_003);
     let woken = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&woken);
     // Every second call would have to wait.
@@ -96,7 +110,8 @@ fn the_log_says_when_the_gate_is_closed_again() {
     let lines: Vec<&str> = text.lines().collect();
     let [begins, ends, last] = lines[..] else { panic!("{text}") };
     assert!(begins.contains("WARN") && begins.ends_with("IPv4: busy"), "{text}");
-    let ending = "the gate of the proxy is closed again, 0.0 s after the agent noticed the problem";
-    assert!(ends.contains("INFO") && ends.ends_with(ending), "{text}");
+    let (_, ending) = ends.split_once("the gate of the proxy is closed again, ").unwrap();
+    let seconds = ending.strip_suffix(" s after the agent noticed the problem").unwrap();
+    assert!(ends.contains("INFO") && seconds.parse::<f64>().is_ok(), "{text}");
     assert!(last.ends_with("IPv4: gone"), "{text}");
 }

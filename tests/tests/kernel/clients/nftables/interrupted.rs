@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Result, ensure};
 use nftables_netlink::{Chain, DataType, Element, Family, Nftables, Set, Table, TableName, Transaction, Value};
 
-use super::{in_namespace, table_name};
+use super::{elements_of_grown, in_namespace, table_name};
 
 const ELEMENTS: u32 = 20_000;
 /// So many chains do not fit into one message.
@@ -51,6 +51,7 @@ fn changes_of_other_tables_do_not_prevent_lists() {
         all.add_set(&set);
         all.add_elements(&table, "pairs", (0..ELEMENTS).map(entry));
         kernel.commit(&all)?;
+        elements_of_grown(&mut kernel, &table, "pairs")?;
         let (is_done, changes) = (AtomicBool::new(false), AtomicU32::new(0));
         thread::scope(|scope| {
             // A new thread is in the namespace of this thread.

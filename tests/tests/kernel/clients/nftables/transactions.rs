@@ -8,7 +8,7 @@ use nftables_netlink::{
     NftablesError, Observed, Presence, Rule, Set, Table, TableName, Transaction, Value, Verdict, probe, refusals,
 };
 
-use super::{in_namespace, table_name};
+use super::{elements_of_grown, in_namespace, table_name};
 use headgate_tests::testbed::process::output;
 
 fn number(number: u32) -> Element {
@@ -136,7 +136,7 @@ fn large_transactions_are_atomic() {
         // lack elements or contain an element twice. The client must detect these lists and return
         // all elements.
         let found: BTreeSet<_> =
-            kernel.elements(&table, "pairs")?.into_iter().map(|found| (found.key, found.data)).collect();
+            elements_of_grown(&mut kernel, &table, "pairs")?.into_iter().map(|found| (found.key, found.data)).collect();
         assert_eq!(found, (0..count).map(|key| entry(key, !key)).map(|entry| (entry.key, entry.data)).collect());
         // One fault at the end of a transaction undoes all its changes.
         let mut all = Transaction::new();
@@ -145,7 +145,7 @@ fn large_transactions_are_atomic() {
         assert_eq!(faults.len(), 1);
         assert_eq!(faults[0].message, Some(all.message_count() - 1));
         assert!(faults[0].what.contains(&format!("0x{}", Value::host_u32(count))), "{}", faults[0]);
-        assert_eq!(kernel.elements(&table, "pairs")?.len(), count as usize);
+        assert_eq!(elements_of_grown(&mut kernel, &table, "pairs")?.len(), count as usize);
         let error = kernel.elements(&table, "nobody").unwrap_err();
         assert_eq!(error.refusal_code(), Some(libc::ENOENT));
         Ok(())

@@ -76,14 +76,14 @@ fn unfinished_headers_and_unread_answers_cost_an_agent_little_memory() {
     }
     open.push(crowd(&rig, 1, METRICS, 300, &b"GET /metrics HTTP/1.1\r\nHost: node\r\n\r\n".repeat(100)));
     assert_eq!(rig.health("/livez").unwrap().0, 200);
-    let (code, metrics) = rig.page("/metrics").unwrap();
+    let (code, _) = rig.page("/metrics").unwrap();
     assert_eq!((code, rig.get(DRAIN, "/v1/drain?timeout=0").unwrap().0), (200, 400));
     has_grown_little(&agent, before);
     for port in ["health", "metrics", "drain"] {
-        let evicted: u64 = page::sample(&metrics, &format!("{EVICTED}{{port=\"{port}\",reason=\"evicted\"}}"));
-        assert!(evicted > 100, "{port}: {evicted}");
+        let evicted = format!("{EVICTED}{{port=\"{port}\",reason=\"evicted\"}}");
+        rig.until_metric(&evicted, |evicted| evicted > 100.0);
     }
-    assert!(agent.log().contains("network=127.0.0.1"), "{}", agent.log());
+    agent.until_logged("network=127.0.0.1");
     drop(open);
 }
 
@@ -105,11 +105,11 @@ fn idle_connections_leave_files_to_the_stream_and_to_services() {
     // A new stream needs a file, too.
     open.push(crowd(&rig, 2, HEALTH, 300, b""));
     assert_eq!(rig.health("/healthz").unwrap().0, 200);
-    let evicted = rig.metric(&format!("{EVICTED}{{port=\"health\",reason=\"evicted\"}}"));
-    assert!(evicted >= f64::from(3 * (1_400 - 128) + 300), "{evicted}");
-    let files = rig.metric("process_open_fds");
-    assert!(files < 2_000.0, "{files}");
-    assert!(agent.log().contains("network=127.0.0."), "{}", agent.log());
+    // On a slow machine, the first connections of a network may have ended by themselves.
+    let least = f64::from(3 * (1_400 - 128) + (300 - 128));
+    rig.until_metric(&format!("{EVICTED}{{port=\"health\",reason=\"evicted\"}}"), |evicted| evicted >= least);
+    rig.until_metric("process_open_fds", |files| files > 0.0 && files < 2_000.0);
+    agent.until_logged("network=127.0.0.");
     drop((open, carried));
 }
 
@@ -132,8 +132,8 @@ fn idle_connections_do_not_silence_a_health_check_node_port() {
         probe("127.0.0.1:31500").unwrap();
         probe("192.0.2.11:31500").unwrap();
     }
-    let evicted = rig.metric(&format!("{EVICTED}{{port=\"health_check_node_port\",reason=\"evicted\"}}"));
-    assert!(evicted > 300.0, "{evicted}");
+    let evicted = format!("{EVICTED}{{port=\"health_check_node_port\",reason=\"evicted\"}}");
+    rig.until_metric(&evicted, |evicted| evicted > 300.0);
     drop((open, half));
 }
 
@@ -185,11 +185,15 @@ fn the_pages_of_a_control_plane_answer_during_attacks() {
         assert_eq!(rig.replica_page(page).unwrap().0, 200);
     }
     has_grown_little(&replica, before);
-    let (_, metrics) = rig.replica_page("/metrics").unwrap();
-    let evicted: u64 =
-        page::sample(&metrics, "headgate_http_connections_closed_total{port=\"pages\",reason=\"evicted\"}");
-    assert!(evicted > 1_000, "{evicted}");
-    assert!(replica.log().contains("network=127.0.0.1"), "{}", replica.log());
+    eventually("the replica has closed connections", || {
+        let (_, metrics) = rig.replica_page("/metrics")?;
+        let closed = "headgate_http_connections_closed_total{port=\"pages\",reason=\"evicted\"}";
+        match page::sample::<u64>(&metrics, closed) {
+            1_001.. => Ok(()),
+            evicted => Err(evicted.to_string()),
+        }
+    });
+    replica.until_logged("network=127.0.0.1");
     drop(open);
 }
 
