@@ -63,10 +63,10 @@ const LONG_QUIET: u64 = 200;
 const MOST_QUIET_BYTES: u64 = 1_250;
 const MOST_QUIET_MESSAGES: u64 = 60;
 const MOST_QUIET_WAKEUPS: u64 = 1_750;
-/// How many requests a replica may send to the API server in a minute meanwhile. Without bookmarks,
-/// it asks for each of five kinds every ten seconds, and a look of ten seconds may see two of them.
+/// How many requests a replica may send to the API server in a minute meanwhile. A kind of which it
+/// hears nothing is asked for every ten seconds, and ten seconds may see two requests for each of
+/// five kinds.
 const MOST_QUIET_REQUESTS: u64 = 60;
-const MOST_QUIET_REQUESTS_WITH_BOOKMARKS: u64 = 12;
 
 /// What happens at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -322,12 +322,11 @@ impl Driver {
         let (after, woken) = (shared.network.arrived(), wakeups(&mut self.world) - woken);
         let places = world::places();
         let size = NODES.len() + places.pow(2);
-        let most_requests = if has_bookmarks { MOST_QUIET_REQUESTS_WITH_BOOKMARKS } else { MOST_QUIET_REQUESTS };
         for (what, count, most, times) in [
             ("bytes", after.0 - before.0, MOST_QUIET_BYTES, size),
             ("messages", after.1 - before.1, MOST_QUIET_MESSAGES, size),
             ("wake-ups", woken, MOST_QUIET_WAKEUPS, size),
-            ("requests to the API server", requests() - requested, most_requests, places),
+            ("requests to the API server", requests() - requested, MOST_QUIET_REQUESTS, places),
         ] {
             let (a_minute, most) = (count * 60 / seconds, most * times as u64);
             shared.tell(format!("{a_minute} {what} a minute while nothing happens"));
