@@ -2,9 +2,8 @@
 //!
 //! At the start, it is an error if files are missing or malformed or do not match each other.
 //! Later, the last good files stay in use until all files are good again. A reload does not affect
-//! open connections, except of denied peers: each handshake uses the configuration that is current
-//! when it begins.
-//! `ClientVerifier` verifies the certificates of clients.
+//! open connections, except those of denied peers: each handshake uses the configuration that is
+//! current when it begins. `ClientVerifier` verifies the certificates of clients.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},

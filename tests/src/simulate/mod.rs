@@ -63,9 +63,9 @@ const LONG_QUIET: u64 = 200;
 const MOST_QUIET_BYTES: u64 = 1_250;
 const MOST_QUIET_MESSAGES: u64 = 60;
 const MOST_QUIET_WAKEUPS: u64 = 1_750;
-/// How many requests a replica may send to the API server in a minute meanwhile. A kind of which it
-/// hears nothing is asked for every ten seconds, and ten seconds may see two requests for each of
-/// five kinds.
+/// How many requests a replica may send to the API server in a minute meanwhile. Every ten seconds,
+/// the replica asks for each kind that is silent. So within ten seconds, it may ask twice for each
+/// of the five kinds.
 const MOST_QUIET_REQUESTS: u64 = 60;
 
 /// What happens at a time.

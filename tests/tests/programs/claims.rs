@@ -331,12 +331,17 @@ fn of_nftables(listing: &Value) -> Result<Forwarding> {
     Ok(forwarding)
 }
 
-#[test]
-fn what_the_programs_claim_is_true() {
+/// Runs a test in a new world. If it fails, shows the logs of all programs.
+fn in_a_world(test: impl FnOnce(&mut World) -> Result<()>) {
     let mut world = World::start().unwrap();
-    if let Err(error) = ask_all(&mut world) {
+    if let Err(error) = test(&mut world) {
         panic!("{error:#}\n{}", world.logs());
     }
+}
+
+#[test]
+fn what_the_programs_claim_is_true() {
+    in_a_world(ask_all);
 }
 
 fn ask_all(world: &mut World) -> Result<()> {

@@ -58,7 +58,7 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
 
 /// The maximum number of nodes that another replica may name, departed ones included.
-pub(crate) const MAX_NAMED: usize = 1 << 18;
+const MAX_NAMED: usize = 1 << 18;
 
 /// The maximum number of vanished replicas that are remembered.
 const MAX_VANISHED: usize = 256;
@@ -89,7 +89,7 @@ struct KnownReplicas {
 }
 
 impl KnownReplicas {
-    /// Forgets the replicas that vanished before `time`, and the oldest ones beyond
+    /// Forgets the replicas that vanished longer than `time` ago, and the oldest ones beyond
     /// [`MAX_VANISHED`].
     fn forget_vanished(&mut self, time: Duration) {
         self.vanished.retain(|_, (_, at)| at.elapsed() < time);

@@ -15,7 +15,7 @@ use headgate_control_plane::{
     serve, source,
     store::{Limits, Resume, Store},
 };
-use tonic::transport::Channel;
+use tonic::transport::{Channel, Endpoint};
 
 /// Reads a manifest like the source `files`, and serves its objects. `is_json` says whether the
 /// file has the extension `.json`. Returns the number of objects.
@@ -78,6 +78,12 @@ const SERVED: &str = "
 pub(super) fn agent_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let (store, _) = store_of(source::manifest_events("web.yaml", SERVED.as_bytes()));
     serve::fuzz::stream(Arc::new(store), messages)
+}
+
+/// A channel that is never used.
+pub(super) fn unused_channel() -> Channel {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    runtime.block_on(async { Endpoint::from_static("http://127.0.0.1:1").connect_lazy() })
 }
 
 /// Passes the messages of another replica, without their gRPC prefixes, to a replica. Returns the

@@ -12,7 +12,6 @@ use headgate_core::{
 };
 use headgate_proto::{NodeView, ServiceDigests, digests_from_wire, digests_to_wire, node_from_wire, v1};
 use prost::Message as _;
-use tonic::transport::Endpoint;
 use v1::node_answer::Kind;
 
 use super::{fuzz, streams};
@@ -120,12 +119,15 @@ fn mutated_answers_to_queries_are_read_safely() {
     fuzz("query_answer", &["nftables", "userspace-iptables", "ipvs"], |_, bytes| answer(&state, bytes));
 }
 
+/// A message of a replica with its gRPC prefix: a roster (kind 0) or the answer to a question (1).
+fn peer_message(kind: u8, body: &impl prost::Message) -> Vec<u8> {
+    let body = body.encode_to_vec();
+    let length = u32::try_from(body.len() + 1).unwrap().to_be_bytes();
+    [&[0], &length[..], &[kind], &body].concat()
+}
+
 /// The messages of a replica that has an agent, loses another one and answers two questions.
 fn peer_stream() -> Vec<u8> {
-    let message = |kind: u8, body: Vec<u8>| {
-        let length = u32::try_from(body.len() + 1).unwrap().to_be_bytes();
-        [&[0], &length[..], &[kind], &body].concat()
-    };
     let node = |name: &str, departed_ms| v1::RosterNode { node: name.into(), departed_ms, programmed_version: 3 };
     let first = v1::Roster {
         identity: Some(v1::PeerIdentity { replica: "replica-b".into(), epoch: 8 }),
@@ -153,21 +155,13 @@ fn peer_stream() -> Vec<u8> {
     };
     let unconfirmed = vec![laggard("node-a", ""), laggard("node-b", "kube-proxy (iptables)")];
     let no = v1::QuestionAnswer { unconfirmed, ..yes.clone() };
-    [
-        message(0, first.encode_to_vec()),
-        message(1, yes.encode_to_vec()),
-        message(0, second.encode_to_vec()),
-        message(1, no.encode_to_vec()),
-    ]
-    .concat()
+    [peer_message(0, &first), peer_message(1, &yes), peer_message(0, &second), peer_message(1, &no)].concat()
 }
 
 /// What a sound replica cannot say ends its stream, before anything is kept.
 #[test]
 fn messages_of_a_faulty_replica_are_refused() {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let _inside = runtime.enter();
-    let channel = Endpoint::from_static("http://127.0.0.1:1").connect_lazy();
+    let channel = super::control_plane::unused_channel();
     let taken = |stream: &[u8]| {
         let messages = super::messages_of(stream);
         super::control_plane::peer_stream(&channel, messages.iter().map(Vec::as_slice))
@@ -176,18 +170,14 @@ fn messages_of_a_faulty_replica_are_refused() {
     let roster = |names: &mut dyn Iterator<Item = String>| {
         let node = |node| v1::RosterNode { node, ..v1::RosterNode::default() };
         let roster = v1::Roster { present: names.map(node).collect(), is_full: true, ..v1::Roster::default() };
-        [&[0], &roster.encode_to_vec()[..]].concat()
-    };
-    let framed = |message: Vec<u8>| {
-        let length = u32::try_from(message.len()).unwrap().to_be_bytes();
-        [&[0], &length[..], &message].concat()
+        peer_message(0, &roster)
     };
     let most = 1 << 18;
-    let numbered = |count| move || (0..count).map(|number: u32| format!("n{number}"));
-    assert_eq!(taken(&framed(roster(&mut numbered(most)()))), 1);
-    assert_eq!(taken(&framed(roster(&mut numbered(most + 1)()))), 0);
+    let numbered = |count: u32| (0..count).map(|number| format!("n{number}"));
+    assert_eq!(taken(&roster(&mut numbered(most))), 1);
+    assert_eq!(taken(&roster(&mut numbered(most + 1))), 0);
     for bad in ["Node", "a b", &"x".repeat(254)] {
-        assert_eq!(taken(&framed(roster(&mut [bad.to_owned()].into_iter()))), 0, "{bad}");
+        assert_eq!(taken(&roster(&mut [bad.to_owned()].into_iter())), 0, "{bad}");
     }
 }
 
